@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LONGEST = 1200
-"""Largest length of a printed message, which could otherwise be long because of a damaged file's content."""
+"""Largest length of a printed message. A message can quote the content of a damaged file, which may be long."""
 
 
 class UserError(ValueError):
@@ -16,8 +16,8 @@ class UserError(ValueError):
 
 @contextmanager
 def given_as(option: str) -> Iterator[None]:
-    """Prefix errors in the block with the option or key whose value caused them, because the code that raises them does
-    not know it."""
+    """Prefix errors in the block with the option or key whose value caused them. The code that raises these errors does
+    not know the option or key."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,5 @@
-"""Record a process's heartbeats (its step and the last action that it began) in memory that its watchdog reads.
+"""Record the heartbeats of a process in memory that its watchdog reads. A heartbeat has the step and the action that
+the process has begun last.
 
 Code that may take a long time calls `doing` first. A call costs about a microsecond with a watchdog, and nothing
 without one.
@@ -31,7 +32,7 @@ class Beat(NamedTuple):
     steps_begun: int
     """Number of steps that this process has begun. The first step still counts as start-up."""
     signs_before_step: int
-    """Number of heartbeats before the beginning of the step."""
+    """Number of heartbeats before the current step began."""
     step: int
     """Number of the step. The first step is 1, and before it the number is 0."""
     time: float

@@ -16,7 +16,7 @@ from fourfold.training.attempts import count_starts
 from fourfold.training.machine_memory import check_machine_memory
 from fourfold.training.run_folder import folder_of, where_it_continues
 
-if TYPE_CHECKING:  # These modules import torch, which the parent of local workers does not need.
+if TYPE_CHECKING:  # These modules import torch, but the parent of local workers does not need torch.
     from fourfold.config.run import RunConfig
     from fourfold.memorization.audit import AuditRequest
     from fourfold.training.outcome import Outcome

@@ -43,8 +43,8 @@ def run_batch_parts(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:
 
     Args:
         workers: The steps of each part.
-        runs_ahead: Whether to prefer parts that have waited while another part ran a matmul. Among them, a part that is
-            about to start an all-gather goes first, so that matmuls hide its all-gather too.
+        runs_ahead: Whether to prefer parts during whose wait another part has run a matmul. Among these parts, a part
+            that is about to start an all-gather goes first, so that matmuls hide its all-gather too.
 
     Returns:
         The results of the parts, in the order of `workers`.

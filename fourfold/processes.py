@@ -21,7 +21,7 @@ from fourfold.errors import UserError
 PR_SET_PDEATHSIG = 1
 
 LEAST_FILES, ENOUGH_FILES = 64, 4096
-"""Limits for open files: the minimum for two local processes, and a number that is enough for a large job.
+"""Two limits for open files: the smallest that allows two local processes, and one that is enough for a large job.
 
 In a large job, rank 0 has a connection to every rank, and NCCL has several connections to each peer.
 """
@@ -122,7 +122,7 @@ def lossy_output(any_error: bool = False) -> Iterator[None]:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # The disk is full, or the block has closed the stream.
+            with contextlib.suppress(OSError, ValueError):  # A full disk, or a stream that the block has closed.
                 stream.flush()
         sys.stdout, sys.stderr = before
 

@@ -17,7 +17,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def check_no_adapter(folder: Path) -> None:
-    """Check that a folder is not a peft adapter, which holds no model.
+    """Check that a folder is not a peft adapter, because an adapter alone is not a model.
 
     Raises:
         UserError: The folder is an adapter.

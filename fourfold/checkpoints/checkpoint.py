@@ -104,7 +104,7 @@ class Checkpointer:
             step: Number of finished steps.
             required: Whether to raise if the checkpoint cannot be written. Otherwise the run file may turn the error
                 into a warning.
-            prune: Whether to remove older checkpoints. A run with bad steps may still need one.
+            prune: Whether to remove older checkpoints. After a bad step, a run may still need an older one.
 
         Raises:
             UserError: Weights are not finite. Raised on all processes.
@@ -184,7 +184,8 @@ class Checkpointer:
             raise
 
     def _finish(self, save: _Save, write: Callable[[], Written | None]) -> None:
-        """Once every rank has written, let rank 0 describe, rename, and prune. A failure is raised on all ranks."""
+        """When every rank has written its file, rank 0 writes the description, renames the folder, and prunes. A
+        failure is raised on all ranks."""
         folder, finished = self._partial(save.step), self.folder / f"step_{save.step}"
         with self._removed_on_failure(save.step):
             with failing_together(), writing(folder):
@@ -198,7 +199,7 @@ class Checkpointer:
                         seal(folder, written)
                         flush(folder)
                         swap_in(folder, finished)
-                        # An earlier attempt's link to its best step may point to a step that this run has not reached.
+                        # The link may be from an earlier attempt, and point to a step that this run has not reached.
                         best = self.folder / f"step_{save.state.best.step}"
                         if self.job.run.validation.keep_best and best.is_dir():
                             mark_best(best)
@@ -261,7 +262,7 @@ def load_newest(path: Path, job: TrainingState, fall_back: bool) -> tuple[Path, 
 
 
 def load_checkpoint(path: Path, job: TrainingState) -> int:
-    """Fill a job's weights and optimizer from a checkpoint. Any grid may have written it. Every process calls this.
+    """Fill a job's weights and optimizer from a checkpoint of any grid. Every process calls this.
 
     Returns:
         The checkpoint's number of finished steps.
@@ -293,7 +294,7 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
     fill_second_copies(job.shards, lambda index: {"weight": job.shards[index].local})
     fill_second_copies(job.trained, job.optimizer.moments)
     if job.average is not None:
-        # The first update starts the average. This load may go back to before that update, so reset the flag.
+        # The first update starts the average. The job may go back to a step before this update, so reset the flag.
         job.average.has_begun = False
         if job.optimizer.steps_taken():
             _begin_average(job.trained, job.average, state.has_averages)

@@ -19,7 +19,8 @@ def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> 
     Raises:
         UserError: A size differs. The message names the first one.
     """
-    # ModelConfig fills in keys that are newer than the checkpoint, including sizes that follow from other sizes.
+    # ModelConfig fills in keys that did not exist when the checkpoint was saved, including sizes that follow from other
+    # sizes.
     for key, was, now in _differences(saved_model(ModelConfig(**state.model)), saved_model(model)):
         raise UserError(
             f"the checkpoint {path} belongs to another model: its model.{key} is {was!r}, but the run file has "

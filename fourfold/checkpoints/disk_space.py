@@ -74,7 +74,7 @@ def check_room_at_start(folder: Path, run: RunConfig) -> None:
 
 
 def _kept_at_once(config: CheckpointConfig, saves: int) -> int:
-    """Return how many checkpoints exist when the last one is complete, after this many saves during the run."""
+    """Return how many checkpoints exist when a run's last save is complete, if there were this many saves before it."""
     older = saves - config.keep_latest_k
     if not config.keep_latest_k or older <= 0:
         return saves + 1

@@ -1,8 +1,7 @@
 """Read and write `layout.json`, which tells which file of a checkpoint has which part of a tensor.
 
-Each process writes at most one file. The content of this file follows from the sizes of the grid and from the axes that
-cut each tensor. So no process gathers, writes, or reads a list of all parts, and every process can compute which few
-files it needs.
+Each process writes at most one file. The sizes of the grid and the axes that cut each tensor determine what is in each
+file. So no process needs a list of all parts: every process can compute which files have the parts that it needs.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class CheckpointTensors(Strict):
     sharded_over: tuple[str, ...] = Field(strict=False)
     """Axes that cut the tiles of x and y into shards, as torch.chunk does."""
     shards_per_node: int = Field(1, ge=1)
-    """Number of ranks of a shard group on one node. Above 1, the shards have another order than the ranks
+    """Number of ranks of a shard group on one node. If it is above 1, the shards have another order than the ranks
     (`parallel.tensor.sharding.shard_number`)."""
     ep: int = Field(1, ge=1)
     """Number of ranks that share the experts."""
@@ -183,7 +182,7 @@ class CheckpointTensors(Strict):
         return self.shards_per_node if self._experts(tensor) == 1 and tensor.sharded else 1
 
     def _held_of(self, tensor: SavedTensor, place: Mapping[str, int]) -> tuple[int, int, int]:
-        """Return which part of a tensor a process holds, as its ep rank, the index of its piece, and the index of its
+        """Return which part of a tensor a process holds: its ep rank, the index of its piece, and the index of its
         copy."""
         number, pieces = self._number(place, TOKEN_AXES), self._pieces_of(tensor)
         replica, ep = divmod(number, self._experts(tensor))

@@ -113,9 +113,9 @@ def weight_parts(job: TrainingState) -> Parts:
 def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> CheckpointTensors:
     """Return the layout of a checkpoint of these tensors. Every pipeline rank calls this.
 
-    If several stages have a tensor, the first one writes it. Replicas over the axes dp and cp take turns, one tensor
-    each. Tensors that one of the tensor axes x and y does not cut are small. The first rank of the axis writes all
-    these tensors, so that loading opens only a few files.
+    If several stages have a tensor, the first one writes it. If replicas over the axes dp and cp hold the same tensors,
+    they take turns, one tensor each. If one of the tensor axes x and y does not cut a tensor, the tensor is small. The
+    first rank of this axis writes all such tensors, so that loading opens only a few files.
     """
     layout = own_layout(parts, grid, shards_per_node)
     if grid.pp.size > 1:
@@ -169,7 +169,8 @@ def check_finite(parts: Parts, step: int, folder: Path) -> None:
 
 @torch.no_grad()
 def fill_second_copies(shards: Sequence[LocalShard], tensors: Callable[[int], Mapping[str, Tensor]]) -> None:
-    """Copy `tensors(index)` of the first shard of each tied weight to the tensors of its second shard."""
+    """For each tied weight with two shards, copy the tensors of the first shard (`tensors(index)`) to the tensors of
+    the second shard."""
     first = _first_copies(shards)
     for index, shard in enumerate(shards):
         if index != first[shard.name]:
@@ -180,7 +181,8 @@ def fill_second_copies(shards: Sequence[LocalShard], tensors: Callable[[int], Ma
 def _first_copies(shards: Sequence[LocalShard]) -> dict[str, int]:
     """Return the index of the first shard of each name.
 
-    With both ends of a V-shaped pipeline on one process, a tied weight exists twice. It is saved and loaded once.
+    If both ends of a V-shaped pipeline are on one process, this process has two copies of a tied weight. They are saved
+    and loaded once.
     """
     first: dict[str, int] = {}
     for index, shard in enumerate(shards):

@@ -27,7 +27,7 @@ PIECE = 2**24
 
 
 ELSEWHERE = "; resume from another checkpoint"
-"""End of an error message about damage, used before another checkpoint has been found."""
+"""End of an error message about damage, if no other checkpoint has been found yet."""
 
 BESIDE = "huggingface"
 """Subfolder of an imported model. It holds small files for the export and is not checked."""

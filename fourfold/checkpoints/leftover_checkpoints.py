@@ -25,7 +25,7 @@ def tidy(folder: Path) -> None:
 
 
 def set_later_aside(folder: Path, step: int) -> None:
-    """Rename the checkpoints of steps after `step`, from which a run starts. An earlier attempt wrote them.
+    """If a run starts from `step`, rename the checkpoints of later steps, which an earlier attempt has written.
 
     Otherwise a later resume or fallback would mistake them for checkpoints of this run, which takes these steps again.
     """
@@ -44,8 +44,8 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint. If the process is killed midway, nothing is left under its name. A failure is only a
-    warning."""
+    """Remove a checkpoint. If the process is killed in the meantime, no incomplete folder has the checkpoint's name. A
+    failure is only a warning."""
     try:
         if checkpoint.is_symlink():
             checkpoint.unlink()

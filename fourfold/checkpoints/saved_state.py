@@ -43,7 +43,7 @@ class RecentSteps(Strict):
     """Losses and gradient norms of recent steps, which [checks] compares with later steps."""
 
     losses: list[float] = Field([])
-    """Losses of the last good steps, as many as [checks] needs."""
+    """Losses of the last good steps. [checks] determines how many are kept."""
     grad_norms: list[float] = Field([])
     """Gradient norms of the same steps."""
     skipped_in_a_row: int = 0
@@ -78,7 +78,7 @@ class BestValidation(Strict):
 
 
 class SavedSchedule(SchedulerConfig, alias_generator="lr_scheduler.{}".format, extra="ignore"):
-    """The keys of `CheckpointState.optimization` that determine the learning rate."""
+    """The keys in `CheckpointState.optimization` that determine the learning rate."""
 
     train_steps: int = Field(gt=0, alias="training.train_steps")
     lr: float = Field(gt=0, alias="optimizer.lr")
@@ -90,7 +90,7 @@ class CheckpointState(Strict):
 
     format: int
     step: int = Field(ge=0)
-    """Number of finished training steps. It is also the position in the data, as long as `training` is unchanged."""
+    """Number of finished training steps. If `training` is unchanged, this is also the position in the data."""
     model: dict[str, Any]
     """The section [model] without `LAYOUT_FREE_KEYS`."""
     training: dict[str, int]

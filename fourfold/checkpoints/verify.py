@@ -41,8 +41,8 @@ def verify(path: Path) -> tuple[CheckpointState, CheckpointTensors]:
 def verified(path: Path, expected: Shapes) -> Iterator[CheckpointTensors]:
     """Check a checkpoint, with each process checking a share of it, and yield its layout to the block that loads it.
 
-    The structure is checked before the block starts, and the contents while it runs. The block must not call
-    collectives. After an error, the tensors that the block has loaded are unusable.
+    The structure is checked before the block starts, and the contents are checked while the block runs. The block must
+    not call collectives. If there is an error, the tensors that the block has loaded are unusable.
 
     Args:
         path: The checkpoint.

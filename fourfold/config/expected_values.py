@@ -125,7 +125,8 @@ _TOML.maxstring = _TOML.maxother = 60
 
 
 def _respelled(given: Any, section: type[BaseModel] | None) -> Iterator[Any]:
-    """Yield what the user may have meant: a number without its quotes, or a list around its only item."""
+    """Yield what the user may have meant: a number instead of its text in quotes, or a list with the value as its only
+    item."""
     if isinstance(given, str):
         with contextlib.suppress(ValueError):
             yield parse_toml(f"value = {given}")["value"]

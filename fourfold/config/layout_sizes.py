@@ -144,8 +144,8 @@ class Sizes:
 
     @property
     def whole_keys(self) -> Number:
-        """Return how many features of keys and values are split over x and y: all of them if the heads divide
-        evenly, else none."""
+        """Return the number of key and value features that the axes x and y must split: all of them if the heads divide
+        evenly over x and y, and otherwise none."""
         return self.keys * self.whole_heads
 
     @cached_property
@@ -155,13 +155,13 @@ class Sizes:
 
     @property
     def uneven_heads(self) -> Number:
-        """Return whether the heads cannot be divided equally among these ranks, without cutting a query head or a key
+        """Return whether the heads cannot be divided equally among these ranks without cutting a query head or a key
         head."""
         return (self.heads % self.head_ranks != 0) | (self.kv_heads % self.head_ranks != 0)
 
     @property
     def uneven_nodes(self) -> Number:
-        """Return whether a shard group is neither a multiple of a node nor a divisor of one."""
+        """Return whether the size of a shard group is neither a multiple nor a divisor of ``shards_per_node``."""
         over_z, over_all = self.zero < 3, self.zero > 0
         everyone = self.dp * self.cp * self.z
         return (over_z & _is_uneven(self.z, self.shards_per_node)) | (

@@ -50,7 +50,7 @@ class Divides:
 
     def broken(self, sizes: Sizes) -> Number:
         number = getattr(sizes, self.number)
-        if isinstance(number, int) and number == 0:  # A quick exit, because a search checks many layouts.
+        if isinstance(number, int) and number == 0:  # Return early, because a search checks many layouts.
             return False
         return number % self._ranks(sizes) != 0
 
@@ -66,7 +66,7 @@ class Divides:
         )
 
     def _start(self, sizes: Sizes, axis: str) -> str:
-        """Suggest a size of the axis that satisfies this rule, in case the run breaks other rules too."""
+        """Suggest a size of the axis that satisfies this rule. The run may break other rules too."""
         number, others = getattr(sizes, self.number), self._ranks(sizes) // getattr(sizes, axis)
         most = next(n for n in range(getattr(sizes, axis), 0, -1) if number % (others * n) == 0 or n == 1)
         return f"{axis} = {most} works here, and other rules are broken too"
@@ -306,8 +306,8 @@ RULES: tuple[Divides | Rule, ...] = (
 
 
 def accepts(run: RunConfig, key: str, value: int) -> bool:
-    """Return whether a run is legal with another value of one key, with sizes that follow from it kept or derived
-    again."""
+    """Return whether a run is legal with another value of one key. Sizes that follow from this key are either kept or
+    derived again."""
     section, _, name = key.partition(".")
     table = run.model_dump()
     table[section][name] = value

@@ -44,5 +44,5 @@ NO_MEANING: tuple[tuple[str, Any, str, Any], ...] = (
     *((key, unset, "num_experts", 0) for key, unset in _OF_EXPERTS.items()),
     *((key, unset, "kv_lora_rank", 0) for key, unset in _OF_LATENTS.items()),
 )
-"""A key, its default value, another key, and a value of the other key. With this value, the first key must have its
-default."""
+"""Each entry has a key, its default value, another key, and a value of the other key. If the other key has this value,
+the first key must have its default."""

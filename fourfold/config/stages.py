@@ -65,8 +65,9 @@ def balanced(layers: int, stages: int, first: float, last: float) -> tuple[int, 
     """Balance the layers over the stages.
 
     The first stage has extra work equal to ``first`` layers, and the last stage has extra work equal to ``last``
-    layers. A head's weight costs one multiplication per token, like a layer's weight. An embedding's weight costs none,
-    but it and its optimizer states fill the memory of the first stage, which also holds the most micro-batches.
+    layers. The head takes time: each of its weights costs one multiplication per token, like a weight of a layer. The
+    embedding takes hardly any time. But its weights and their optimizer states fill the memory of the first stage,
+    which also holds the most micro-batches.
     """
     counts, work = [1] * stages, [1.0] * stages
     work[0] += first

@@ -12,8 +12,8 @@ Size = Annotated[int, Field(gt=0, le=2**31)]
 LARGEST = 2**63 - 1
 """The largest integer that torch and NumPy hold."""
 LONGEST_NAME, LONGEST_PATH = 240, 3500
-"""Longest name and longest path in bytes. They are below the usual limits of file systems, because the program appends
-to names and paths."""
+"""Longest name and longest path in bytes. They are below the usual limits of file systems, because fourfold makes
+longer names and paths from them."""
 
 
 class Strict(BaseModel):

@@ -27,7 +27,7 @@ _MOST_PASSAGES = 1 << 20
 
 
 class Vocabulary(Protocol):
-    """The part of a tokenizer that `copy_of` needs to draw random tokens."""
+    """The part of a tokenizer that `copy_of` uses to draw random tokens."""
 
     vocab_size: int
     special_ids: tuple[int, ...]
@@ -40,7 +40,7 @@ class Canaries:
     count: int
     """Number of canaries for each number of repeats."""
     repeats: tuple[int, ...]
-    """Numbers of repeats, all different. 0 gives the control."""
+    """Numbers of repeats, all different. Canaries with 0 repeats are the control."""
     length: int = 100
     """Number of tokens per canary."""
     noise: float = 0.0
@@ -136,7 +136,8 @@ class CorpusPieces:
     def documents(self, pieces: NDArray[np.int64], eod_id: int) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
         """Return the tokens of some pieces as whole documents, and the length of each document.
 
-        Neighboring pieces of one document stay together. A cut document gets its own end-of-document token.
+        Neighboring pieces of one document stay together. If only a part of a document is returned, an end-of-document
+        token is added.
 
         Args:
             pieces: Indices of the pieces, ascending.
@@ -162,7 +163,8 @@ class CorpusPieces:
 
 
 def plant(split: CorpusSplit, canaries: Canaries, tokenizer: Tokenizer, text_key: str, ledger: Path) -> CorpusSplit:
-    """Write a second corpus next to the corpus of `split`: its pieces, with canaries at random places between them.
+    """Write a second corpus next to the corpus of `split`. It has the pieces of `split`, and canaries at random places
+    between them.
 
     Pieces that become canaries are taken out of the corpus, so a canary with 0 repeats occurs nowhere.
 

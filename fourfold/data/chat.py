@@ -77,7 +77,7 @@ class ChatTemplate:
 
     @property
     def _taken(self) -> set[str]:
-        """Return the variables that transformers or fourfold sets. A row cannot set them."""
+        """Return the names of variables that a row cannot set, because transformers or fourfold sets them."""
         return {"self", "messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters} - {
             "tools",
             "documents",
@@ -171,14 +171,14 @@ class ChatTemplate:
                 continue
             where = [number for number, message in enumerate(messages, start=1) if key in message]
             if key == "name" and all(messages[number - 1]["role"] == "tool" for number in where):
-                continue  # Templates may ignore it, like tool_call_id.
+                continue  # Templates may ignore such a key, for example tool_call_id.
             without = [{name: value for name, value in message.items() if name != key} for message in messages]
             if self._try_to_render(without, options) == text:
                 remedy = f"{remedy} {key}" if key != "tool_calls" else "give --chat-template a file that uses them"
                 raise ValueError(f"message {where[0]} has {key}, which the chat template does not use; {remedy}")
 
     def _prepare_message(self, number: int, message: Message) -> dict[str, Any]:
-        """Return a message in the form the template takes: without nulls, and with content as text or as parts."""
+        """Return a message as the template expects it: without nulls, and with its content as text or as parts."""
         kept = {key: value for key, value in message.items() if value is not None and key not in self.ignored}
         kept.pop("weight", None)
         content = kept.get("content")
@@ -238,7 +238,7 @@ class ChatTemplate:
         return (self._try_to_render([_user(_PROBE)], add_generation_prompt=True) or "").removeprefix(asked)
 
     def _find_tail(self, options: Mapping[str, Any]) -> str:
-        """Return the text that the template appends to every conversation because of these options."""
+        """Return the text that the template appends to every conversation with these options."""
         if not options:
             return ""
         plain, full = self._try_to_render([_user(_PROBE)]), self._try_to_render([_user(_PROBE)], options)
@@ -288,7 +288,7 @@ def _read_weights(messages: Sequence[Message]) -> list[int | None]:
 
 
 def _unmark_untrained(marked: NDArray[np.bool_], weights: Sequence[int | None]) -> NDArray[np.bool_]:
-    """Remove the marks from tokens of answers with weight 0."""
+    """Mark the tokens of answers with weight 0 as not trained."""
     answers = [weight for weight in weights if weight is not None]
     if all(answers):
         return marked

@@ -1,6 +1,7 @@
 """Read rows of conversations in the common formats, and return messages or a prompt with its completion.
 
-No key of a row is dropped silently. A key is used, known to be harmless, named with --ignore-key, or refused.
+No key of a row is dropped silently. If a key is not used, is not known to be harmless, and is not named with
+--ignore-key, the row is refused.
 """
 
 from __future__ import annotations

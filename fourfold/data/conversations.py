@@ -31,7 +31,7 @@ class PackingStatistics:
     cut: int
     """Number of conversations that are longer than a window. Their ends are cut off."""
     left_out: int
-    """Number of conversations left out because their answers begin beyond the window."""
+    """Number of conversations that are left out, because their answers begin after the end of the window."""
 
 
 class PackedConversations:
@@ -45,7 +45,7 @@ class PackedConversations:
 
     Args:
         corpus: Tokens of the conversations, one document each.
-        answers: One flag per token of `corpus`, which tells whether the token is trained.
+        answers: For each token of `corpus`, a flag that says whether the token is trained.
         seq_length: Number of tokens per sample.
         seed: Seed of the order of windows.
         padding: Token that fills the end of a window.
@@ -163,7 +163,7 @@ def first_answers(answers: IndexedDataset, offsets: NDArray[np.int64]) -> NDArra
     """Return the position of the first trained token in each conversation, or a huge number if none is trained.
 
     Args:
-        answers: One flag per token, which tells whether the token is trained.
+        answers: For each token, a flag that says whether the token is trained.
         offsets: Start of each conversation, followed by the end of the last conversation [conversations + 1].
     """
     trained = np.flatnonzero(answers.read(0, answers.tokens))

@@ -106,7 +106,7 @@ class TokenWindows:
         document_starts, missing = [], []
         for row, window in enumerate(windows.tolist()):
             start = window * self.seq_length - self.look_back
-            absent = max(0, -start)  # The window begins this many tokens before the corpus.
+            absent = max(0, -start)  # Places before the corpus's first token.
             tokens[row, absent:] = self.corpus.read(start + absent, length - absent)
             document_starts.append(absent + self.corpus.document_starts(start + absent, length - absent))
             missing.append(absent)
@@ -116,10 +116,10 @@ class TokenWindows:
 class SourceMixture:
     """Several sources in fixed proportions.
 
-    The index n alone determines which source provides sample n, and which of the source's samples it is. In every block
-    of 10,000 samples the proportions are exact to 1 in 10,000. A seeded arrangement spreads each source evenly over the
-    block, so the proportions are nearly right in shorter ranges too. When a source runs out, it starts again in another
-    order.
+    Only the index n determines which source provides sample n, and which of the source's samples it is. In every block
+    of 10,000 samples, the proportions are exact to 1 in 10,000. A seeded arrangement spreads the samples of each source
+    evenly over the block, so the proportions are nearly right in shorter ranges too. When a source runs out, it starts
+    again in another order.
 
     Args:
         sources: (source, weight). Weights are relative.
@@ -159,7 +159,7 @@ class SourceMixture:
             if windows.reference is not None:
                 reference = np.empty(len(place), dtype=np.float32) if reference is None else reference
                 reference[rows] = windows.reference
-            # Every source has padding or none has, because data.format applies to all of them. So no row stays unset.
+            # data.format applies to all sources, so either all have padding or none has. So no row stays unset.
             if windows.is_data is not None:
                 is_data = np.empty_like(answers) if is_data is None else is_data
                 is_data[rows] = windows.is_data
@@ -238,8 +238,7 @@ def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
 
 
 def _arrange(counts: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the source of each place in a block, and the number of this source's samples at earlier places.
-
+    """For each place in a block, return the source, and the number of samples that this source has at earlier places.
     Both are [BLOCK]."""
     source = np.repeat(np.arange(len(counts)), counts)
     rank = np.concatenate([np.arange(count) for count in counts])

@@ -132,9 +132,9 @@ def new_folder(path: Path) -> Iterator[Path]:
 def temporary_folder(parent: Path | None = None, prefix: str = "fourfold-", suffix: str = "") -> Iterator[Path]:
     """Yield a new folder and remove it after the block.
 
-    This also removes folders with the same prefix and suffix that killed processes on this machine left behind. The
-    owner of a folder holds a lock on it, which the kernel releases when the owner dies. Folders that belong to
-    processes on other machines are kept, because their locks may not be visible here.
+    This also removes folders with the same prefix and suffix that killed processes on this machine have left. The owner
+    of a folder holds a lock on the folder, and the kernel releases the lock when the owner dies. Folders of processes
+    on other machines are kept, because their locks may not be visible here.
 
     Args:
         parent: Where to create the folder. None uses the system's folder for temporary files.

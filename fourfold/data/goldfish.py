@@ -1,9 +1,10 @@
 """Goldfish loss: leave about one token in k out of training, and leave out the same tokens in every copy of a passage.
 
-Hans et al. 2024, "Be like a Goldfish, Don't Memorize!" (arXiv 2406.10209). A model that never trained on a token can
-only guess it from the context. With probability (1 - 1/k)^S, no token of a passage of S tokens is left out, and the
-passage can be memorized verbatim. All copies of a passage must share one mask. Otherwise the copies together train
-every token. The mask is therefore a hash of the text before the token.
+Hans et al. 2024, "Be like a Goldfish, Don't Memorize!" (arXiv 2406.10209). If a model was never trained on a token, it
+can only guess the token from the context. With probability (1 - 1/k)^S, no token of a passage of S tokens is left out,
+and the model can memorize the passage verbatim. In all copies of a passage, the mask must leave out the same tokens.
+Otherwise the copies together train every token. So a hash of the text before a token decides whether the token is left
+out.
 
 Masks are integer arithmetic in NumPy, so they are the same on every machine, device, and grid.
 """
@@ -88,9 +89,9 @@ def build_goldfish_mask(
 def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]:
     """Choose the dropped targets with strategy "hash", which hashes the h tokens before each target in its document.
 
-    The key is a dot product of the tokens with odd 64-bit coefficients, so the order of the tokens matters. The key is
-    mixed and compared with 2^64/k, so the mask for 2k drops a subset of the mask for k. The first h tokens of a
-    document are kept. Without look-back, the first h tokens of each window are kept too.
+    The key is a dot product of the tokens with odd 64-bit coefficients, so the order of the tokens matters. A target is
+    dropped if its mixed key is below 2^64/k. So every target that is dropped with 2k is also dropped with k. The first
+    h tokens of a document are kept. Without look-back, the first h tokens of each window are kept too.
 
     Returns:
         True for each dropped target [samples, S].

@@ -49,7 +49,7 @@ class HubDataset(NamedTuple):
         return files
 
     def streams(self, count: int, text_key: str) -> Sequence[HubStream]:
-        """Return the split as `count` streams. Each stream reads its own files, and nothing is downloaded in advance.
+        """Divide the split into `count` streams. Each stream reads its own files, and nothing is downloaded in advance.
 
         Args:
             count: Number of streams.

@@ -121,7 +121,8 @@ class IndexedDataset:
         return document_starts
 
     def read(self, start: int, length: int) -> NDArray[np.integer]:
-        """Return tokens [start, start + length) of the stream in the stored dtype. Do not write to the array."""
+        """Return tokens [start, start + length) of the stream, in the stored dtype. Do not write to the returned
+        array."""
         assert 0 <= start <= start + length <= self.tokens, (start, length, self.tokens)
         return self._stream[start : start + length]
 

@@ -1,4 +1,4 @@
-"""Choose a rank's samples for a step, and assemble them into micro-batches."""
+"""Choose the samples of a rank for each step, and assemble them into micro-batches."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

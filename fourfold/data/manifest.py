@@ -87,7 +87,8 @@ def validation_prefix(prefix: str | Path) -> str:
 
 
 def trained_prefix(prefix: str | Path) -> str:
-    """Return the prefix of the flags of a corpus of conversations. A flag is 1 for a trained token and 0 otherwise."""
+    """Return the path prefix of the flags of a corpus of conversations. There is a flag for each token: 1 if the token
+    is trained, and 0 if it is not."""
     return f"{prefix}-trained"
 
 

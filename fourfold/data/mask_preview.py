@@ -133,7 +133,7 @@ def preview(
 
 
 def always(goldfish: Goldfish) -> Goldfish:
-    """Return the same mask, in effect from the first step."""
+    """Return the same mask, but in effect from the first step on."""
     return Goldfish(goldfish.config, goldfish.exempt)
 
 

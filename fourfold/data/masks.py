@@ -1,4 +1,4 @@
-"""Masks are small functions that select the tokens in the loss. A token is in the loss if all masks keep it.
+"""Masks: small functions that select which tokens are in the loss. A token is in the loss if all masks keep it.
 
 A mask takes windows of the token stream and returns bool [samples, S]: whether the prediction of token i + 1 from token
 i is kept. The mask is computed on whole windows, before the sequence or the batch is split, so every layout drops the
@@ -139,7 +139,7 @@ def _wrap_in_check(name: str, mask: LossMask) -> LossMask:
     def checked(windows: Windows) -> NDArray[np.bool_]:
         try:
             kept = mask(windows)
-        except OSError as error:  # A caller would take this for an error of a file that it writes.
+        except OSError as error:  # A caller would think that its own file could not be written.
             raise UserError(f"masks.functions: '{name}' failed: {error}") from error
         expected = windows.tokens[:, 1:].shape
         if not isinstance(kept, np.ndarray) or kept.dtype != np.bool_ or kept.shape != expected:

@@ -22,8 +22,9 @@ def hash64(values: ArrayLike, seed: int) -> NDArray[np.uint64]:
 def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLike = 0) -> NDArray[np.int64]:
     """Apply a seeded permutation of 0 … size-1 to each of `indices`. Every epoch has its own permutation.
 
-    A Feistel network permutes the integers below the next power of two. A result of `size` or more goes through the
-    network again ("cycle walking", under two passes on average). So the permutation is a bijection on [0, size).
+    A Feistel network permutes the integers below the next power of two. If a result is `size` or more, it goes through
+    the network again ("cycle walking"). This takes less than two passes on average, and makes the permutation a
+    bijection on [0, size).
 
     Args:
         indices: Integers in [0, size), any shape.
@@ -47,7 +48,7 @@ def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLik
 
 
 def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
-    """Apply a keyed bijection on [0, 2**bits). Each half is in turn xored with a hash of the other half."""
+    """Apply a keyed bijection on [0, 2**bits). It xors each half of the bits in turn with a hash of the other half."""
     low_bits, high_bits = np.uint64(bits // 2), np.uint64(bits - bits // 2)
     low_mask, high_mask = (np.uint64((1 << int(half)) - 1) for half in (low_bits, high_bits))
     low, high = values & low_mask, values >> low_bits

@@ -1,5 +1,5 @@
-"""Prepare a corpus on disk from text: tokenize, keep finished parts, merge, and publish the whole corpus in one
-step."""
+"""Prepare a corpus on disk from text: tokenize, keep finished parts, merge the parts, and publish the whole corpus in
+one step."""
 
 import os
 import time
@@ -298,7 +298,8 @@ def _check_filled(splits: dict[str, CorpusSplit], request: _Request) -> None:
 def _publish(
     splits: dict[str, CorpusSplit], prefix: Path, request: _Request, tokenizer: Tokenizer, notes: list[str]
 ) -> tuple[Manifest, Manifest | None]:
-    """Rename the merged corpora to their final names. While old and new files are mixed, there is no manifest."""
+    """Rename the merged corpora to their final names. There is no manifest while some files are old and some are
+    new."""
     _withdraw(prefix)
     for name, split in splits.items():
         target = prefix if name == "train" else validation_prefix(prefix)

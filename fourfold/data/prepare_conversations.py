@@ -108,7 +108,7 @@ def _write_splits(
 
 
 class RowReader:
-    """Reads rows of either format. It loads the chat template when the first conversation needs it.
+    """Reads rows of either format. It loads the chat template only when a conversation needs it.
 
     Args:
         name: "bytes", or the folder of a model.

@@ -16,8 +16,8 @@ class ShuffledDocuments:
 
     A block never crosses the end of an epoch, so each epoch has every document exactly once. If `size` is at least the
     number of documents, the whole dataset is shuffled. The seed and the index of a block determine the order within the
-    block. So a checkpoint only saves the block's start and an index in the block. (To resume a shuffle buffer that
-    draws at random, one would have to save its content.)
+    block. So a checkpoint saves only the start of the block and an index in the block. (If documents were drawn at
+    random from a buffer, a checkpoint would have to save the content of the buffer.)
 
     Args:
         documents: The stream. Its places have an `epoch`.

@@ -25,8 +25,8 @@ ARROW = ".arrow"
 """Suffix of the files that `datasets` keeps in its cache. Only inputs with names hf:… have such files."""
 TABLES = (".parquet", ARROW)
 LONGEST_TEXT = 2**31 - 1
-"""Largest size in bytes of a decompressed text file or of a line. The format on disk limits a document to this many
-tokens."""
+"""Largest size in bytes of a decompressed text file or of a line. A document can have at most this number of tokens,
+because of the format on disk."""
 
 _KNOWN = ", ".join(SUFFIXES)
 BLOCK = 1 << 24

@@ -143,8 +143,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         tokens = self.tok_encode(prompt) or [self.prefix_token_id]
         made: list[int] = []
         for _ in range(int(options.get("max_gen_toks", self._max_new_tokens))):
-            # A pass predicts each token of its input from the tokens before it. So append a 0, in place of the token to
-            # predict.
+            # A pass scores the prediction of each token in its input. To get a prediction of the next token, append a 0
+            # in its place.
             window = np.array([*[*tokens, *made][-self.max_length :], 0])
             (fields,) = self._score([window])
             token = int(fields[1, len(window) - 2])

@@ -49,8 +49,9 @@ def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overla
     """Return windows that together predict every token exactly once.
 
     The first window starts with the token ``before``, and each later window repeats ``overlap`` tokens. A window has at
-    most ``context`` inputs. lm-eval's ``get_rolling_token_windows`` returns the same windows, if its ``context_len`` is
-    ``overlap``. Each window has as many inputs as possible, so the last window may repeat more than ``overlap`` tokens.
+    most ``context`` inputs. Each window has as many inputs as possible, so the last window may repeat more than
+    ``overlap`` tokens. lm-eval's ``get_rolling_token_windows`` returns the same windows, if its argument
+    ``context_len`` is ``overlap``.
     """
     stream = np.concatenate([[before], tokens])
     windows: list[ScoredWindow] = []

@@ -33,7 +33,8 @@ class Adapted:
     adapter of rank r.
 
     The joint adapter's rank is r times the number of parameters. Its A stacks the parameters' A matrices. Its B is
-    block-diagonal and holds the parameters' B matrices, so B·A equals the joined adapters exactly.
+    block-diagonal, with the parameters' B matrices as blocks. So B·A has exactly the same effect as the single
+    adapters.
     """
 
     tensor: TheirTensor
@@ -136,7 +137,7 @@ def _lora(saved: SavedWeights) -> LoRAConfig:
 
 
 def _peft_config(saved: SavedWeights, lora: LoRAConfig, adapted: Sequence[Adapted]) -> dict[str, Any]:
-    """Return adapter_config.json. Joined layers have their own rank and alpha, because peft scales by alpha / rank."""
+    """Return adapter_config.json. Joined layers need their own rank and alpha, because peft scales by alpha / rank."""
     joined = {each.module: len(each.parts) for each in adapted if len(each.parts) > 1}
     return {
         "peft_type": "LORA",

@@ -1,5 +1,5 @@
-"""Convert experts between transformers' modules, where each parameter holds all experts, and files with one matrix per
-expert, as on the Hub."""
+"""Convert experts between two forms: in transformers' modules, a parameter holds all experts of a layer. In files on
+the Hub, each expert has its own matrices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows_in_files(model: Any) -> dict[str, Rows]:
 
         inner = parameter.shape[len(counts) :]
         numbers = torch.arange(len(rows)).view(*counts, *(1 for _ in inner))
-        # Two columns are enough to find the order of the rows, because the converters only copy rows.
+        # The converters only copy rows, so two columns are enough to find the order of the rows.
         parts = revert_weight_conversion(model, {name: numbers.expand(*counts, *(min(size, 2) for size in inner))})
         firsts = {theirs: part.reshape(len(part), -1)[:, 0].tolist() for theirs, part in parts.items() if part.numel()}
         runs = {theirs: range(rows_of[0], rows_of[-1] + 1) for theirs, rows_of in firsts.items()}

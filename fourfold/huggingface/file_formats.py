@@ -1,8 +1,9 @@
 """Describe how each family's files name and store the decoder's parameters.
 
-A row of a table maps one Hugging Face tensor to the parameters of ours that it joins along the output dim, in this
-order, whole, head by head, or row by row. ``i`` is the layer's index, and ``e`` is an expert's index in a parameter
-that stacks experts. If a model lacks a parameter (such as a bias), its map has no row for it.
+A row of a table maps one Hugging Face tensor to our parameters that it joins along the output dim. The tensor has the
+parameters in this order, one after another, or interleaved head by head or row by row. ``i`` is the layer's index, and
+``e`` is an expert's index in a parameter that stacks experts. If a model lacks a parameter (such as a bias), its map
+has no row for it.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ class Format:
     """Parameters of ours whose rows 2i and 2i + 1 of a head are rotated together in these files. Our decoder rotates i
     and i + d."""
     layers_beyond: str | None = None
-    """Key of config.json with the number of extra layers, which predict tokens further ahead and are not imported."""
+    """Key of config.json with the number of extra layers that predict tokens further ahead. They are not imported."""
 
     def names_beyond(self, last: int, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the name prefixes of layers after the ``last`` layer. These layers are not imported."""

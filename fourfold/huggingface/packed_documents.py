@@ -10,9 +10,9 @@ from torch import nn
 def separates_documents(model: nn.Module, device: torch.device) -> bool:
     """Return whether a model computes a document as if no other document came before it in the row.
 
-    Two rows have different first documents and the same second document. The difference of the second document's logits
-    between the rows must be small. It is compared with the difference that the same tokens have if positions do not
-    start again, which makes each row one document.
+    This runs the model on two rows with different first documents and the same second document. The logits of the
+    second document must differ only a little between the rows. For comparison, the model also runs on the same tokens
+    without a restart of the positions, so that each row is one document.
 
     Args:
         model: A model that takes ``position_ids``. All processes that hold parts of it call this together.

@@ -71,12 +71,12 @@ def parallelize(
     placed = lay_out(model, grid, rules or {})
     model.to("meta")
     tie_again(model, tied)
-    # The user's optimizer updates the model's own parameters. So these must be the stored weights, not copies in the
-    # dtype of the computation.
+    # The user's optimizer updates the parameters of the model. So these must be the stored weights, and not copies in
+    # the dtype of the computation.
     stage = replicate_or_shard(model, _units(model), grid, types, weight_prefetch, working_copies=False)
     device = torch.device("cpu" if grid.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
     on_grid = GridModel({0: stage}, grid, device)
-    for name, buffer in buffers.items():  # Restore the values, which the allocation of memory has overwritten.
+    for name, buffer in buffers.items():  # Restore the values, because the allocation of memory has overwritten them.
         parent, _, key = name.rpartition(".")
         model.get_submodule(parent)._buffers[key] = buffer.to(device)
     parallelized = Parallelized(on_grid, placed, in_files)
@@ -141,8 +141,8 @@ def _make_buffers(model: nn.Module) -> None:
 
     Buffers that are saved with the weights are read from files later.
 
-    ``_init_weights`` would also initialize the parameters of the same modules. It is called only if these are all on
-    the meta device, because there it changes nothing.
+    ``_init_weights`` would also initialize the parameters of the same modules. So it is called only if all of them are
+    on the meta device, because they have no values there.
     """
     for name, module in model.named_modules():
         buffers = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}

@@ -114,8 +114,8 @@ class Parallelized(nn.Module):
             return
         if self._separates_documents is None:
             self._separates_documents = separates_documents(self.module, positions.device)
-        # In most models, only a mask or a cache lets documents attend to each other. Without either, skip the check,
-        # because it would wait for the GPU every step.
+        # In most models, documents attend to each other only if there is a mask or a cache. If there is neither, skip
+        # the check, because it would wait for the GPU in every step.
         if self._separates_documents and mask is None and kwargs.get("use_cache") is False:
             return
         again = positions[..., 1:] <= positions[..., :-1]
@@ -186,7 +186,8 @@ class Parallelized(nn.Module):
 
         Args:
             loss: The loss of one micro-batch, a scalar.
-            last: Whether this is the last micro-batch of the step. Its backward completes the sums over all processes.
+            last: Whether this is the last micro-batch of the step. Its backward pass completes the sums over all
+                processes.
 
         Raises:
             UserError: The gradients of the previous step are still there, and would be summed over ranks again.

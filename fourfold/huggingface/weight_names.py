@@ -31,8 +31,8 @@ class TensorPiece:
     expert: int | None = None
     """The index of the expert, if our parameter stacks experts along the first dim."""
     paired_rows: int = 0
-    """Number of rows at the beginning of each group that are interleaved: the first half of our rows has even positions
-    in the Hugging Face tensor, and the second half has odd positions."""
+    """Number of rows at the beginning of each group that the Hugging Face tensor interleaves: the first half of our
+    rows has the even positions there, and the second half has the odd positions."""
 
     def of(self, parameter: Tensor) -> Tensor:
         """Return the whole parameter, or one expert of a parameter that stacks experts."""
@@ -74,7 +74,8 @@ class TheirTensor:
     shape: tuple[int, ...]
     transposed: bool
     is_stacked: bool
-    """Whether the tensor and our parameters stack all experts. ``pieces`` then describe the rows of one expert."""
+    """Whether the tensor and our parameters stack all experts. If they do, ``pieces`` describes the rows of one
+    expert."""
     pieces: tuple[TensorPiece, ...]
 
     def joined(self, ours: Sequence[Tensor]) -> Tensor:

@@ -36,7 +36,8 @@ class Pretrained:
         self.shapes = parameter_shapes(model)
         self.tensors = name_map(self.kind, model)
         self._places: dict[str, list[tuple[TheirTensor, TensorPiece]]] = {}
-        """Where each of our parameters is in the files. A stack of experts has one location per expert, in order."""
+        """Where each of our parameters is in the files. If a parameter stacks experts, it has one place for each
+        expert, in order."""
         for tensor in self.tensors:
             for piece in tensor.pieces:
                 self._places.setdefault(piece.name, []).append((tensor, piece))

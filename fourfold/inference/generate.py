@@ -45,7 +45,7 @@ class Sampling:
     top_k: int | None = None
     """Draw only from this many of the most likely tokens."""
     top_p: float | None = None
-    """Draw only from the most likely tokens whose probabilities add up to this number."""
+    """Draw only from the smallest set of most likely tokens whose probabilities add up to this number."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class Generation:
     cache_bytes: int | None
     """Size of everything in the cache at the end, in bytes. None for a model without a cache."""
     settings: dict[str, Any]
-    """How the next token was chosen, and which texts stop generation, with transformers' names."""
+    """The settings with transformers' names: how the next token was chosen, and which texts stop generation."""
     step_bytes: int | None = None
     """Smallest number of bytes that Loki reads from the cache for one more token. None if Loki is not used."""
     full_step_bytes: int | None = None
@@ -197,7 +197,7 @@ def _continued(
             eos_token_id=ends,
             **{key: value for key, value in settings.items() if key != "stop_strings"},
         )
-        # For arguments that are missing in `own`, transformers reads the model's generation configuration.
+        # If an argument is missing in `own`, transformers takes it from the model's generation configuration.
         model.generation_config = own
         return model.generate(
             tokens,
@@ -253,8 +253,8 @@ def _check_length(model: Any, prompt: int, new: int) -> None:
 
 
 def _ends(model: Any, tokenizer: AnyTokenizer) -> list[int] | None:
-    """Return the ids that end a text. These are the model's own ids. If it names none, they are the tokenizer's ids
-    that the model has."""
+    """Return the ids that end a text: the ids that the model names. If the model names none, return the tokenizer's ids
+    that exist in the model."""
     own = model.generation_config.eos_token_id
     own = tokenizer.eod_id if own is None else own
     ids = own if isinstance(own, list) else [own]

@@ -40,7 +40,8 @@ def run_on_grid(
     """Call `function(place, *args)` on every process of the job, inside a default process group.
 
     Args:
-        function: "package.module:name". A string, so that the parent of local workers need not import it.
+        function: "package.module:name". It is a string, so that the parent of local workers need not import the
+            function.
         args: Arguments of the function after the place.
         world_size: Number of processes.
         wanted_device: "cpu", "cuda", or "auto" for a GPU if there is one.

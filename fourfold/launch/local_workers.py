@@ -29,7 +29,8 @@ from fourfold.launch.worker_processes import WorkerProcesses
 from fourfold.processes import end_with_parent
 
 ECHO_SECONDS = 0.5
-"""After a failure, wait until no new report has come for this many seconds. Then choose the cause among the reports."""
+"""After a failure, wait until no new report has come for this many seconds. Then choose the report that names the
+cause."""
 
 RELAYED = {
     signal.SIGTERM: signal.SIGTERM,
@@ -71,8 +72,8 @@ def run_workers(
 ) -> Any:
     """Call `target(place, *args)` in `world_size` new processes.
 
-    No worker outlives the call or this process. Only rank 0 writes to standard output. All ranks write to standard
-    error.
+    All workers end when the call ends or when this process ends. Only rank 0 writes to standard output. All ranks write
+    to standard error.
 
     Args:
         target: The function.
@@ -182,7 +183,7 @@ def _make_failure(report: WorkerEnd, world_size: int, received: Sequence[int]) -
         return WorkerFailed(f"{worker} failed:\n{report.value}")
     if report.value == HANG:
         return JobHung("the job hung and was ended")
-    # The watchdog killed the worker, because the worker did not stop in time.
+    # The worker did not stop in time, so the watchdog killed it.
     if report.value > 128 and report.value - 128 in received:
         return SystemExit(report.value)
     if report.value >= 0:
@@ -200,8 +201,7 @@ def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[in
     """Relay stop signals to the workers, so that they can save. Yield the list of received signals.
 
     With `heeded`, the workers hold back the signals until they can save. If a signal arrives before all workers exist,
-    it is only recorded, and it is sent later so that no worker misses it. Without `heeded`, such a signal ends the job
-    here.
+    it is recorded and sent later, so that no worker misses it. Without `heeded`, such a signal ends the job here.
 
     Raises:
         KeyboardInterrupt: After a second Ctrl-C. The caller ends the workers.

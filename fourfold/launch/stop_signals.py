@@ -25,7 +25,7 @@ SAVING = b"\nfourfold: saving a checkpoint after this step; press Ctrl-C again t
 
 
 class StopRequest:
-    """A request to stop. It is set by the first stop signal, or when the time is up. A second Ctrl-C raises
+    """A request to stop. The first stop signal sets it, and so does the end of the time limit. A second Ctrl-C raises
     KeyboardInterrupt.
 
     Args:

@@ -106,7 +106,7 @@ def _watch(watch: Watch) -> None:
             end_rank(watch, ended_by(signal.SIGTERM))
             return
         beat = heart.read()
-        # While the watchdog itself is stopped too, for example by Ctrl-Z, the time does not count as silence.
+        # If the watchdog itself was stopped too, for example by Ctrl-Z, this time does not count as silence.
         silent = silent + min(now - began, 2 * interval) if beat.number == number else 0.0
         number = beat.number
         limit = watch.timeout if beat.steps_begun > 1 else watch.startup_timeout
@@ -150,7 +150,7 @@ def end_rank(watch: Watch, code: int) -> None:
 def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
     """Write this rank's report.
 
-    The first rank that is able to do so names the rank that went silent. All other ranks wait for it.
+    The first rank that can write the report names the rank that went silent. All other ranks wait for this report.
     """
     folder = Path(watch.folder)
     verdict = folder / "hang.txt"
@@ -169,7 +169,8 @@ def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
             text = describe(_read_reports(folder), watch.world_size, folder)
             write_whole(verdict, text.encode())
             print(f"fourfold: {text}", file=sys.stderr, end="", flush=True)
-        if report.state in STOPPED:  # Collecting its stacks resumes the rank, so first wait for the other reports.
+        # To collect the stacks of a stopped rank, the watchdog resumes it. So first wait for all other reports.
+        if report.state in STOPPED:
             _write_report(folder, report._replace(stacks=_collect_stacks(watch)))
     except OSError as error:
         print(f"fourfold: rank {watch.rank} hangs; writing {folder}: {error.strerror}", file=sys.stderr, flush=True)

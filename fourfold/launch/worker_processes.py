@@ -1,8 +1,8 @@
 """Start local workers by forking a starter process that has already imported the modules they need.
 
-Imports take seconds of CPU time, so they run only once. The starter is a new process without threads, because threads
-of the caller would not survive a fork. If the libraries do not support forking (macOS), the starter spawns new
-processes instead, and each of them imports the modules.
+Imports take seconds of CPU time, so they run only once. The starter is a new process, because it must not have threads:
+a forked process loses the threads of its parent. If the libraries do not support forking (macOS), the starter spawns
+new processes instead, and each of them imports the modules.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class WorkerProcesses:
         )
         self._starter.start()
         for end in (self._starters_control, *self._senders):
-            end.close()  # Close our copies of the other ends. Then a pipe closes when the process at its end dies.
+            # Close this process's copy of the other end. The pipe then closes when the process at that end dies.
+            end.close()
 
     def wait_for_start(self) -> None:
         """Wait until all workers exist, or until the starter has failed and reported why."""
@@ -125,7 +126,8 @@ def _start(
     try:
         for rank, sender in enumerate(senders):
             others = [control, *senders[rank + 1 :]] if forks else []
-            # The worker must not be a daemon, because a daemon could not have the children that load its data.
+            # The worker must not be a daemon, because it has children that load its data, and a daemon cannot have
+            # children.
             process = context.Process(target=_work, args=(work, args[rank], sender, others), name=f"fourfold-{rank}")
             process.start()
             sender.close()

@@ -40,7 +40,7 @@ class TunedLayer(Strict):
     layout: LayerLayout
     gains: dict[str, Gain]
     other_order: float = Field(gt=0)
-    """The gain of all three matmuls together if the weight were stored in the order that was not chosen."""
+    """The gain of all three matmuls together, if the weight is stored in the other order than the chosen one."""
 
     @field_validator("gains")
     @classmethod

@@ -1,8 +1,8 @@
 """Time a linear layer's matmuls in all layouts, and choose layouts whose gain is larger than the noise.
 
-Timings are noisy, and the fastest of many is often just the luckiest. So the first rounds only nominate one layout per
-matmul for each way to store the weight. Then new rounds alternate between the nominee and the default layout, which
-copies no operand, and only these rounds determine the choice.
+Timings are noisy, and the fastest of many is often just the luckiest. So the first rounds only nominate layouts: one
+for each matmul and each way to store the weight. Then new rounds alternate between the nominee and the default layout,
+which copies no operand. Only these rounds determine the choice.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Candidate(NamedTuple):
 
 AS_STORED = Candidate(False, Way())
 Ratios = tuple[float, float, float]
-"""How much faster a candidate is: the lower quartile, the median, and the upper quartile of the default layout's
-seconds divided by the candidate's seconds."""
+"""How much faster a candidate is than the default layout: the lower quartile, the median, and the upper quartile of the
+ratio of their seconds."""
 
 
 class Chosen(NamedTuple):
@@ -120,7 +120,7 @@ def _tune_matmul(
     chosen = {turned: Chosen(each.way, _ratios(times, each)) for turned, each in nominated.items()}
     if chosen[False].ratios[0] < LEAST_GAIN:
         chosen[False] = Chosen(Way(), (1.0, 1.0, 1.0))
-    return min(times[AS_STORED]), chosen  # Other programs can only slow a repetition down, so the minimum is right.
+    return min(times[AS_STORED]), chosen  # Take the minimum, because other programs can only slow repetitions down.
 
 
 def _nominee(medians: dict[Candidate, float], turned: bool) -> Candidate:

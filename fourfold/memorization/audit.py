@@ -229,16 +229,17 @@ def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> 
 
 
 def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[TokenScores] | None:
-    """Score every document, leaving out the scores of the ``offset`` tokens before it."""
+    """Score every document. The scores of the ``offset`` tokens before a document are left out."""
     fields = scorer.score(list(inputs))
     if fields is None:
         return None
-    excluded = FIELDS.index("sampled")  # This may be -inf: an attacker may never draw a token.
+    excluded = FIELDS.index("sampled")  # This may be -inf, if the attacker's sampling never draws the token.
     if not all(np.isfinite(np.delete(each, excluded, 0)).all() for each in fields):
         raise UserError("the model's probabilities are not numbers (NaN or infinite): its weights are damaged")
     return [TokenScores.of(tokens[offset:], each[:, offset:]) for tokens, each in zip(inputs, fields, strict=True)]
 
 
 def _with_text(document: AuditDocument, tokenizer: AnyTokenizer) -> AuditDocument:
-    """Replace the text by decoding the scored tokens, because text that was truncated must not be measured."""
+    """Replace the text by the decoded scored tokens, because the part of the text that was cut off must not be
+    measured."""
     return replace(document, text=tokenizer.decode(document.tokens.tolist()))

@@ -22,7 +22,8 @@ from fourfold.memorization.membership import FEWEST, attacks, bag_of_words_guard
 from fourfold.memorization.scores import AttackSampling, TokenScores
 
 QUERIES = (1, 100, 10_000, 1_000_000)
-"""Numbers of an attacker's samples. For each, the record gives the fraction of extractable documents."""
+"""Numbers of samples that an attacker may draw. For each number, the record gives the fraction of documents that can be
+extracted."""
 
 CHANCE = 0.5
 """The probability p in (n, p)-discoverable extraction."""
@@ -50,8 +51,8 @@ class AuditInputs:
 
 
 def audit_record(inputs: AuditInputs) -> dict[str, Any]:
-    """Return the record. It has the measures of the members in total, by count, by prefix, and by position, followed by
-    the measures of the controls.
+    """Return the record. First come the measures of the members: in total, by count, by prefix, and by position. Then
+    come the measures of the controls.
 
     Members are documents whose count is not 0. Documents with an unknown count are members.
     """

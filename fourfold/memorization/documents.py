@@ -31,7 +31,7 @@ class AuditDocument:
     canary: int | None = None
     """Index of the document in the ledger of canaries. None if ``fourfold prepare`` did not plant the document."""
     planted: Canaries | None = None
-    """The noise and shift of the document's planted copies."""
+    """How the planted copies differ from the document: their noise and their shift."""
     eod_id: int | None = None
     """Token that ends the document in its corpus. None if unknown."""
 

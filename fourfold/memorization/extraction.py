@@ -19,10 +19,10 @@ class Extraction:
     """Measures of one document with a suffix of S tokens."""
 
     exact_match: bool
-    """Whether greedy decoding, after the tokens before the suffix, produces the suffix (Carlini et al. 2023, arXiv
-    2202.07646)."""
+    """Whether greedy decoding produces the suffix from all tokens before it (Carlini et al. 2023, arXiv 2202.07646)."""
     longest_span: int
-    """Length of the longest run of tokens that are each the most likely token after the true text before them."""
+    """Length of the longest run of tokens that the model predicts correctly. A token is predicted correctly if it is
+    the most likely one, given the true text before it."""
     token_agreement: float
     """Fraction of all tokens that are the most likely token at their position."""
     extraction_strength: float
@@ -91,16 +91,16 @@ def match_rate(matches: Sequence[bool]) -> dict[str, Any]:
 
 
 def prefix_lengths(documents: Sequence[TokenScores], suffix: int) -> list[int]:
-    """Return the prefix lengths 1, 2, 4, 8, …, and 50 that leave enough tokens for the suffix in the longest
-    document."""
+    """Return the prefix lengths 1, 2, 4, 8, …, and 50. Lengths that leave no space for the suffix in the longest
+    document are left out."""
     longest = max(len(document.tokens) for document in documents) - suffix
     doubling = [2**power for power in range(longest.bit_length())]
     return sorted({length for length in [*doubling, 50] if 1 <= length <= longest})
 
 
 def exposure(loss: float, control_losses: Sequence[float]) -> float:
-    """Return the exposure log2(N) - log2(rank) of a canary. The rank is by loss, among the canary and N - 1 controls
-    (Carlini, arXiv 1802.08232).
+    """Return the exposure of a canary: log2(N) - log2(rank). The canary and N - 1 controls are ranked by loss, lowest
+    first (Carlini, arXiv 1802.08232).
 
     The result is at most log2(N), so more controls raise the limit.
     """

@@ -1,5 +1,5 @@
-"""Replay a goldfish mask on audited documents, to see whether the model memorized kept tokens but not dropped
-tokens."""
+"""Compute which tokens of the audited documents a goldfish mask dropped in training, and compare the model's scores of
+kept and of dropped tokens."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def replay_mask(
 ) -> MaskReplay:
     """Return the mask of a document.
 
-    The strategy "hash" keeps a document's first h tokens. With "hash-table", their mask depends on the previous
-    document.
+    The first h tokens of a document are special. The strategy "hash" keeps all of them. With "hash-table", the previous
+    document determines which of them are dropped.
 
     Args:
-        shift: The largest number of tokens that were cut off the start of a copy. A copy without its first tokens keeps
-            the h tokens that follow them.
+        shift: The largest number of tokens that were cut off the start of a copy. Like the first h tokens of a
+            document, the next h tokens of such a copy are kept, so their mask is unknown too.
     """
     windows = Windows(tokens[None], np.zeros((1, len(tokens)), dtype=np.int64), np.zeros(1, dtype=np.int64))
     dropped = ~Goldfish(config, exempt)(windows)[0]
@@ -93,9 +93,9 @@ def goldfish_check(
 ) -> dict[str, Any]:
     """Compare the members' scores at kept and at dropped tokens, with intervals over documents.
 
-    ``first_divergence_at_dropped`` is the fraction of documents that first diverge at a dropped token, among those
-    whose suffix is not extracted. By chance it equals ``suffix_drop_rate``. ``suffix_kept_whole`` is the fraction of
-    suffixes without a dropped token. The mask does not protect such suffixes.
+    ``first_divergence_at_dropped`` covers the documents whose suffix is not extracted. It is the fraction of them whose
+    first wrong token is a dropped token. If the mask had no effect, it would equal ``suffix_drop_rate``.
+    ``suffix_kept_whole`` is the fraction of suffixes without a dropped token. The mask does not protect such suffixes.
     """
     check_replayable(config)
     replays = [replay_mask(config, exempt, document.tokens, document.shift) for document in documents]
@@ -134,8 +134,8 @@ def goldfish_check(
 def near_duplicates(
     config: GoldfishConfig, exempt: tuple[int, ...], documents: Sequence[AuditDocument], tokenizer: Vocabulary | None
 ) -> dict[str, Any] | None:
-    """Measure which fraction of planted copies train a token that the original drops, and compare it with
-    ``near_duplicate_law``.
+    """Look at tokens that the original document drops. Measure in which fraction of the planted copies such a token is
+    trained, and compare this with ``near_duplicate_law``.
 
     Only copies that keep this token unchanged are counted. Return None if there are no noisy canaries, or if the
     tokenizer is missing. (The noise was drawn from the tokenizer's vocabulary.)

@@ -14,8 +14,8 @@ NOISES = (0.01, 0.05)
 
 
 def exact_match_law(k: int, suffix: int) -> float:
-    """Return (1 - 1/k)^S, the probability that no token in a suffix of S tokens is dropped, so that the whole suffix
-    can be extracted.
+    """Return (1 - 1/k)^S: the probability that no token in a suffix of S tokens is dropped. Such a suffix can be
+    extracted.
 
     A model can also extract a suffix by guessing its dropped tokens. If it guesses a fraction q of them correctly, 1/k
     becomes (1 - q)/k.

@@ -1,5 +1,5 @@
-"""Audit the canaries during training. The results, by number of trained tokens, go to memorization.jsonl in the run's
-folder."""
+"""Audit the canaries during training. Each audit adds a line to memorization.jsonl in the run's folder, with the
+results and the number of trained tokens."""
 
 from __future__ import annotations
 

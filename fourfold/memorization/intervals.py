@@ -60,8 +60,8 @@ def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
 
 
 def pooled_ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Return the sum of parts divided by the sum of wholes, with its bootstrap interval over (part, whole) pairs, for a
-    record."""
+    """Return, for a record, the sum of all parts divided by the sum of all wholes, with its interval. The bootstrap
+    resamples (part, whole) pairs."""
 
     def ratio(rows: NDArray[Any]) -> float:
         return float(rows[:, 0].sum() / rows[:, 1].sum())
@@ -81,8 +81,8 @@ def auc(members: NDArray[np.float64], controls: NDArray[np.float64]) -> float:
 def auc_interval(members: NDArray[np.float64], controls: NDArray[np.float64]) -> Interval:
     """Return the bootstrap interval of the AUC. Members and controls are resampled separately.
 
-    If members and controls separate perfectly, every resample has an AUC of 1 (or 0). The rule of three then gives the
-    interval's inner end.
+    If the scores separate members and controls perfectly, every resample has an AUC of 1 (or 0). The rule of three then
+    gives the other end of the interval.
     """
     generator = np.random.default_rng(0)
     found = [

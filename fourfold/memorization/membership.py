@@ -1,6 +1,6 @@
 """Membership inference: test whether a score separates documents that the model was trained on from unseen documents.
 
-All scores are oriented so that members should score higher.
+The sign of every score is chosen so that members should score higher.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # This imports torch. Reports import ATTACKS from this module
     from fourfold.memorization.scores import TokenScores
 
 LOWEST_SHARE = 0.2
-"""min-k % averages over this fraction of a document's tokens, the least likely ones."""
+"""min-k % averages over the least likely tokens of a document. This is their fraction."""
 
 FOLDS, PERMUTATIONS = 5, 199
 FEWEST = 10
@@ -103,9 +103,9 @@ def bag_of_words_guard(
     """Test whether words alone separate members from controls, without any model. Return None if there are too few
     documents.
 
-    A naive Bayes classifier over token counts is cross-validated over unique documents. If its AUC exceeds the AUC of
-    95 % of random relabelings, members and controls differ in distribution. A membership attack may then only detect
-    this difference (Das et al. 2024, "Blind baselines", arXiv 2406.16201).
+    This cross-validates a naive Bayes classifier over token counts, with each document once. If its AUC is higher than
+    with 95 % of random labels, members and controls have different distributions. A membership attack may then only
+    detect this difference (Das et al. 2024, "Blind baselines", arXiv 2406.16201).
     """
     members, controls = _different(members), _different(controls)
     if min(len(members), len(controls)) < FEWEST:
@@ -131,8 +131,8 @@ def bag_of_words_guard(
 
 
 def _different(documents: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
-    """Return each document once. If copies were both inside and outside a fold, the classifier would simply recognize
-    them."""
+    """Return each document once. Otherwise a copy could be in the training data of the classifier and another copy in
+    its test data."""
     return list({tokens.tobytes(): tokens for tokens in documents}.values())
 
 

@@ -1,5 +1,5 @@
-"""Find and open the model to score, with its tokenizer and its context. It is a checkpoint on a grid or a Hugging Face
-model."""
+"""Find and open the model to score, with its tokenizer and its context length. The model is a checkpoint, which runs on
+a grid, or a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fourfold.run_file.load import apply_override, make_run, read_table
 from fourfold.untrusted_files import check_no_adapter
 
 LONGEST_UNKNOWN = 2048
-"""Context length in tokens to assume for a model that states none. It is also the upper limit for imported models."""
+"""Context length in tokens, if the model does not state one. Imported models also get at most this context length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class ScoredModel:
     run: RunConfig | None = None
     """Run with the model's sizes and grid. None for a Hugging Face model."""
     knows_data: bool = False
-    """Whether the checkpoint's run file, which names the training data, was found."""
+    """Whether the run file of the checkpoint was found. It names the training data."""
 
 
 def find_model(name: str, request: ScoringRequest, option: str = "--model") -> ScoredModel:
@@ -106,8 +106,8 @@ def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> R
     table["training"] = {**{k: v for k, v in precision.items() if v is not None}, **training, "train_steps": 1}
     # All other sections affect only training.
     table = {key: table[key] for key in ("model", "data", "masks", "parallel", "training") if key in table}
-    # Keep the section [data], because it names the tokenizer. Reset its format, which may need [dpo], and its streams,
-    # which may not divide the new batch.
+    # Keep the section [data], because it names the tokenizer. Reset its format, because preferences would need [dpo].
+    # Reset its streams, because they may not divide the new batch.
     for override in ("data.format=text", "data.streams=1", *request.overrides):
         apply_override(table, override)
     parallel = table["parallel"]

@@ -1,5 +1,5 @@
-"""Score every token in one forward pass on the ranks that hold the logits. This works for models on a grid and for
-Hugging Face models."""
+"""Score every token of documents in one forward pass, for models on a grid and for Hugging Face models. The ranks that
+hold the logits compute the scores."""
 
 from __future__ import annotations
 
@@ -154,13 +154,13 @@ class HuggingFaceScorer:
         groups = [list(group) for _, group in alike]
         found: dict[int, NDArray[np.float32]] = {}
         for together in (group[n : n + at_once] for group in groups for n in range(0, len(group), at_once)):
-            # Some rotary embeddings depend on the longest sequence that the module has seen. Forget this length, so
+            # Some rotary embeddings depend on the longest sequence that the module has processed. Reset this length, so
             # that a score does not depend on earlier documents.
             for module in self.model.modules():
                 vars(module).update({key: 0 for key in vars(module) if key.endswith("max_seq_len_cached")})
             rows = [documents[number] for number in together]
             inputs, targets = _padded(rows, len(rows), len(rows[-1]) - 1, self.device)
-            # Padding on the right is invisible to a causal model.
+            # The padding is on the right, so no token of a causal model sees it.
             logits = self.model(input_ids=inputs, use_cache=False).logits
             fields_FN = _score_in_chunks(logits.flatten(0, 1), targets.flatten(), fields or self.fields)
             fields_FBS = fields_FN.unflatten(1, inputs.shape).cpu()

@@ -1,5 +1,5 @@
-"""Score every token in one teacher-forced pass. Membership inference, and extraction at any position, need only these
-scores.
+"""Score every token in one forward pass over the true text. Membership inference needs only these scores, and so does
+extraction at any position.
 
 Greedy decoding from a document's own prefix reproduces the next n tokens exactly if each of them is the most likely
 token after the true tokens before it. One forward pass therefore gives the answer for every prefix and every suffix.
@@ -44,15 +44,15 @@ class TokenScores:
     predicted: NDArray[np.int64]
     """The most likely token."""
     mean: NDArray[np.float64]
-    """Mean of ln p over the model's own distribution at this token."""
+    """Mean of ln p at this position, over the model's distribution."""
     variance: NDArray[np.float64]
-    """Variance of ln p over the model's own distribution at this token."""
+    """Variance of ln p at this position, over the model's distribution."""
     sampled: NDArray[np.float64]
     """ln p of the token under the sampling scheme."""
 
     @property
     def agrees(self) -> NDArray[np.bool_]:
-        """Return whether greedy decoding continues with the document's own token, for each token."""
+        """Return for each token whether greedy decoding produces it, given the true tokens before it."""
         agrees: NDArray[np.bool_] = self.predicted == self.tokens[1:]
         return agrees
 

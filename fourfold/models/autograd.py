@@ -68,7 +68,7 @@ class _Differentiable(Function):
 
     @staticmethod
     def backward(ctx: Context[Callable[..., Tensor]], grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors  # Read once: a recomputation returns them only once.
+        kept = ctx.saved_tensors  # Read them only once, because a recomputation returns them only once.
         return ctx.kept(grad, *kept), None, None, *(None for _ in kept)
 
 
@@ -79,7 +79,7 @@ def differentiable(
 
     Args:
         backward: computes the input's gradient from the output's gradient and ``kept``.
-        kept: the tensors that the backward reads. Do not put them in the backward's closure: there they would outlive
-            the backward, and recomputation would not free them.
+        kept: the tensors that the backward reads. Do not put them in the closure of the backward. Tensors in a closure
+            stay in memory after the backward, and recomputation does not free them.
     """
     return _Differentiable.apply(x, forward, backward, *kept)

@@ -97,8 +97,8 @@ class Groups:
 def grouped_matmul(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
     """Multiply each group of rows by its matrix, x Wᵀ, [N, O]. Groups may be empty.
 
-    One autograd function keeps the operands and another multiplies. If the result of a recomputation is not needed, the
-    recomputation stops between the two.
+    There are two autograd functions: the first keeps the operands, and the second multiplies. If the result of a
+    recomputation is not needed, the recomputation stops after the first.
     """
     kept_NO = _KeepOperands.apply(rows_NI, weights_EOI, groups)
     return _GroupedMatmul.apply(kept_NO, rows_NI.detach(), weights_EOI.detach(), groups)
@@ -111,7 +111,7 @@ def add_biases(rows_NO: Tensor, biases_EO: Tensor | None, groups: Groups) -> Ten
     group_N = groups.of_rows(len(rows_NO))
 
     def sum_of_groups(grad_NO: Tensor) -> Tensor:
-        # A matmul with ones sums in float32, and in the same order every time.
+        # Sum by a matmul with ones, because a matmul sums in float32 and always in the same order.
         return _outer(grad_NO, grad_NO.new_ones(len(grad_NO), ALIGNMENT), groups)[..., 0]
 
     return rows_NO + differentiable(biases_EO, lambda biases: biases[group_N], sum_of_groups)

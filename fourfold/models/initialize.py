@@ -19,8 +19,8 @@ from fourfold.config.model import ModelConfig
 from fourfold.processes import available_cores
 
 BLOCK_ELEMENTS = 1 << 16
-"""Number of normally distributed values per generator. With more, a process would discard more values. With fewer,
-seeding would cost too much."""
+"""Number of normally distributed values per generator. With a larger number, a process would discard more values. With
+a smaller number, seeding would take too much time."""
 
 BLOCKS_AT_ONCE = 256
 """Number of blocks that are drawn and copied together, 64 MiB in total."""
@@ -92,8 +92,8 @@ def _draw(out: Tensor, seed: int) -> None:
 
 
 def _threads() -> int:
-    """Return the size of this process's share of the machine's cores. torchrun limits torch to one thread, but not
-    these threads."""
+    """Return the size of this process's share of the machine's cores. These threads are not limited by torchrun, which
+    limits torch to one thread."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     return max(1, available_cores() // local_world_size) if local_world_size else torch.get_num_threads()
 

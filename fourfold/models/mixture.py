@@ -47,7 +47,7 @@ class Mixture(nn.Module):
         order = order_by_expert(experts_BSK.flatten(0, 1), kept_TK, experts, is_data_BS is not None)
         groups = Groups(order.sizes_E)
         rows_NH = take_rows(x_TH, order, order.taken(groups))
-        # The calls are nested, because a variable would keep the experts' outputs in memory.
+        # Nest these calls, because a variable would keep the experts' outputs in memory.
         out_BSH = combine(self.experts(rows_NH, groups), order, routing.weights_TK).view_as(x_BSH)
         return out_BSH if self.shared_expert is None else out_BSH + self.shared(x_BSH)
 
@@ -248,7 +248,7 @@ def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: 
     if missing:
         rows_NH = F.pad(rows_NH, (0, 0, 0, missing))
     rows_NH = rows_NH[inverse_N]
-    if given is not None and not missing:  # No expert has written the dropped rows, which come last.
+    if given is not None and not missing:  # The dropped rows come last, and no expert has written them.
         rows_NH.masked_fill_((inverse_N >= given)[:, None], 0)
     rows_TKH: Tensor = rows_NH.unflatten(0, (-1, chosen))
     return rows_TKH

@@ -52,8 +52,8 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: RopeScaling, config: ModelConfig) -> Tensor:
-    """Keep channels that turn more than beta_fast times in the original context, stretch channels that turn fewer than
-    beta_slow times, and interpolate between them."""
+    """Channels that turn more than beta_fast times in the original context keep their frequency. Channels that turn
+    fewer than beta_slow times are stretched. Interpolate for all channels in between."""
     length = scaling.original_max_position_embeddings
     assert length is not None
 

@@ -28,7 +28,7 @@ from fourfold.untrusted_files import check_model_folder, check_regular
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 CHUNK_BYTES = 1 << 24
-"""Number of bytes to read before the file is closed and opened again, which releases its pages from memory."""
+"""After this many bytes, the file is closed and opened again, to release its pages from memory."""
 
 PIECE_BYTES = 1 << 24
 """Number of bytes to write at a time."""

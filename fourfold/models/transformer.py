@@ -137,7 +137,7 @@ class Block(nn.Module):
 
     @recomputable
     def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
-        # The calls are nested, because a variable would keep the attention's output in memory until the MLP has run.
+        # Nest these calls, because a variable would keep the attention's output in memory until the MLP has run.
         attended_BSH = torch.add(
             x_BSH,
             normed(self.self_attn(normed(x_BSH, self.input_layernorm), context), self.attention_output_layernorm),

@@ -1,2 +1,3 @@
-"""The grid with six axes, the parallel layers on it, and the code that lays out a model over it. The tensor axes x and
-y split every layer. z and dp split the batch, cp the sequences, and pp the layers. ep splits experts."""
+"""Split a model over a grid of processes: the grid with its six axes, the parallel layers, and the code that puts a
+model on the grid. The tensor axes x and y split every layer. z and dp split the batch, cp the sequences, and pp the
+layers. ep splits experts."""

@@ -1,6 +1,6 @@
 """Hold one process's part of a model on the grid, and finish, clip, and gather its gradients.
 
-Our own trainer and ``fourfold.parallelize`` both use it.
+Both fourfold's trainer and ``fourfold.parallelize`` use it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Initialize the weights of the whole model, and sum, clip, and gather its gradients.
 
-Inside the step, parameters are plain local tensors. FSDP2 keeps them as DTensors that know nothing of the tensor axes x
-and y, so torch's own functions (``clip_grad_norm_``, ``dcp.save(model.state_dict())``) silently give wrong results. Use
-the functions in this module instead.
+In a step, parameters are plain local tensors. Outside of it, FSDP2 keeps them as DTensors. A DTensor knows nothing of
+the tensor axes x and y, so torch's own functions (``clip_grad_norm_``, ``dcp.save(model.state_dict())``) silently give
+wrong results. Use the functions in this module instead.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
 
     Before this call, each rank of x (or y) has only the part of the gradient from its own tokens or heads.
 
-    A step calls this after the sums over dp, cp, and z, although the order of the sums does not matter. This function
-    takes one collective per set of axes.
+    A step calls this after the sums over dp, cp, and z (any order of the sums would work). There is one collective for
+    each set of axes.
     """
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     for shard in shards:

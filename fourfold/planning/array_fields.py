@@ -1,4 +1,5 @@
-"""Dataclasses whose fields are numbers or arrays, so that one call can predict many layouts (cases)."""
+"""Dataclasses whose fields are numbers or arrays. With arrays, one call can predict many layouts. The code calls each
+of them a *case*."""
 
 from __future__ import annotations
 
@@ -66,8 +67,8 @@ def stack(cases: Sequence[SomeArrayFields]) -> SomeArrayFields:
 
 
 def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the unique rows in integer ``columns`` [n], and for every row its position among the unique
-    rows."""
+    """Find the unique rows in integer ``columns`` [n]. Return the indices of the unique rows, and for every row its
+    position among the unique rows."""
     codes, numbers = np.zeros(np.shape(columns[0]), dtype=np.int64), 1
     for column in columns:
         if any(np.asarray(column).strides):  # Skip a broadcast scalar, because it is equal in all rows.

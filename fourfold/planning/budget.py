@@ -18,8 +18,8 @@ CHECKPOINT_BANDWIDTH = 1e9
 
 @dataclass(frozen=True)
 class Costs:
-    """The cost of training on a number of tokens. A field is None if the machine file lacks a constant that it
-    needs."""
+    """The cost of training on a number of tokens. If the machine file lacks a constant for a field, the field is
+    None."""
 
     tokens: float
     days: float

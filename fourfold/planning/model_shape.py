@@ -124,7 +124,8 @@ class ModelShape(ArrayFields):
         return np.where(np.greater(self.sparse, 0), np.rint(self.num_hidden_layers * (1 - self.sparse)), 0)
 
     def keys_seen(self, seq: Number) -> Number:
-        """Return the mean number of keys that a query sees, over queries and blocks (half of them, or a window)."""
+        """Return the number of keys that a query sees (half of all keys, or a window), as a mean over queries and
+        blocks."""
         window = np.minimum(self.sliding_window, seq)
         return (1 - self.sliding) * seq / 2 + self.sliding * window * (1 - window / np.maximum(2 * seq, 1))
 

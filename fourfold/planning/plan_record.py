@@ -26,7 +26,7 @@ from fourfold.planning.search.space import refusal
 from fourfold.planning.search.within_error import WithinError, layouts_within_error
 
 TALLEST = 5
-"""Largest step time of the run file's own layout that charts still show, relative to the best layout's step time."""
+"""Charts show the run file's own layout only if its step time is at most this many times the best layout's."""
 
 
 @dataclass(frozen=True)

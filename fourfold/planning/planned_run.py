@@ -57,7 +57,7 @@ def planned_run(request: Request, layout: Prediction) -> RunConfig:
 
 
 def rate_to_choose(request: Request) -> str | None:
-    """If the request replaces the optimizer, return a warning that the learning rate was chosen for another optimizer.
+    """If the request replaces the optimizer, return a warning: the learning rate was chosen for another optimizer.
 
     AdamW and Muon use the same rate (docs/optimizers.md).
     """

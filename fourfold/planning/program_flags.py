@@ -38,8 +38,8 @@ class Program(ArrayFields):
     blocking: Flag = False
     """Whether the host waits for every kernel (CUDA_LAUNCH_BLOCKING)."""
     host_operations: Number = 0
-    """Host time that a block takes in addition to its launches, for each micro-batch without recompute, as a number of
-    launches that take equally long. The backward pass takes two thirds of it."""
+    """Host time of a block in addition to its launches, for one micro-batch without recompute. Its unit is the time of
+    one launch. Two thirds of it are in the backward pass."""
 
     split_residual: Flag = True
     """Whether the residual stream is sharded over x. False for tensor parallelism without sequence parallelism."""
@@ -90,7 +90,7 @@ class Program(ArrayFields):
     recompute_stops_early: Flag = True
     """Whether full recompute skips a block's last matmul and its sum over x, whose results are not needed."""
     stage_keeps: Number = 0
-    """Number of residuals that a pipeline stage keeps per micro-batch, in addition to its blocks' residuals."""
+    """Number of additional tensors of the residual stream's size that a pipeline stage keeps per micro-batch."""
     count_runtime: Flag = True
     """Whether memory includes the driver and the communication library."""
 

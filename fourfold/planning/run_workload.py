@@ -118,5 +118,6 @@ def workload_of(run: RunConfig) -> Workload:
 
 
 def _end_layers(model: ModelConfig) -> float:
-    """Return the work of the head as a number of layers. The embedding counts as the same number of layers."""
+    """Return how many layers the head counts as when layers are divided into stages. The embedding counts as the same
+    number."""
     return model.padded_vocab_size * model.hidden_size / active_parameters_per_layer(model)

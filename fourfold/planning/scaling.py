@@ -28,8 +28,8 @@ class ScalingPoint:
 
     @property
     def pflops(self) -> tuple[float, float]:
-        """Return the PFLOP/s of all GPUs in two counts. The first counts model FLOPs, as MFU does. The second is
-        Megatron-LM's count, which published figures use."""
+        """Return two numbers for the PFLOP/s of all GPUs. The first counts model FLOPs, as MFU does. The second counts
+        FLOPs as Megatron-LM and most published figures do."""
         assert self.best is not None
         return self.best.pflops(self.best.work.model_flops()), self.best.pflops(self.best.work.megatron_flops())
 

@@ -59,7 +59,7 @@ class Layout(ArrayFields):
     offload: Flag = False
     """Whether full recompute keeps the inputs of blocks in host memory."""
     end_layers: Number = 0.0
-    """Number of layers that the embedding and the head each count as when layers are divided into stages."""
+    """When layers are divided into stages, the embedding and the head each count as this number of layers."""
     layers_per_stage: tuple[int, ...] | None = None
     """Number of layers in each stage, if a run file sets it. Only for a single layout."""
 
@@ -166,13 +166,15 @@ class Workload(ArrayFields):
 
     @property
     def sequences_per_part(self) -> Number:
-        """Return the number of sequences in one batch part. These are all sequences if there are too few to divide."""
+        """Return the number of sequences in one batch part. If there are too few sequences to divide, this is the
+        number of all sequences."""
         whole = self.layout.micro_batch_size
         return np.where(whole % self.active_parts == 0, whole // self.active_parts, whole)
 
     @property
     def parts_are_tokens(self) -> Flag:
-        """Return whether each batch part has some tokens of all sequences. Attention then runs once for all parts."""
+        """Return whether batch parts split the tokens of each sequence, instead of whole sequences. Attention then runs
+        once for all parts."""
         return (self.active_parts > 1) & (self.sequences_per_part == self.layout.micro_batch_size)
 
     @property
@@ -188,9 +190,8 @@ class Workload(ArrayFields):
 
     @property
     def block_weights(self) -> Number:
-        """Return x·y times the mean number of matrix entries of a block on a rank, without experts.
-
-        The ranks of x hold copies of the projections to latents.
+        """Return the mean number of matrix entries of a block (without experts) on one rank, times x·y. It counts the
+        projections to latents x times, because the ranks of x hold copies of them.
         """
         return self.model.block_weights + (self.layout.x - 1) * self.model.hidden_size * self.model.latents
 
@@ -231,7 +232,7 @@ class Workload(ArrayFields):
         return self.model_flops() + self.tokens_per_step * again * self.layout.recomputing
 
     def megatron_flops(self) -> Number:
-        """Return the FLOPs in Megatron-LM's count, which assumes full recompute in every layout and no causal mask.
+        """Return the FLOPs as Megatron-LM counts them: always with full recompute and without a causal mask.
 
         Use this count only to compare with published figures (Narayanan et al. 2021, arXiv 2104.04473, equation 3).
         """

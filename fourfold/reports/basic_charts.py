@@ -10,7 +10,7 @@ from fourfold.reports.numbers import downsample, format_number
 BUCKETS = 1000
 """Number of buckets for a long line. Each bucket keeps two points."""
 LABELED = 12
-"""Largest number of points for which a line of dots shows their values, if there is space."""
+"""A line of dots shows the values of its points if it has at most this many points, and if there is space."""
 _AT_END = {"show": True, "position": "right", "color": "--ink", "fontWeight": 600}
 
 

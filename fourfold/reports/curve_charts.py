@@ -95,8 +95,8 @@ def curve_chart(
 
 def _data(curve: Curve, smooth: bool) -> dict[str, object]:
     """Return a curve's data for the chart: its name, color, and flags, and its points as [step, tokens, seconds,
-    value]. Of many points, only the lowest and the highest of each bucket are kept. The smoothing then uses the
-    buckets' means."""
+    value]. If there are many points, only the lowest and the highest of each bucket are kept, and the smoothing uses
+    the means of the buckets."""
     order, values = range(len(curve.points)), [value for _, value in curve.points]
     kept, _ = downsample(order, values, BUCKETS)
     is_thinned = len(kept) < len(order)

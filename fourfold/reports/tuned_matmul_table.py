@@ -11,8 +11,8 @@ HEADER = ("layers", "tokens × out × in", "matmul", "layout", "GFLOP/s", "gain"
 def matmul_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return one row per matmul: its rate in the default layout, and how much faster another layout is.
 
-    The column "other order" says how much faster all matmuls of the layer are if its weight is stored the other way
-    (transposed or not).
+    The column "other order" says how much faster all matmuls of the layer are if its weight is stored in the other
+    order (transposed if the chosen layout is not transposed, and vice versa).
     """
     rows = []
     for layer in layers:

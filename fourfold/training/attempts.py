@@ -30,8 +30,8 @@ def note_start(run_dir: Path, restarts: int, run: RunConfig, first_step: int) ->
         first_step: Number of steps in the checkpoint that the attempt resumes from, or 0.
 
     Raises:
-        UserError: The next step keeps failing, and the run file does not allow to leave its batch out, or the batch is
-            already left out.
+        UserError: The next step keeps failing. Either the run file does not allow leaving its batch out, or the batch
+            is already left out.
     """
     taken = steps_taken(run_dir)
     failures = _failures(_read(run_dir), taken) if restarts else 0
@@ -76,7 +76,7 @@ def _answer_failures(run_dir: Path, step: int, failures: int, run: RunConfig) ->
 
 
 def _failures(lines: list[dict[str, Any]], taken: int) -> int:
-    """Return how many attempts in a row, up to the last one, failed in the step after ``taken``."""
+    """Return how many of the latest attempts in a row failed in the step after ``taken``."""
     failures = 1 if lines and "ended" not in lines[-1] else 0
     for line in reversed(lines):
         if line.get("steps_taken") != taken or not line.get("restarts"):

@@ -27,7 +27,7 @@ def note_bad_step(run_dir: Path, line: dict[str, Any]) -> None:
 
 
 def set_bad_steps_aside(run_dir: Path) -> None:
-    """Rename the file of an earlier run, because the run starts again from scratch."""
+    """Rename the file that an earlier run has left, because this run starts from scratch."""
     path = run_dir / BAD_STEPS_FILE
     if path.is_file():
         with writing(path):

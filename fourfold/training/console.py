@@ -18,7 +18,7 @@ Fact = str | int | float | None
 Facts = Mapping[str, Fact]
 """Lines to print, each with a label and a value."""
 
-# Number of steps: enough to average over a validation every few dozen steps, but few enough to adapt when the speed
+# Number of steps. Enough steps to include a validation every few dozen steps, but few enough to adapt when the speed
 # changes.
 _ETA_WINDOW = 50
 _BAR_COLUMNS = 24

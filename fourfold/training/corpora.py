@@ -85,8 +85,8 @@ class Corpora:
 
     @cached_property
     def first_samples(self) -> dict[str, str]:
-        """Return digests that detect changed data on disk, by the name of what they cover. The digest of the data
-        covers the first samples of each corpus and of the mixture. The digest of the answer mask covers all flags,
+        """Return digests, by name, that reveal whether data on disk has changed. The digest of the data covers the
+        first samples of each corpus and of the mixture. The digest of the answer mask covers the flags of all tokens,
         because a change may affect only a few of them."""
         found: dict[str, Any] = defaultdict(xxhash.xxh3_128)
         validation = None if self.validation is None else self.validation.dataset
@@ -154,7 +154,8 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
 
 
 def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, Tokenizer | None]:
-    """Show the loss masks of a run at the beginning of its training data, in one process and without a model."""
+    """Show which tokens the run's loss masks leave out at the beginning of its training data. This takes one process
+    and no model."""
     train, _ = _prefixes(run)
     for prefix, _ in train:
         _check_format(prefix, run)
@@ -202,7 +203,8 @@ def micro_batches(
 
 
 def _check_tokens(batch: MicroBatch[NDArray[Any]], vocab_size: int) -> None:
-    """Refuse a token outside the vocabulary. The embedding would silently treat it as a token of another rank."""
+    """Refuse a token outside the vocabulary. Otherwise each rank would silently assume that another rank has its
+    embedding."""
     smallest, largest = int(batch.tokens.min()), int(batch.tokens.max())
     if batch.labels is not None:
         largest = max(largest, int(batch.labels.max()))
@@ -241,7 +243,8 @@ def _check_vocabulary(prefix: str, run: RunConfig) -> None:
 
 
 def _check_format(prefix: str, run: RunConfig) -> None:
-    """Refuse a corpus in another format. Conversations read as text would train the prompts too."""
+    """Refuse a corpus of another format than the run file's. For example, if conversations were read as text, the run
+    would train on the prompts too."""
     manifest = read_manifest(prefix)
     if manifest is None:
         check_exists(prefix)

@@ -54,7 +54,7 @@ def model_tflops_per_device(training_flops_per_token: int, tokens_per_second: fl
 
 
 class PeakFlops(NamedTuple):
-    """The dense peak of one device, in PyTorch's sense of a device."""
+    """The dense peak of one device, as PyTorch counts devices."""
 
     flops: float
     """The peak in FLOP/s."""

@@ -52,8 +52,8 @@ class StepResult:
     """The number of tokens in the loss. With [dpo], the number of pairs."""
 
     skipped: bool = False
-    """True if fp16 gradients overflowed in ``train_step``, or if the batch was left out. The trainer does not set this
-    for bad steps."""
+    """True if fp16 gradients overflowed in ``train_step``, or if the batch was left out. For bad steps, the trainer
+    leaves this False."""
 
     @classmethod
     def none(cls, device: torch.device) -> StepResult:
@@ -177,7 +177,7 @@ class Job(TrainingState):
             self.copies.join()
             self.copies = None
         if self.loss_scale is not None:
-            # This check waits for the device unless grad_norm is already a Python number.
+            # If grad_norm is a tensor, this check waits for the device.
             overflowed = not math.isfinite(grad_norm)
             self.loss_scale.update(overflowed)
             if overflowed:

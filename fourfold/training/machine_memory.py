@@ -18,8 +18,8 @@ GPUS = ("/dev/nvidiactl", "/dev/kfd")
 def check_machine_memory(run: RunConfig) -> None:
     """Refuse a model that is too large for this machine's memory, if its processes run on the CPU.
 
-    On every grid, the processes together hold the model's weights, gradients, and moments. With LoRA they hold little
-    more than the weights.
+    On any grid, the processes together hold at least the model's weights, gradients, and moments. With LoRA, they hold
+    little more than the weights.
 
     Raises:
         UserError: The machine does not have enough memory.

@@ -1,8 +1,8 @@
 """Orthogonalize a matrix approximately with a few matmuls. This is the central step of Muon.
 
 Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/. With the published coefficients, five steps bring every
-singular value of a normalized matrix into the range from 0.7 to 1.2, unless the value is tiny. Training works as well
-with these values as with exactly 1.
+singular value of a normalized matrix (except tiny ones) into the range from 0.7 to 1.2. This is as good for training as
+singular values of exactly 1.
 """
 
 from __future__ import annotations

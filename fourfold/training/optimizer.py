@@ -74,7 +74,7 @@ class ShardedOptimizer:
 
     def __init__(self, shards: Sequence[LocalShard], run: RunConfig, grid: Grid) -> None:
         self.shards, self.config, self.seed = list(shards), run.optimizer, run.training.seed
-        self._steps = 0  # AdamW's own counts are tensors, which a trace with fake tensors cannot read.
+        self._steps = 0  # AdamW's own counts are tensors, which have no data in a trace.
         # Keep parameters in memory order, because fused kernels visit weight, gradient, and moments in the same order.
         self.parameters = [
             nn.Parameter(shard.tile.as_tile(shard.local), requires_grad=shard.parameter.requires_grad)
@@ -138,7 +138,7 @@ class ShardedOptimizer:
     def _step_lion(self, index: int, lr: float) -> None:
         """Update one shard with Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2).
 
-        The sign is replaced by a linear function between -eps and eps. Otherwise a gradient that is only rounding error
+        Between -eps and eps, a linear function replaces the sign. Otherwise a gradient that is only rounding error
         would move its weight by a full step.
         """
         beta1, beta2 = self.config.betas
@@ -185,7 +185,8 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _step_and_round(self, lr: float) -> None:
-        """Update the weights of AdamW in float32 copies, one at a time, and round the results to bfloat16."""
+        """Step AdamW with bfloat16 weights: update a float32 copy of one weight at a time, and round the result to
+        bfloat16."""
         beta1, beta2 = self.config.betas
         for index in self._of_rule("adamw"):
             parameter, shard = self.parameters[index], self.shards[index]
@@ -249,7 +250,7 @@ class ShardedOptimizer:
         return self._steps
 
     def set_steps_taken(self, steps: int) -> None:
-        """Set the step count of Adam's bias correction after loading moments."""
+        """After loading moments, set the step count that AdamW's bias correction uses."""
         self._steps = steps
         for index, parameter in enumerate(self.parameters):
             self.moments(index)
@@ -264,8 +265,8 @@ def _matrix_of(stack: Tensor, matrix: Matrix) -> Tensor:
 def stochastically_rounded(wide: Tensor, generator: torch.Generator) -> Tensor:
     """Round float32 to bfloat16 at random, up or down, so that the expected value is the float32 value.
 
-    bfloat16 is the upper half of a float32. Uniform noise added to the lower half carries into the upper half with a
-    probability proportional to the lower half.
+    A bfloat16 is the upper 16 bits of a float32. This function adds uniform noise to the lower 16 bits. The probability
+    that the sum carries into the upper bits is proportional to the value of the lower bits.
     """
     noise = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32, device=wide.device, generator=generator)
     upper = (wide.view(torch.int32) + noise) & -(1 << 16)

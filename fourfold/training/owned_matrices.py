@@ -1,9 +1,9 @@
 """Gather each sharded matrix on one rank, for computations that need the whole matrix (Muon).
 
-The ranks of a pipeline stage share the ownership of its matrices as evenly as possible. In each round, a rank gathers
-the matrices that it owns, transforms them, and sends every rank its part of the results. This takes two all-to-alls. If
-several ranks hold copies of a part, the rank nearest to the owner sends it. So each matrix is transformed exactly once,
-from the same values as on one process, on every grid.
+Each matrix of a pipeline stage belongs to one rank of the stage, its owner. All ranks own about the same amount of
+work. In each round, a rank gathers the matrices that it owns, transforms them, and sends every rank its part of the
+results. This takes two all-to-alls. If several ranks hold copies of a part, the rank nearest to the owner sends it. So
+on every grid, each matrix is transformed exactly once, with the same values as on one process.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def deal(matrices: Mapping[tuple[int, int], Sequence[Matrix]], ranks: int) -> li
     """Divide the matrices into rounds. In each round, rank i owns the i-th unit.
 
     Large matrices come first, so that the units of a round take about the same time. Small matrices of one shape are
-    grouped into units no larger than the largest matrix, which bounds the memory of a round.
+    grouped into units. To bound the memory of a round, a unit is no larger than the largest matrix.
 
     Args:
         matrices: The matrices, by shape.
@@ -114,7 +114,7 @@ class OwnedMatrices:
 
         Args:
             part_of: Returns this rank's part of a matrix. Experts are numbered within this rank's shard.
-            function: Maps whole matrices [B, rows, columns] to results of the same shape.
+            function: Maps a stack of whole matrices [B, rows, columns] to results of the same shape.
             take: Receives this rank's part of a result.
             empty: An empty tensor with the dtype and device of the tensors that ``part_of`` returns.
         """
@@ -218,7 +218,8 @@ class _Holders:
         return _bounds(self._all_parts(self._alike[name])[rank], expert)
 
     def nearest(self, name: str, expert: int | None, part: Bounds, owner: int) -> int:
-        """Return the rank that sends a part to the owner: the holder that shares the most outer axes with the owner."""
+        """Return the rank that sends a part to the owner. Among the ranks that hold the part, it is the one that has
+        the same position as the owner on the most outer axes."""
         place = self._places[owner]
         return min(
             self.of(name, expert)[part],

@@ -1,8 +1,8 @@
 """Compute the reference log-probabilities of preference optimization (DPO) once, on the job's own grid.
 
-The reference model is the model that training starts from, so its weights exist only at step 0. DPO needs just one
-number per answer from it. These numbers are kept in a file, so no second model takes memory, and a resumed run reads
-the same numbers on any grid.
+The reference model is the model at the start of training, so its weights exist only at step 0. DPO needs only one
+number for each answer: the reference model's log-probability. These numbers are kept in a file. So no second model
+takes memory, and a resumed run reads the same numbers on any grid.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from fourfold.training.job import Job
 
 REFERENCE_FILE = "reference.json"
 MASKED_SAMPLES = 1024
-"""A digest covers the labels of about this many answers, to detect changed masks. It takes a fraction of a second."""
+"""To detect changed masks, a digest covers the labels of about this many answers. Computing it takes a fraction of a
+second."""
 
 
 def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Path | None) -> None:

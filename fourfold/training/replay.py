@@ -27,13 +27,14 @@ class Replay:
     """Computes the gradients of every ``checks.replay_interval``-th step twice, and compares them bit for bit.
 
     If they differ, it computes them a third time before it blames a device. It also compares what each process sends to
-    other processes. This distinguishes the process that computed a different result from the processes that received
-    it. Before the passes, it compares the replicas of weights and moments, because a wrong weight gives the same result
-    in both passes. Every process calls it.
+    other processes. So it can tell the process that computed a wrong result from the processes that only received it.
+    Before the passes, it compares the replicas of weights and moments, because a wrong weight gives the same result in
+    both passes. Every process calls it.
 
     Args:
         job: The job.
-        publish: Publishes a checkpoint that is still being written. Called before each check, which may end the run.
+        publish: Publishes a checkpoint that is still being written. It is called before each check, because the check
+            may end the run.
     """
 
     def __init__(self, job: Job, publish: Callable[[], object] = lambda: None) -> None:
@@ -143,8 +144,8 @@ class Replay:
                 yield f"the average of {shard.name}", shard, self.job.average.averages[index]
 
     def _axes_of_copies(self) -> Iterator[tuple[Axis, Any]]:
-        """Yield each axis that has replicas, with a function that returns whether its ranks hold replicas of a
-        shard."""
+        """Yield each axis whose ranks hold replicas, and a function that says for a shard whether its replicas lie
+        along this axis."""
         grid = self.job.grid
         split = grid.ep.size > 1
         if grid.sizes.zero == 0 and grid.replicas.size > 1:
@@ -160,7 +161,8 @@ class Replay:
 
 
 def _odd_ones(everyone: Sequence[dict[tuple[str, str], int]]) -> tuple[str, list[int]]:
-    """Return the first shard whose replicas differ, and the ranks in the minority (in a tie, all ranks)."""
+    """Return the first shard whose replicas differ, and the ranks whose replica differs from the majority's. If there
+    is no majority, return all ranks."""
     for key in dict.fromkeys(key for values in everyone for key in values):
         holders = {rank: values[key] for rank, values in enumerate(everyone) if key in values}
         counts = Counter(holders.values()).most_common()
@@ -180,8 +182,8 @@ def _deterministic(device: torch.device) -> Iterator[None]:
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
-    # With warn_only, attention would keep its nondeterministic backward. Do not fill uninitialized memory. The job
-    # always overwrites such memory, so filling it would only cost bandwidth.
+    # With warn_only, attention would keep its nondeterministic backward. Do not fill uninitialized memory, because the
+    # job overwrites it anyway.
     torch.use_deterministic_algorithms(True, warn_only=False)
     settings.fill_uninitialized_memory = False
     try:

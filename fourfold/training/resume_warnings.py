@@ -14,8 +14,8 @@ from fourfold.training.corpora import Corpora
 from fourfold.training.optimizer import learning_rate
 
 JUMP = 0.01
-"""A learning rate counts as a jump if it differs from the old schedule's rate by more than this fraction of the larger
-rate."""
+"""The learning rate jumps if the new schedule's rate and the old schedule's rate differ by more than this fraction of
+the larger one."""
 
 _EFFECTS = {
     "training data": "text that was trained before it may be trained again",
@@ -46,12 +46,12 @@ def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
 
 
 def settings_warnings(was: Mapping[str, Any], now: Mapping[str, Any], step: int, checkpoint: Path) -> Iterator[str]:
-    """Return warnings that name every changed key that affects how the weights are trained or what is measured, and
-    warn if the learning rate jumps.
+    """Return warnings about changed keys and about a jump of the learning rate. They name every changed key that
+    affects how the weights are trained or what is measured.
 
     Args:
-        was: Value of each run-file key in the steps before the checkpoint. Keys that only one version of fourfold knows
-            are not compared.
+        was: Value of each run-file key in the steps before the checkpoint. If the checkpoint is from another version of
+            fourfold, only keys that both versions know are compared.
         now: Value of each key in the steps after the checkpoint.
         step: Number of steps that were taken before the checkpoint.
         checkpoint: Path of the checkpoint, for the message.
@@ -81,7 +81,7 @@ def rate_at(schedule: SavedSchedule, step: int) -> float:
 
 
 def has_effect(key: str, schedule: SavedSchedule) -> bool:
-    """Return False if the other settings make a key meaningless."""
+    """Return whether a key has any effect, given all other settings."""
     match key:
         case "training.train_steps" | "lr_scheduler.min_lr_ratio":
             return schedule.decay_style != "constant"

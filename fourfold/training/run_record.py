@@ -46,7 +46,8 @@ class RunRecord:
         # All seq_length tokens of a sequence count, including masked ones.
         self.tokens_per_step = training.global_batch_size * training.seq_length
         self.losses_per_step = training.global_batch_size // 2 if run.dpo.beta else self.tokens_per_step
-        """Number of items that a step averages over if nothing is masked: tokens, or pairs of answers."""
+        """Number of losses that a step averages over if no token is masked: one per token, or one per pair of
+        answers."""
         total_tokens = training.train_steps * self.tokens_per_step
         # With a frozen model (LoRA), weight gradients are not computed, which saves a third of the FLOPs.
         self.flops = flops_per_token(run.model, training.seq_length, frozen=run.lora.rank > 0)

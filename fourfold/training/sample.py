@@ -14,7 +14,8 @@ from fourfold.training.job import Job
 def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
     """Continue ``text`` by ``sample.max_new_tokens`` tokens, or to the end of the document.
 
-    Each token takes a forward pass over the whole window, as in training. There is no cache, so any layout works.
+    Each new token takes a forward pass over the whole window, as in training. This works on any grid, because it needs
+    no key-value cache.
     """
     config, run = job.run.sample, job.run
     window = run.training.seq_length

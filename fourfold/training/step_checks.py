@@ -68,9 +68,9 @@ LEFT_OUT = Verdict("skip", "its batch is left out")
 class StepChecks:
     """Judges every step of a run, with the same verdict on every process. Every process calls its methods.
 
-    A bad step is written to bad_steps.jsonl in the run's folder before the run acts on it. The batches to leave out are
-    read from that file, so a run leaves them out even if it was killed in between. With ``checkpoint.resume = 'never'``
-    the file is set aside.
+    Before the run acts on a bad step, the step is written to bad_steps.jsonl in the run's folder. A run reads from this
+    file which batches to leave out, so it leaves them out even if it was killed in between. With ``checkpoint.resume =
+    'never'``, the file is renamed and not used.
     """
 
     def __init__(self, run_dir: Path, job: Job, checkpointer: Checkpointer) -> None:
@@ -84,8 +84,8 @@ class StepChecks:
         return [line for line in read_bad_steps(self.run_dir) if "skips" in line]
 
     def leaves_out(self, step: int) -> bool:
-        """Return True if the batch of a step (the first step is 0) is left out, because it made the run roll back or
-        fail earlier."""
+        """Return whether the run leaves out the batch of a step (the first step is 0), because this batch made it roll
+        back or fail before."""
         return any(leaves_out(line, step + 1) for line in self._left_out)
 
     def judge(self, step: int, figures: SharedFigures) -> Verdict:
@@ -234,8 +234,8 @@ def _not_finite(loss: float, grad_norm: float) -> str | None:
 def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> SharedFigures:
     """Combine the results of a step, the flags, and the peak memory of all ranks. This waits for the device.
 
-    All ranks should have the same loss and gradient norm, and then their mean is exactly that value. The mean is NaN if
-    any rank has NaN.
+    All ranks should have the same loss and the same gradient norm. The mean over the ranks is then exactly this value.
+    It is NaN if any rank has NaN.
 
     Args:
         result: This rank's result of the step.

@@ -14,8 +14,8 @@ from fourfold.training.corpora import Corpora
 def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
     """Return the position of the streamed dataset after ``steps``, for any grid. Every process calls this.
 
-    The process that has read the last sample of a stream knows the stream's position. Returns None if the data is not
-    streamed.
+    The position of each stream comes from the process that has read the stream's last sample. Returns None if the data
+    is not streamed.
     """
     stream = corpora.stream
     if stream is None:

@@ -16,7 +16,7 @@ Numbers = Mapping[str, float]
 class Tracker(Protocol):
     """A client of one tracker. It is made with a run, its folder, and the number of steps taken.
 
-    If that number is above 0, the client continues the earlier tracked run. All calls come from one thread. A client
+    If steps were already taken, the client continues the earlier tracked run. All calls come from one thread. A client
     may raise any exception.
     """
 
@@ -70,8 +70,8 @@ class WeightsAndBiases:
             dir=str(run_dir),
             config=run.model_dump(mode="json"),
             allow_val_change=True,
-            # Do not wait for an answer to a prompt. Leave the console alone, because the run draws its own display
-            # there.
+            # Time out instead of waiting for an answer at a prompt. Do not capture the console, because the run draws
+            # its own display there.
             settings=wandb.Settings(console="off", login_timeout=1.0, init_timeout=30.0),
         )
         write_whole(id_file, self._run.id.encode())

@@ -61,7 +61,7 @@ class Tracking:
             tracker.log(step, numbers)
 
     def go_back(self, steps: int) -> None:
-        """Continue after the first ``steps``. Later steps will be logged again."""
+        """Go back to the state after the first ``steps``. Later steps will be logged again."""
         for tracker in self._trackers:
             tracker.go_back(steps)
 

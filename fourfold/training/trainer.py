@@ -181,7 +181,7 @@ class Trainer:
     replay: Replay
     stop: StopRequest
     steps: int
-    """Number of steps taken since the start of the run. It falls when the run goes back to a checkpoint."""
+    """Number of steps taken since the start of the run. It decreases when the run goes back to a checkpoint."""
     stopped: bool = False
     """Whether a signal or the time limit asks the run to stop. All ranks stop after the same step."""
     last_loss: float | None = None
@@ -206,7 +206,7 @@ class Trainer:
             kept = job.count_kept(batches)
             # Run all micro-batches, and sum the gradients over ranks.
             loss = self.replay.forward_backward(step, batches, kept)
-            started += self.replay.seconds  # Leave the check out of the step's time and rate.
+            started += self.replay.seconds  # Do not include the replay check in the step's time and rate.
             result = StepResult(loss, job.clip(), kept)
         failure = None if self.record is None else self.record.failure
         # This is the only point of the step that waits for a GPU.
@@ -280,7 +280,7 @@ class Trainer:
 
 
 def _find_start(run: RunConfig, run_dir: Path, stack: ExitStack) -> Path | None:
-    """Lock an existing run folder until ``stack`` is closed, and return the checkpoint to resume from, if any."""
+    """Return the checkpoint to resume from, if any. If the run folder exists, lock it until ``stack`` is closed."""
     if run_dir.is_dir():
         stack.enter_context(open_run_folder(run_dir))
         with writing(run_dir / CHECKPOINTS):
@@ -308,7 +308,8 @@ def _fill_weights(job: Job, corpora: Corpora, checkpoint: Path | None) -> tuple[
 
 
 def _keep_source_files(run: RunConfig, run_dir: Path) -> None:
-    """Copy the pretrained model's tokenizer and configuration, which ``export-hf`` writes with the trained weights."""
+    """Copy the pretrained model's tokenizer and configuration, so that ``export-hf`` can write them with the trained
+    weights."""
     if run.model.from_hf is not None:
         with writing(run_dir / SOURCE_FOLDER):
             keep_small_files(local_folder(run.model.from_hf, SMALL_FILES), run_dir / SOURCE_FOLDER)

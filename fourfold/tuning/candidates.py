@@ -1,4 +1,4 @@
-"""List the layouts that a tuner may try, with the planner's predictions for each: seconds by part, and bytes."""
+"""List the layouts that the tuner may try. Each has the planner's predictions: seconds by part, and bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST = 4096
 """Number of layouts to keep, fastest first. After each trial, the predictions for all of them are updated, so a larger
 number would take more time."""
 MOST_LIKELY_OUT = 0.5
-"""Layouts that run out of memory with a higher probability than this are dropped before the first trial."""
+"""If a layout's probability of running out of memory is above this, it is dropped before the first trial."""
 
 DOUBT_ON_CPU = 2.5
 """Value of ``Candidates.doubt`` if processes share cores, because the planner does not model this."""
@@ -43,7 +43,8 @@ class Candidates:
     needed: np.ndarray
     """Predicted number of bytes that the rank with the most memory needs [n]."""
     doubt: float = 1.0
-    """Factor on the uncertainty of the predictions, relative to predictions for published runs on GPUs."""
+    """How uncertain the predictions are, relative to predictions for published runs on GPUs (a factor on the standard
+    deviation)."""
 
     @property
     def count(self) -> int:

@@ -14,15 +14,15 @@ from fourfold.planning.cost.memory import SPREAD, normal_share
 from fourfold.tuning.candidates import Candidates
 
 SHIFTS = np.linspace(-1.5, 1.5, 301)
-"""Grid of logarithms of the factor between needed and predicted memory, which all layouts of a search share."""
+"""The possible values of the logarithm of needed / predicted memory. All layouts of a search share this factor."""
 APART = 0.03
-"""Standard deviation of the logarithm of the bytes that a layout needs, around the prediction times the shared
+"""Standard deviation of the logarithm of the bytes that a layout needs. The mean is the prediction times the shared
 factor."""
 RARELY, FAR_OFF = 0.02, 8
 """Probability that the planner's memory prediction is far off, and the factor by which its standard deviation then
 grows."""
 NEVER = 1e-9
-"""Lowest likelihood of an outcome, so that a trial that fails for another reason cannot determine everything."""
+"""Lowest likelihood of an outcome. It limits the effect of a trial that fails for another reason."""
 
 MORE_IS_MORE = ("micro_batch_size", "recompute_every")
 """Knobs that increase memory when they grow."""
@@ -79,8 +79,8 @@ def needs_as_much(candidates: Candidates, index: int) -> np.ndarray:
     """Return an array [n] that is True for layouts that certainly need at least as much memory as the layout at
     ``index``.
 
-    Compared with that layout, none of their knobs saves memory: micro-batches are not smaller, axes that divide weights
-    or activations are not larger, states are not sharded more, and no more is recomputed or offloaded.
+    These are the layouts that save no memory by any knob: micro-batches are not smaller, axes that divide weights or
+    activations are not larger, and the layout does not shard, recompute, or offload more.
     """
     knobs = candidates.knobs
     found = np.ones(candidates.count, dtype=bool)

@@ -48,7 +48,8 @@ class MeasuredRates:
 
 
 def measure(place: Place) -> MeasuredRates:
-    """Measure on every process of the job, inside its default group. Rank 0's result is used."""
+    """Measure the rates. Every process of the job calls this, with the default group started. Only the result of rank 0
+    is used."""
     on_gpu = torch.cuda.is_available() and dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -76,8 +77,8 @@ def measure(place: Place) -> MeasuredRates:
 
 
 def _fastest(run: Callable[[], object], device: torch.device, times: int | None = None) -> float:
-    """Return the seconds of the fastest repetition, either of ``times`` repetitions or of as many as fit in
-    ``SECONDS_PER_POINT``.
+    """Return the seconds of the fastest repetition. There are ``times`` repetitions, or without ``times``, the number
+    that fits into ``SECONDS_PER_POINT``.
 
     All ranks must call a collective equally often, so collectives use a fixed number of repetitions.
     """

@@ -22,20 +22,20 @@ from fourfold.tuning.result import Trial
 BOUND = 1.0
 """Distance between the expected log seconds and the lower bound, in standard deviations."""
 BETTER, UNLIKELY = 0.02, 0.05
-"""The first number is the fraction of the best layout's step time that a better layout must save. The search ends if
-the probability that there is a better layout falls below the second number."""
+"""A layout is *better* if it saves at least the first number, as a fraction of the best layout's step time. The search
+ends when the probability that any layout is better falls below the second number."""
 MOST_LIKELY_OUT = 0.2
-"""Layouts that run out of memory with a higher probability than this are not tried."""
+"""If a layout's probability of running out of memory is above this, it is not tried."""
 MOST_TRIALS_OF_ONE = 3
 """Largest number of trials of the same layout. Repeating a trial shows whether a difference is noise."""
 NOISE, NOISE_WEIGHT = 0.02, 2
-"""Assumed standard deviation of the logarithm of the step time between equal runs. The assumption weighs as much as
-this number of repeated trials."""
+"""Assumed standard deviation of the logarithm of the step time between equal runs, and its weight, as a number of
+repeated trials."""
 CRASHES = 2
 """If a value of a knob has never worked, it is dropped after this many crashes."""
 DRAWN = 256
-"""Log seconds are drawn for this many candidates, the ones with the lowest lower bounds. The joint draws give the
-probability that one of them is better."""
+"""The probability that a layout is better is estimated from random draws of log seconds. They are drawn for this many
+candidates, the ones with the lowest lower bounds."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def incumbent(belief: Posterior, timed: Sequence[Trial]) -> int:
 
 
 def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
-    """Return an array [n] that is True for layouts that may be tried or repeated. They probably fit into memory, and
-    may need less memory than every layout that ran out."""
+    """Return an array [n] that is True for layouts that may be tried or repeated. Such a layout probably fits into
+    memory, and no layout that certainly needs less memory has run out of memory."""
     may = p_out(candidates, trials) <= MOST_LIKELY_OUT
     counts = Counter(trial.index for trial in trials)
     for trial in trials:

@@ -19,7 +19,7 @@ class Result:
     seconds: float | None = None
     """Median step time in seconds. None if there were too few steps."""
     noise: float = 0.0
-    """Standard error of the logarithm of ``seconds``, from the spread of the trial's own steps."""
+    """Standard error of the logarithm of ``seconds``. It is estimated from how much the steps of this trial differ."""
     memory_bytes: float | None = None
     """On a GPU, the number of bytes that the process with the most memory allocated, plus the runtime's memory. On a
     CPU, the largest number of bytes that one process held. None if it was not measured."""

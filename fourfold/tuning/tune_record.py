@@ -65,8 +65,8 @@ class TuneRecord:
     failed."""
     own: str
     own_seconds: float | None
-    """Step time in seconds that the model fitted to all trials expects for the run file's own layout. None if that
-    layout is not a candidate."""
+    """Expected step time of the run file's own layout in seconds, according to the model that was fitted to all trials.
+    None if this layout is not a candidate."""
     end: Proposal
     error_before: float
     """Root mean square of log(measured / predicted) over the trials, after subtracting the mean. Only this error
@@ -124,7 +124,7 @@ def _record(
     candidates, request = search.subject.candidates, search.subject.request
     done = [trial for trial in trials if trial.result.outcome == "done"]
     belief = posterior_of(candidates, [trial for trial in trials if trial.result.seconds is not None])
-    # The planner's first choice depends on its own estimate of memory, so do not learn from the trials here.
+    # Do not learn from the trials here: the planner alone would have chosen by its own estimate of memory.
     fits = p_out(candidates, []) <= MAX_P_OUT_OF_MEMORY
     first, own = int(np.argmin(np.where(fits, candidates.seconds, np.inf))), _own_index(search)
     best_seconds = _median(done, best)

@@ -16,7 +16,7 @@ from fourfold.verification.one_process import Reference
 from fourfold.verification.parity_report import Deviation
 
 SAMPLING = AttackSampling(temperature=0.7)
-"""The attacker's sampling. Top-k and top-p are left out, because rounding may move a token across their limit."""
+"""The attacker's sampling. It uses neither top-k nor top-p, because rounding may move a token across their limit."""
 
 PREDICTED = FIELDS.index("predicted")
 
@@ -56,7 +56,8 @@ def audit_deviations(job: Job, references: list[Reference], amplification: float
 
 
 def _documents(job: Job) -> list[NDArray[np.int64]]:
-    """Return more documents than the grid scores in one pass, from two tokens to the longest input."""
+    """Return random documents, more than the grid scores in one pass. The shortest has two tokens, and the longest
+    fills a whole window."""
     draw, longest = np.random.default_rng(job.run.training.seed), job.run.training.seq_length + 1
     count = job.run.training.micro_batch_size * job.grid.batch.size + 1
     lengths = [2, longest, *draw.integers(2, longest, max(0, count - 2), endpoint=True)]
@@ -64,8 +65,8 @@ def _documents(job: Job) -> list[NDArray[np.int64]]:
 
 
 def _scores(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """Compute the fields [5, T] from their definitions, but replace the predicted token by its
-    log-probability."""
+    """Compute the five fields of each token's score, [5, T], from their definitions. In place of the predicted token,
+    return its log-probability."""
     log_p_TV = logits_TV.log_softmax(1)
     mean_T = (log_p_TV.exp() * log_p_TV).sum(1)
     variance_T = (log_p_TV.exp() * (log_p_TV - mean_T[:, None]).square()).sum(1)

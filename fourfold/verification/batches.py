@@ -21,9 +21,9 @@ class RandomSamples:
 
     The samples are as uneven as real data can be:
 
-    - The labels in the loss are spread very unevenly (see ``kept``).
-    - One token in sixteen is at a border of eighths of the vocabulary. The tensor axis x may split the vocabulary
-      there.
+    - Sequences and micro-batches have very different numbers of labels in the loss (see ``kept``).
+    - One token in sixteen is the first or last token of an eighth of the vocabulary. The tensor axis x may split the
+      vocabulary at these places.
     - Documents have random lengths. Every fourth sequence has several consecutive documents of only one token. In
       another fourth of the sequences, a document starts at every eighth of the sequence. The context axis cp may split
       the sequence there.
@@ -92,7 +92,8 @@ class RandomSamples:
         return np.where(generator.random(length) < 1 / 16, borders, anywhere)
 
     def _is_micro_batch(self, numbers: NDArray[np.int64], place: int) -> NDArray[np.bool_]:
-        """Return which samples are in micro-batch ``place`` + s of their step, where s is the step's number."""
+        """For each sample, return whether it is in micro-batch ``place`` + s of its step. Here s is the number of the
+        step."""
         step, micro_batch = numbers // self.batch, numbers % self.batch // self.micro_batch
         found: NDArray[np.bool_] = micro_batch == (step + place) % (self.batch // self.micro_batch)
         return found
@@ -132,7 +133,8 @@ class RandomSamples:
 
 
 def random_micro_batches(run: RunConfig, step: int, grid: Grid, device: torch.device) -> list[MicroBatch[Tensor]]:
-    """Return this process's part of a step's random samples, cut the way training cuts its batches."""
+    """Return this process's part of a step's random samples. They are divided among the processes in the same way as in
+    training."""
     samples, training = RandomSamples(run), run.training
     sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
     loader = Loader(samples, *sizes, grid.batch.rank, grid.batch.size, samples.masks)

@@ -20,7 +20,7 @@ OPERATOR = re.compile(r"(?!c10d::|autograd::|torch::)[a-z]\w*::|## Call Compiled
 operators."""
 
 PROCESS_OF_FLIGHTS = 1 << 30
-"""Process id of the tracks that show collectives in the trace. No real process has this id."""
+"""In the written trace, the tracks of collectives have this process id. No real process has it."""
 
 
 class NamedSpan(NamedTuple):
@@ -44,7 +44,7 @@ class ChromeTrace:
         return (start - origin) / 1000, (end - origin) / 1000
 
     def operators(self, mark: str) -> list[Span]:
-        """Return the CPU computation on the thread that has a range named ``mark``."""
+        """Return the CPU computation on the step's thread, which is the thread with a range named ``mark``."""
         thread = next(event["tid"] for event in self._events if event["name"] == mark)
         events = (event for event in self._events if event.get("cat") == "cpu_op" and event["tid"] == thread)
         return [_span(event) for event in events if OPERATOR.match(event["name"])]
@@ -78,8 +78,8 @@ class ChromeTrace:
         return found
 
     def write(self, path: Path, flights: Iterable[NamedSpan]) -> None:
-        """Write the compressed trace, with one additional track per axis that shows the collectives in flight."""
-        lanes: dict[tuple[str, int], float] = {}  # On one track, each event must end before the next one begins.
+        """Write the compressed trace. For each axis, it has additional tracks that show the collectives in flight."""
+        lanes: dict[tuple[str, int], float] = {}  # The events of one track must not overlap.
         events: list[dict[str, Any]] = []
         for axis, name, (start, end) in sorted(flights, key=lambda flight: flight.span):
             lane = next((axis, number) for number in count(1) if lanes.get((axis, number), start) <= start)

@@ -10,8 +10,8 @@ from fourfold.verification.exposure import Line
 
 DATA_AXES = ("z", "dp", "cp", "dp_cp", "dp_z", "dp_cp_z", "ep_replicas", "ep_copies", "ep_shards")
 FSDP_PURPOSE = {"all_gather": "weights", "reduce_scatter": "gradients", "all_reduce": "gradients"}
-"""What each of FSDP2's collectives is for, because FSDP2 itself does not say. FSDP2 issues no other operations than
-these three."""
+"""The purpose of each of FSDP2's collectives, which FSDP2 itself does not name. FSDP2 issues only these three
+operations."""
 
 
 class CollectiveNames:

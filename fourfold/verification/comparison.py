@@ -39,9 +39,9 @@ from fourfold.verification.transformers_reference import transformers_logits
 from fourfold.verification.uneven_experts import skew_router_biases
 
 OF_GRADIENTS = 4.0
-"""In preference training (the section [dpo]), the errors of gradients are expected to be this many times smaller than
-``amplification`` says, because the errors of a step's pairs partly cancel. If a gradient deviates further, random
-rounding measures how large its errors can be."""
+"""In preference training (the section [dpo]), ``amplification`` overestimates the errors of gradients, because the
+errors of a step's pairs partly cancel. So the limit for gradients is lower by this factor. If a gradient deviates
+further, random rounding measures how large its errors can be."""
 
 
 class Comparison:
@@ -113,14 +113,14 @@ class Comparison:
             job, recorded = train_and_resume(run, other, place, overflows)
             weights = self.gather(job.shards, [shard.local for shard in job.shards])
             if weights is not None:
-                # Keep ``update_noise``: the updates of this run are as noisy as the updates of the steps before.
+                # Keep ``update_noise``. It also holds for this run.
                 self.references = self._references(run, job.device, self.start)
                 self._add("resumed", compare_records(run, recorded, self.references))
                 self._compare_weights("resumed", weights)
             self._compare_averages("resumed", job)
         except WriteFailed:
             raise
-        except UserError as refusal:  # If parity has already found a fault, that fault may have stopped the trainer.
+        except UserError as refusal:  # Maybe the trainer stopped because of a fault that parity has found.
             if decided_by_rank_0(self._is_within_limit):
                 raise
             self._add("resumed", [Deviation(f"the trainer stopped: {refusal}", math.inf, 0.0)])
@@ -131,8 +131,8 @@ class Comparison:
     def dropped_step(self, job: Job, step: int) -> None:
         """Drop a step, as training does when gradients overflow. The references do not take this step.
 
-        Do nothing in models with experts: a dropped step changes the load of the experts, and the references would have
-        another load.
+        In models with experts, do nothing: a dropped step changes the recorded load of the experts on the grid, but not
+        in the references.
         """
         if job.run.model.num_experts:
             return
@@ -152,7 +152,8 @@ class Comparison:
         return [self._deviation("loss", loss, *of_references)] if of_references else []
 
     def _of_gradients(self, gradients: dict[str, Tensor], one: Figures, exact: Figures) -> list[Deviation]:
-        """Compare the gradients of a step. If one deviates too far, find out how far random rounding can move it."""
+        """Compare the gradients of a step. If a gradient deviates too far, measure how much random rounding changes
+        it."""
         results = gradients, one.gradients, exact.gradients
         least = max(1.0, self.amplification / OF_GRADIENTS)
         found = deviations(*results, None, least)
@@ -171,11 +172,11 @@ class Comparison:
     def _noise(self) -> dict[str, float]:
         """Return the deviation of one process in float32, measured before Lion's sign clips the updates.
 
-        The sign hides the noise of most entries, both on the grid and on one process. How much noise the remaining
-        entries show is then a matter of chance.
+        The sign hides the noise of most entries, both on the grid and on one process. How much noise the few other
+        entries show depends on chance.
 
-        AdamW also hides the noise of most entries, because gradients far above eps all cause updates of the same size.
-        Gradients far below eps pass their noise on, multiplied by lr / eps.
+        AdamW also hides the noise of most entries: if a gradient is far above eps, its update does not depend on its
+        size. If a gradient is far below eps, AdamW multiplies its noise by lr / eps.
         """
         one, exact = (reference.uncut_weights() for reference in self.references)
         return {**self.update_noise, **largest_differences(one, exact)}

@@ -1,4 +1,5 @@
-"""Extrapolate from a few small traces to a large run: choose the small runs, and extrapolate their results linearly.
+"""Compute the trace of a large run from the traces of a few small runs: choose the small runs, and extrapolate their
+results linearly.
 
 All layers are alike, and all micro-batches are alike, so the bytes sent are linear in the numbers of both. Memory is
 linear in the number of layers and in the number of micro-batches in flight. With 1F1B, a stage holds one additional
@@ -17,8 +18,8 @@ from fourfold.config.stages import rank_of_stage, stage_layers, stages_per_rank
 
 
 class ContinuedRun(NamedTuple):
-    """The size of a run from the point of view of one pipeline rank: the layers of each of its stages, the number of
-    micro-batches, and the number of layers before its first stage."""
+    """The size of one pipeline rank's part of a run: the layers of each of its stages, the number of micro-batches, and
+    the number of layers before its first stage."""
 
     layers: int
     micro_batches: int
@@ -62,12 +63,12 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
     elif target.micro_batches > 4:
         # From the third micro-batch on, gradients of earlier micro-batches exist.
         pipelines = [target._replace(micro_batches=m) for m in (3, 4)]
-    # All layers are alike except the first layers, the last layers, and the layers whose weights are gathered ahead.
-    # With a single micro-batch, trace one layer more, because gradients outweigh activations only in a model of several
-    # layers.
+    # Only a few layers are special: the first and the last ones, and the layers whose weights are gathered ahead. With
+    # a single micro-batch, trace one more layer, because gradients need more memory than activations only if there are
+    # several layers.
     few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
-    # Blocks repeat with a period, because every n-th block recomputes and attention types alternate. So add whole
-    # periods, and keep the position of the last block within its period.
+    # Blocks form a repeating pattern, because only every n-th block recomputes, and attention types alternate. So add
+    # whole periods of this pattern, and keep the last block at the same position in its period.
     recomputed = 1 if run.activation_checkpoint.mode == "none" else run.activation_checkpoint.every
     period = math.lcm(recomputed, _type_period(run))
     few += (target.layers - few) % period
@@ -92,9 +93,8 @@ def _type_period(run: RunConfig) -> int:
 def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]:
     """Return small 1F1B pipelines that stand for the rank's pipeline.
 
-    If many stages follow the rank, it is followed by two stages in one small pipeline, and by three in a second one.
-
-    All middle ranks whose stages begin at the same position in the pattern of layers share their points.
+    If many stages follow the rank, there are two small pipelines: in one, two stages follow the rank, and in the other,
+    three. Middle ranks share their points if their stages begin at the same position in the pattern of layers.
     """
     behind = target.pp - 1 - target.pp_rank
     if behind <= 3 or target.micro_batches < behind + 3:
@@ -121,8 +121,8 @@ def run_at(run: RunConfig, point: ContinuedRun) -> RunConfig:
 def _split(run: RunConfig, point: ContinuedRun) -> tuple[int, ...]:
     """Return the number of layers of each stage at a point.
 
-    This rank's stages begin with the same types of layers as in the run. The stages of other ranks are never built.
-    They take the layers in between.
+    This rank's stages begin with the same types of layers as in the run. All other layers go to the stages of other
+    ranks, which are never built.
     """
     grid = run.parallel.model_copy(update={"pp": point.pp})
     stages = point.pp * stages_per_rank(grid)

@@ -16,8 +16,8 @@ from fourfold.parallel.state import Part
 from fourfold.verification.parity_report import Deviation
 
 ROUNDING = 1e-12
-"""If the norm of a tensor is at most this fraction of the norm of all tensors, the tensor is zero except for rounding
-in float64, and its relative error is meaningless. An example is the gradient of a key bias."""
+"""If a tensor's norm is at most this fraction of the norm of all tensors together, the tensor is zero except for
+rounding in float64. Its relative error is then meaningless. An example is the gradient of a key bias."""
 
 
 def amplification(run: RunConfig) -> float:
@@ -57,7 +57,7 @@ def deviations(
 
     Args:
         amplification: See the function ``amplification``.
-        noise: For some tensors, by name: the smallest deviation to assume for one process.
+        noise: Lower limits for the deviation of one process, by tensor name. Tensors without an entry have no limit.
     """
     missing = [Deviation(name, math.inf, 0.0) for name in sorted(grid.keys() ^ exact.keys())]
     least = noise or {}

@@ -12,8 +12,8 @@ Line = tuple[str, str, str]
 class IssuedCollective(NamedTuple):
     """A collective that has been issued.
 
-    ``matmuls`` and ``computed`` are the number of matmuls issued before it and the time they took. ``duration`` is its
-    own time, without waiting for earlier collectives on its axis. ``end`` is the time when it finishes.
+    ``matmuls`` is the number of matmuls that were issued before it, and ``computed`` is their time. ``duration`` is the
+    collective's own time, without waiting for earlier collectives on its axis. ``end`` is the time when it finishes.
     """
 
     line: Line
@@ -27,10 +27,11 @@ class IssuedCollective(NamedTuple):
 class Flights:
     """Tracks collectives from their issue to the moment when the step needs their results.
 
-    On a GPU, a collective overlaps all computation that is issued before its wait. A collective is *exposed* if that
-    computation contains no matmul, because only matmuls take enough time to hide it. If durations are known, a
-    collective is exposed for as long as the step waits for it. Collectives of one axis run one after the other, and
-    collectives of different axes run concurrently. Pointwise operations are much shorter than matmuls and hide nothing.
+    On a GPU, a collective overlaps all computation that is issued between its start and its wait. If this computation
+    contains no matmul, the collective is *exposed*, because only matmuls take enough time to hide it. If durations are
+    known, a collective is exposed for the time that the step waits for it. Collectives of one axis run one after the
+    other, and collectives of different axes run concurrently. Pointwise operations are much shorter than matmuls and
+    hide nothing.
     """
 
     def __init__(self, slowed: float = 0.0) -> None:
@@ -63,7 +64,8 @@ class Flights:
         self._now += duration
 
     def issue(self, key: int | Line, line: Line, size: int, duration: int = 0) -> None:
-        """Record a collective of ``size`` bytes. Any earlier collective with the same key and line has finished.
+        """Record that a collective of ``size`` bytes is issued. An earlier collective with the same key and line must
+        have finished.
 
         Args:
             key: The storage of the collective's result, or its line. Both levels of a two-level gather have the same

@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 class InFloat64(TorchFunctionMode):
     """Treats every request for float32 as a request for float64.
 
-    Models compute norms, rotary tables, and softmax "in float32". In a float64 reference, this would round the values.
+    Models ask for float32 when they compute norms, rotary tables, and softmax. In a float64 reference, float32 would
+    round the values.
     """
 
     def __torch_function__(

@@ -1,5 +1,5 @@
-"""Compare an imported model with the transformers library, which opens the same folder itself. Compare config.json,
-weights, and tokenizer."""
+"""Compare a model that fourfold has imported with the same model in the transformers library. Both open the same
+folder, so this tests how fourfold reads config.json, the weights, and the tokenizer."""
 
 from __future__ import annotations
 

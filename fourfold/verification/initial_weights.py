@@ -17,7 +17,8 @@ from fourfold.training.job import build_model
 def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> float:
     """Return the largest deviation of a first, second, or fourth moment from its distribution, in standard errors.
 
-    It compares the moments of each tensor, and the moments of each name's tensors of all layers together.
+    It compares the moments of each tensor. It also compares the moments of all tensors with the same name in different
+    layers, taken together.
 
     The result is infinite in four cases: the grid's weights differ from the weights of one process, a constant has a
     wrong value, rows repeat within a tensor or between two tensors, or the seed makes no difference.
@@ -63,7 +64,7 @@ def _std(name: str, weight: Tensor, run: RunConfig) -> float:
 def _standard_errors(z: Tensor) -> float:
     """Return the largest error of the mean, the mean square, and the mean fourth power, in standard errors.
 
-    The values of ``z`` should be standard normal. Then the variances of the three powers are 1, 2, and 96.
+    The values of ``z`` should be standard normal. The variances of z, z², and z⁴ are then 1, 2, and 96.
     """
     deviations = ((z, 0.0, 1.0), (z.square(), 1.0, 2.0), (z**4, 3.0, 96.0))
     return max(

@@ -156,7 +156,7 @@ class Reference:
         return InFloat64() if self.dtype == torch.float64 else nullcontext()
 
     def _units(self, batch: Sequences) -> Tensor | int:
-        """Return the number of items in the mean loss: kept labels, or pairs with [dpo]."""
+        """Return the number of losses in the mean: one per kept label, or with [dpo], one per pair."""
         return batch.kept_BS.sum() if batch.reference_B is None else len(batch.kept_BS) // 2
 
     def _loss(self, batch: Sequences, parameters: Parameters) -> Tensor:
@@ -233,8 +233,8 @@ class RouterLosses:
         self.rows: dict[int, Tensor] = {}
 
     def of(self, logits: Logits, batch: Sequences, sequences: slice) -> Tensor:
-        """Return the router losses of the sequences that the decoder has seen last, as their part of the step's
-        mean."""
+        """Return the router losses of the last sequences that the decoder has read, divided by the number of tokens in
+        the whole step."""
         run, model = self.run, self.run.model
         all_BS = torch.ones_like(batch.tokens_BS, dtype=torch.bool) if batch.is_data_BS is None else batch.is_data_BS
         is_data_T = all_BS[sequences].flatten()

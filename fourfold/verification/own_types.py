@@ -1,8 +1,8 @@
-"""Run a run file on the grid in its own dtypes, and compare the rounding errors with one process in these dtypes.
+"""Train on the grid in the dtypes that the run file names, and compare the rounding errors with one process in the same
+dtypes.
 
-Low precision rounds in every operation, so single values say little. The error over several steps is a statistic that
-should be similar on the grid and on one process. The grid's error may be 50 % larger, because the grid also rounds
-partial sums.
+In low precision, every operation rounds, so single values say little. But the error over several steps should be
+similar on the grid and on one process. The grid's error may be 50 % larger, because the grid also rounds partial sums.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ FP16_SCALE = 1024.0
 """The first loss scale. In most small models, gradients neither overflow nor underflow with it."""
 
 LESS = 16.0
-"""After an overflow, the loss scale is divided by this number. With a smaller factor, one process or a later step could
-overflow again. One process must overflow too if its scale is four times as large as the scale with which the grid
-overflows."""
+"""After an overflow, the loss scale is divided by this number. With a smaller number, one process or a later step might
+overflow again. If the grid overflows with some scale, one process must overflow with four times this scale."""
 
 OVERFLOWS_AT = 2.0**60
 """A loss scale so large that every gradient overflows."""
@@ -87,7 +86,7 @@ class SameTypes(Reference):
 def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: Gather) -> list[Deviation]:
     """Train a few steps on the grid in the run's own dtypes. Every process calls this.
 
-    With fp16, one additional step overflows, and must change nothing.
+    With fp16, one additional step overflows on purpose. It must change nothing.
 
     Returns:
         On rank 0, the relative errors of gradients and weights of the grid and of one process, and an infinite error
@@ -164,8 +163,8 @@ def _sums_in_another_dtype(
 ) -> bool:
     """Return whether the grid sums gradients in another dtype than the run file's ``reduce_dtype``.
 
-    Gradients of ranks must be sent in this dtype. Sums over micro-batches and ranks show their dtype too, unless they
-    have only one summand. The sums of norms, biases, and tied embeddings over other axes have a dtype of their own.
+    Ranks must send gradients in this dtype. The rounding of a sum shows its dtype too, if it has at least two summands.
+    This function ignores the sums of norms, biases, and tied embeddings over other axes, which may have another dtype.
     """
     low, dtype = DTYPES[job.run.training.precision], DTYPES[job.run.training.reduce_dtype]
     names = {shard.name for shard in job.trained if not shard.tile.partial_over} & gradients.keys() & of_one.keys()

@@ -33,16 +33,16 @@ from fourfold.verification.random_corpora import can_write
 from fourfold.verification.trained_run import trained_run
 
 LEARNING_RATE = 1e-3
-"""Learning rate and weight decay for parity. They are so large that a missing update or a missing decay shows in the
+"""Learning rate and weight decay for parity. They are large, so that a missing update or a missing decay shows in the
 weights."""
 
 ADAM_EPS = 1e-3
-"""Adam divides by √v + eps. With a small eps, rounding noise moves weights with nearly zero gradients by full steps,
-and differently on each machine."""
+"""Adam's eps for parity. Adam divides by √v + eps. If a gradient is nearly zero and eps is small, rounding noise alone
+moves the weight by a full step, and by another step on each machine."""
 
 LION_EPS = 1e-4
-"""Lion's eps for parity. Lion's sign is linear below it, and rounding noise is far smaller. Without this eps, noise
-would flip signs."""
+"""Lion's eps for parity. Between -eps and eps, Lion's update is linear instead of a sign. Rounding noise is far smaller
+than eps. Without it, noise would flip signs."""
 
 WARMUP_STEPS = 2
 """Smallest number of steps in which a warm-up has an effect."""
@@ -97,7 +97,7 @@ def parity(
         folder = Path(run.output_dir) / f".parity-{run.name}"
         rank, size = dist.get_rank(), dist.get_world_size()
         place = place or Place(rank, rank, size, size, launcher="local")
-        # Let no step overflow with experts: the step would change the recorded load of the experts.
+        # With experts, let no step overflow, because a step that overflows changes the recorded load of the experts.
         overflows = asked.training.precision == "fp16" and not run.model.num_experts
         comparison.resumed(trained_run(run, folder, device), other.parallel, place, overflows)
     if in_own_types(asked):

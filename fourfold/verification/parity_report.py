@@ -27,8 +27,7 @@ class Deviation(NamedTuple):
     tensor: str
     grid: float
     one_process: float
-    """The deviation of the float32 reference, or one unit in the last place of the tensor's largest value if that is
-    more."""
+    """The deviation of the float32 reference, but at least one unit in the last place of the tensor's largest value."""
 
     @property
     def ratio(self) -> float:

@@ -19,14 +19,15 @@ def can_write(run: RunConfig) -> bool:
 
 
 def are_answers(tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Return which tokens belong to answers: the odd tokens and the end token. So the reference can find the answers
-    without marks."""
+    """Return which tokens belong to answers: tokens with an odd id, and the end token. So the reference can find the
+    answers by the tokens alone."""
     found: NDArray[np.bool_] = (tokens % 2 == 1) | (tokens == ByteTokenizer.eod_id)
     return found
 
 
 def end_token(run: RunConfig) -> int:
-    """Return the last token of each document, which is nowhere else. A text's vocabulary may have no token for it."""
+    """Return the token that ends each document and occurs nowhere else. For texts, the vocabulary may have no such
+    token."""
     return 0 if run.data.format == "text" else ByteTokenizer.eod_id
 
 

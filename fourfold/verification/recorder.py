@@ -95,10 +95,11 @@ class Recorder(TorchDispatchMode):
         self.peaks.clear()
 
     def watch(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Separate the peaks before the end of the last layer's backward ("early") from later peaks ("late").
+        """Record two peaks: the peak before the end of the last layer's backward ("early"), and the peak after it
+        ("late").
 
-        In the early part, the activations of all layers are alive. In the late part, gradients accumulate. Each peak is
-        linear in the number of layers, but the larger of the two is not.
+        In the early part, the activations of all layers are in memory. In the late part, gradients accumulate. Each
+        peak alone is linear in the number of layers, so it can be extrapolated. The larger of the two is not linear.
         """
 
         def enter(window: Literal["early", "late"]) -> None:
@@ -193,7 +194,7 @@ class Recorder(TorchDispatchMode):
         self._sent = (purpose, storage) if operation == "send" and purpose is not None else None
 
     def _receive(self, tensor: Tensor) -> None:
-        """Record that a ring step, while it sends its own data, waits for the data that it receives."""
+        """Assign the collective of a ring step to the data that it receives, because the step waits for this data."""
         if self._sent is not None and self._sent[0] is PURPOSE.get():
             self.flights.move(self._sent[1], tensor.untyped_storage()._cdata)
         self._sent = None
@@ -253,7 +254,7 @@ class Recorder(TorchDispatchMode):
             self.live["total"] += size - old
 
     def _settle(self) -> None:
-        """Raise the peaks to the bytes alive now.
+        """Update the peaks with the bytes that are in memory now.
 
         Call this before the next operation, when new tensors already have their tags. FSDP2 allocates weights before it
         gathers them, and gradients before it sums them.
@@ -312,8 +313,8 @@ def workspace_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> i
 
     On Hopper, torch uses cuDNN unless sequences are packed or windowed. cuDNN reports its workspace only at run time,
     so this assumes FlashAttention's workspace. Attention under a mask or in float32 uses torch's memory-efficient
-    kernel. Its backward is not counted: it holds at most about one float32 copy of a block's queries, and one block at
-    a time.
+    kernel. The workspace of its backward is not counted, because it is small: at most about one float32 copy of the
+    queries of one block.
     """
     if options.get("attn_mask") is not None:
         return 0

@@ -17,7 +17,7 @@ WORD = 2**64
 
 
 def kept_tokens(windows: Windows, goldfish: GoldfishConfig, is_masked: Sequence[bool]) -> Tensor:
-    """Return as bool [B, S] whether the prediction of token i + 1 from token i is in the loss.
+    """Return, as bool [B, S], whether the loss includes the prediction of token i + 1 from token i.
 
     Args:
         windows: The samples. Only tokens of their answers are in the loss.
@@ -38,7 +38,8 @@ def kept_tokens(windows: Windows, goldfish: GoldfishConfig, is_masked: Sequence[
 
 
 def positions(documents_BS: Tensor) -> Tensor:
-    """Return as int64 [B, S] the number of earlier tokens of the same document within the sequence."""
+    """Return the position of each token in its document, as int64 [B, S]: the number of earlier tokens of the document
+    in this sequence."""
     same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
     return same_BSS.tril(-1).sum(dim=2)
 

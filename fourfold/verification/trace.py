@@ -39,13 +39,13 @@ from fourfold.verification.exposure import Line
 from fourfold.verification.recorder import Recorder
 
 WINDOWS = ("early", "late")
-"""Parts of a step within which peak memory is linear in the number of layers (see ``Recorder.watch``)."""
+"""The two parts of a step. In each of them, peak memory is linear in the number of layers (see ``Recorder.watch``)."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in memory on one rank, without the step's tokens and labels, and without tensors that are offloaded to the
-    CPU."""
+    """Bytes in memory on one rank. They include neither the step's tokens and labels nor tensors that are offloaded to
+    the CPU."""
 
     parameters: int
     """Number of bytes of the stored shards."""
@@ -82,7 +82,8 @@ class Collective:
     result."""
 
     seconds: float | None = None
-    """Sum of the durations on a machine, if each collective has its axis to itself. None if no machine is given."""
+    """Sum of the collectives' durations on a machine, if no collective waits for another one. None if no machine is
+    given."""
 
     exposed_seconds: float | None = None
     """Number of seconds that the step waits for the collectives or is slowed down by them. None if no machine is
@@ -223,7 +224,8 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_l
         micro_batches = []
         for _ in range(run.gradient_accumulation_steps):
             batch = MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(fields)))
-            if batch.document_ends is not None:  # Kernels allocate memory for each document. Assume one per sequence.
+            # Kernels allocate memory for each document. Assume one document per sequence.
+            if batch.document_ends is not None:
                 batch = replace(batch, document_ends=batch.document_ends[:, :1])
             reference = torch.zeros(len(batch.tokens)) if run.dpo.beta else None
             is_padded = run.model.num_experts > 0 and run.data.format != "text"

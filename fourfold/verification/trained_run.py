@@ -105,7 +105,8 @@ def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place, overfl
     if dist.get_rank() > 0:
         return trainer.job, []
     lines = (folder_of(run) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    # Append empty records, so that parity reports a trainer that leaves steps out, instead of failing.
+    # If the trainer has left steps out, the records are too few. Append empty ones, so that parity reports this instead
+    # of failing.
     return trainer.job, [*map(json.loads, lines), *[{}] * STEPS]
 
 
@@ -129,7 +130,8 @@ def compare_records(run: RunConfig, recorded: list[Record], references: list[Ref
         if step == OVERFLOWS and recorded[step].get("skipped"):
             continue  # The references do not take a step that overflows.
         one, exact = (_figures(reference, step, batch, held_out) for reference in references)
-        is_undecided = step == 0  # The model is still the DPO reference, so only rounding distinguishes the answers.
+        # In the first step, the model equals the DPO reference. All margins are zero, and rounding decides their sign.
+        is_undecided = step == 0
         ties = {name.replace("ties", "accuracy"): float(exact.pop(name)) for name in [*exact] if name.endswith("ties")}
         names = [name for name in exact if not (is_undecided and name.endswith(("margin", "reward", "accuracy")))]
         for name in names:

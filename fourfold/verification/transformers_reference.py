@@ -1,5 +1,5 @@
-"""Use the Hugging Face model of a run's family as the parity reference. It is independent code, connected to
-fourfold by the map of weight names."""
+"""Use the Hugging Face model of a run's family as the parity reference. Its code is independent of fourfold. Only the
+map of weight names connects the two."""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ OUTWEIGHS_SCORES = 4.0
 def skew_router_biases(job: Job) -> None:
     """Set the biases of the job's routers. Every process calls this.
 
-    Each router rules out one expert. If tokens choose several experts, each router also favors another expert. These
-    experts differ from layer to layer. Checkpoints of LoRA do not save the biases, so with LoRA they stay zero.
+    The biases make each router never choose one expert. If tokens choose several experts, they also make the router
+    always choose another expert. These experts differ from layer to layer. With LoRA, the biases stay zero, because
+    checkpoints of LoRA do not save them.
     """
     experts = job.run.model.num_experts
     for shard in job.shards if not job.run.lora.rank else ():

@@ -136,7 +136,7 @@ class WatchedCollectives:
         return wait
 
     def _hold(self, axis: str, start: int) -> None:
-        """Record the time that the step's thread has spent until now. Other threads wait too (see
-        ``parallel.data.fsdp_on_gloo``)."""
+        """Record how long the step's thread has been waiting. The waits of other threads (see
+        ``parallel.data.fsdp_on_gloo``) are not recorded."""
         if get_ident() == self._step_thread:
             self.held.append((axis, start, time.time_ns()))

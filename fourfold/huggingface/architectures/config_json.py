@@ -46,7 +46,7 @@ NEVER_NULL = (
 """Keys that must not be null, unless null is the family's default. transformers refuses null, or reads it as false."""
 
 NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
-"""Keys for which config.json uses null to mean none, and [model] uses 0."""
+"""Keys that mean "none" with the value null in config.json, and with the value 0 in [model]."""
 
 NEVER_0 = dict.fromkeys(NONE_IS_0[:2], "divides by zero; null is no cap") | {
     "q_lora_rank": "is not a width; null computes queries without latents",

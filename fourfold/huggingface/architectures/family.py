@@ -20,7 +20,8 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
 """The keys that determine the rotary frequencies, by type of scaling."""
 
 TOPK_METHOD = "topk_method"
-"""Key of config.json that says whether experts are chosen by groups. The first required value is without groups."""
+"""Key of config.json that says whether experts are chosen by groups. The first of its required values means without
+groups."""
 
 REQUIRED: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None, {})}
 """Keys that, in every family, must have one of these values, because the decoder cannot compute any other."""

@@ -77,8 +77,8 @@ def _scaling(rope: dict[str, Any], kind: str, given: Mapping[str, Any], family: 
 def _local_rope(
     given: Mapping[str, Any], family: Family, tables: Mapping[str, Any], scaling: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the rotary base of sliding-window layers, and the rotary table of full-attention layers, to which
-    rope_scaling applies."""
+    """Return the rotary base of sliding-window layers, and the rotary table of full-attention layers. rope_scaling
+    applies to the table."""
     if tables and not tables.keys() & {FULL, SLIDING}:  # transformers would silently ignore one table for all layers.
         raise UserError(f"{where}: rope_parameters has no table of '{FULL}' or '{SLIDING}'")
     own, full = tables.get(SLIDING) or {}, tables.get(FULL) or {"rope_type": "default"}

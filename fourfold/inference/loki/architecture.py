@@ -87,8 +87,8 @@ def key_shape(attention: AttentionModule) -> tuple[int, int]:
 
 
 def window_of(attention: AttentionModule) -> int | None:
-    """Return a layer's sliding window, which makes Loki keep the layer dense. Return None if the layer sees the whole
-    context.
+    """Return a layer's sliding window, or None if the layer sees the whole context. Loki keeps layers with a window
+    dense.
 
     A window that is as long as the model's positions hides nothing. Phi-3 and StarCoder2 can declare such a window.
     """

@@ -74,8 +74,8 @@ def _compiled(step: DecodeStep, package: Literal["triton", "numba"]) -> Tensor:
 
 
 def project(x_BKSD: Tensor, basis_KDd: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the leading rotated dims, [B, K, S, d]. Sums are in float32 and rounded once, to ``dtype`` or to the
-    dtype of x."""
+    """Return the leading rotated dims, [B, K, S, d]. The sums are computed in float32, and then rounded once, to
+    ``dtype`` or to the dtype of x."""
     return torch.matmul(x_BKSD.float(), basis_KDd).to(dtype or x_BKSD.dtype)
 
 
@@ -102,7 +102,7 @@ def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:
 
 
 def _head_slices(x_BKSD: Tensor, chosen_BKk: Tensor, dtype: torch.dtype) -> list[slice]:
-    """Return slices of the KV heads that cover all of them. On a CPU, the keys that one slice gathers in ``dtype`` fit
+    """Divide the KV heads into slices. On a CPU, a slice is so small that the keys that it gathers in ``dtype`` fit
     into the caches."""
     batch, heads, _, width = x_BKSD.shape
     if x_BKSD.device.type != "cpu":
@@ -120,7 +120,7 @@ def _weights_of(scores_BhGk: Tensor, seen_Bh1k: Tensor | None) -> Tensor:
 
 
 def gather_rows(x_BKSD: Tensor, chosen_BKk: Tensor) -> Tensor:
-    """Return the chosen rows, [B, K, k, D], of a cache that may have unused memory after the rows of each head."""
+    """Return the chosen rows of a cache, [B, K, k, D]. The cache may have unused memory after the rows of each head."""
     batch, heads, length, width = x_BKSD.shape
     of_batch, of_head, of_row, _ = x_BKSD.stride()
     assert of_row == width and x_BKSD.stride(3) == 1, "the rows of a head must be contiguous"

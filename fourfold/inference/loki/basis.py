@@ -58,7 +58,8 @@ class LayerBasis:
     def to(self, device: torch.device) -> None:
         """Move the basis to the layer's device."""
         if self.whole_KDD.device != device:
-            # The first pass may be in inference mode, and tensors from inference mode are unusable outside it.
+            # The first pass may be in inference mode. Tensors that are made in inference mode cannot be used outside
+            # it.
             with torch.inference_mode(False):
                 self.whole_KDD, self.leading_KDd = self.whole_KDD.to(device), self.leading_KDd.to(device)
 
@@ -111,7 +112,7 @@ class LokiBasis:
         return LayerBasis(components.vectors_LKDD[layer], d)
 
     def random(self, seed: int = 0) -> LokiBasis:
-        """Return a basis of random directions for the same model. This is a control that any calibration must beat.
+        """Return a basis of random directions for the same model. It is a control: a calibrated basis must be better.
 
         Args:
             seed: Seed of the directions.

@@ -90,7 +90,8 @@ class GrowingLayer(DynamicLayer):
 
 
 class LokiLayer(GrowingLayer):
-    """Unrotated keys and values, and a proxy of the keys, [B, K, S, d]. Only the proxy is read to rank the keys."""
+    """Unrotated keys and values, and a *proxy* of the keys: their leading rotated dims, [B, K, S, d]. To rank the keys,
+    Loki reads only the proxy."""
 
     def __init__(self, basis_KDd: Tensor, capacity: int = 0, proxy_dtype: torch.dtype | None = None) -> None:
         super().__init__(capacity)
@@ -100,8 +101,8 @@ class LokiLayer(GrowingLayer):
 
         self.proxy_buffer = GrowingTensor(capacity)
         self.proxy_BKSd: Tensor | None = None
-        """The proxy during an attention pass, on the device of the keys that ``update`` returned. If the cache is
-        offloaded, its buffers have already moved to the CPU when the attention reads the proxy."""
+        """The proxy during an attention pass, on the device of the keys that ``update`` returned. The attention reads
+        it from here, because the buffers of an offloaded cache have already moved to the CPU at that time."""
 
     @property
     def buffers(self) -> tuple[GrowingTensor, ...]:
@@ -119,14 +120,15 @@ class LokiLayer(GrowingLayer):
 class RotatedLayer(GrowingLayer):
     """A layer that holds only rotated keys.
 
-    It is as small as a dense cache, but only attention that rotates its queries can read it.
+    It needs no more memory than a dense cache, but only attention that rotates its queries can read it.
     """
 
     def __init__(self, basis_KDD: Tensor, d: int, capacity: int = 0) -> None:
         super().__init__(capacity)
         self.basis, self.d = basis_KDD, d
         self.expected = False
-        """Whether the attention of the current pass rotates its queries. If False, the cache refuses the update."""
+        """Whether the attention of the current pass rotates its queries. If it does not, the cache refuses the
+        update."""
 
         self.proxy_BKSd: Tensor | None = None
         """The proxy during an attention pass, as in ``LokiLayer``."""

@@ -84,8 +84,8 @@ def enable_loki(
 def disable_loki(model: PreTrainedModel) -> PreTrainedModel:
     """Restore a model's own attention, and return the model. A cache of rotated keys is unusable afterwards.
 
-    If another attention was set after Loki was enabled, it is kept. Models that share a configuration share the choice
-    of attention, so another model with Loki in this configuration becomes dense too.
+    If the program has set another attention since Loki was enabled, this attention is kept. Models that share a
+    configuration share the choice of attention. So another model with the same configuration becomes dense too.
     """
     before = None
     for module in model.modules():

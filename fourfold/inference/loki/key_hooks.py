@@ -61,7 +61,7 @@ def _observed_attention(
     module: AttentionModule, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any
 ) -> tuple[Tensor, None]:
     state = getattr(module, "loki_observer", None)
-    if state is not None:  # The state is None for another model that shares the observed model's configuration.
+    if state is not None:  # Another model can share the configuration of the observed model. It has no state.
         scaling = keywords.get("scaling") or query.shape[-1] ** -0.5
         before = key.float() if state.rotary is None else undo_rotary(key, *state.rotary)
         state.observer(module.layer_idx, query, {"post": key, "pre": before}, scaling)

@@ -107,7 +107,7 @@ def loki_attention(
     state = state_of(module)
     basis = None if state is None else state.recipe.basis
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # The layer stays dense, or its model does not use Loki but shares its configuration with a model that does.
+    # Either the layer stays dense, or its model only shares a configuration with a model that uses Loki.
     if state is None or basis is None:
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     for name in ("softcap", "s_aux"):
@@ -130,7 +130,7 @@ def loki_attention(
         out = decode(query[:, :, 0], key, value, layer.proxy_BKSd, basis_KDd, k, config, scaling, visible_B1S, k_B)
         return out[:, None], None
     if config.prefill == "simulate" and query.shape[2] > 1 and not config.is_dense_at(length):
-        if query.shape[2] == length and is_simple:  # Only this prompt is in the cache.
+        if query.shape[2] == length and is_simple:  # The cache holds only this prompt.
             out = simulate(query, key, value, basis_KDd, basis.d, config, scaling, attention_mask, state.probe)
             return out.transpose(1, 2).contiguous(), None
         raise UserError(
@@ -148,8 +148,8 @@ def rotate_queries(query_BNQD: Tensor, basis_KDD: Tensor) -> Tensor:
 
 
 def _is_simple(mask: Tensor | None) -> bool:
-    """Return whether a mask is boolean and the same for all heads, as transformers' sdpa_mask creates it. torch's
-    attention handles all other masks."""
+    """Return whether a mask is boolean and the same for all heads, like the masks of transformers' sdpa_mask. With any
+    other mask, torch's attention is used."""
     return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
 
 

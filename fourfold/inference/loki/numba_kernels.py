@@ -1,4 +1,4 @@
-"""Run one decoding step that Numba compiles for a CPU. Each thread computes whole heads, from scores to output.
+"""Run one decoding step on a CPU, compiled by Numba. Each thread computes whole heads, from scores to output.
 
 Keys are ranked while they are read. Nothing is sorted, and no chosen row is copied. The selection is the same radix
 search as in the Triton kernels: it maps each key's combined score to an unsigned integer with the same order, and finds
@@ -131,8 +131,8 @@ def _decode(
 ):  # fmt: skip
     """Let each thread compute its rows one after another in the same workspace. Threads synchronize once, at the end.
 
-    Splitting rows would keep more threads busy, but needs a synchronization after every pass. On a busy processor, each
-    thread would then wait for the slowest thread, and such a step took ten times as long.
+    Splitting rows would keep more threads busy, but the threads would have to synchronize after every pass. On a busy
+    processor, each thread then waits for the slowest one, and such a step took ten times as long.
     """
     rows, H, _ = query_RHd.shape
     for thread in prange(threads):
@@ -165,7 +165,7 @@ def _score(query_Hd, proxy_Sx, scores_HS):
 def _rank(scores_GS, visible_S, kept_S, ranks_S):
     """Rank keys by combined score, as unsigned integers with the same order. Return the visible keys.
 
-    An invisible key has rank 0. A key that is always chosen, or whose combined score is NaN, has the largest rank.
+    An invisible key has rank 0. A key has the largest rank if it is always chosen or if its combined score is NaN.
     """
     length = ranks_S.size
     if visible_S.size:

@@ -1,8 +1,8 @@
 """Measure what a model loses with Loki: recall, captured attention, perplexity, and task scores.
 
 On a text, Loki is compared with an oracle and with a control. The oracle chooses the same number of keys by their exact
-scores, which Loki approximates. So no ranking has a higher recall, but a perplexity can be lower by chance. The control
-ranks keys by random directions, so a calibration must be better.
+scores, which Loki approximates. So no other ranking has a higher recall, but its perplexity can be lower by chance. The
+control ranks keys by random directions. A calibrated basis must be better than the control.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def compare_tasks(
 
 
 def _with_as_many_dims(config: LokiConfig, basis: LokiBasis) -> LokiConfig:
-    """Return the same settings for a basis that has no variances.
+    """Return settings with the same number of ranking dims for a basis that has no variances.
 
     These settings rank keys by the mean number of dims that the real basis uses.
     """

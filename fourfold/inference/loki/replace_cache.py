@@ -125,6 +125,6 @@ def _has_basis(layer: RankedLayer, recipe: LayerRecipe, basis: LayerBasis) -> bo
     if not isinstance(layer, RotatedLayer) and layer.proxy_dtype != recipe.proxy_dtype:
         return False
     ours = basis.whole_KDD if isinstance(layer, RotatedLayer) else basis.leading_KDd
-    if layer.basis is ours:  # In all steps but the first, it is the same tensor.
+    if layer.basis is ours:  # In all steps except the first, this is the same tensor.
         return True
     return layer.basis.shape == ours.shape and torch.equal(layer.basis.to(ours.device), ours)

@@ -53,8 +53,8 @@ def combine_heads(scores_BKG_S: Tensor, visible_B1_S: Tensor | None = None) -> T
     there is one head. Invisible keys have the score -inf.
 
     A NaN score becomes the highest combined score, so that the NaN shows in the output. The whole group shares one
-    choice of keys, so each key is read once. With separate choices for its G heads, up to G times as many keys would be
-    read.
+    choice of keys, so each key is read only once. If each of its G heads had its own choice, up to G times as many keys
+    would be read.
     """
     if visible_B1_S is not None:
         scores_BKG_S = scores_BKG_S.masked_fill(~visible_B1_S[:, :, None], NEVER)
@@ -65,7 +65,7 @@ def combine_heads(scores_BKG_S: Tensor, visible_B1_S: Tensor | None = None) -> T
 
 
 def _summed_softmax(scores_BKG_S: Tensor) -> Tensor:
-    if scores_BKG_S.device.type == "cpu":  # On a GPU, the following test would make the host wait.
+    if scores_BKG_S.device.type == "cpu":  # Only test this on a CPU. On a GPU, the test would make the host wait.
         worth_BK_S = torch.softmax(scores_BKG_S, -1, dtype=torch.float32).sum(2)
         if not worth_BK_S[..., :1].isnan().any():  # A single NaN or infinity would spread over its whole row.
             return worth_BK_S

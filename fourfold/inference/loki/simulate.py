@@ -1,7 +1,8 @@
 """Simulate Loki for all tokens of a prompt in one pass, by masking, as the paper does to measure perplexity.
 
-One pass over a text gives the same results as decoding it token by token, with one exception: k depends on the whole
-length, so every row may attend to as many keys as the last row. The paper does the same, so the numbers are comparable.
+One pass over a text gives the same results as decoding it token by token, with one exception: k depends on the length
+of the whole text, so every row attends to the same number of keys as the last row. The paper does this too, so the
+numbers are comparable.
 
 Shape letters: B sequences, N query heads, K KV heads, G = N / K, Q rows, S keys, D head_dim, d leading dims.
 """
@@ -23,7 +24,8 @@ CHUNK_SCORES = 1 << 24
 
 @dataclass
 class Probe:
-    """Records the quality of one layer's choices, for every row and KV head with more visible keys than it may use."""
+    """Records the quality of one layer's choices. It covers every row and KV head that sees more keys than it may
+    use."""
 
     recall: list[Tensor] = field(default_factory=list)
     """Fraction of the k keys with the largest exact scores that were chosen."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from fourfold.inference.loki.select import DecodeStep
 
 PROGRAMS, LEAST_SPLIT, MOST_SPLIT, BLOCK = 512, 512, 4096, 256
-"""For a pass over all keys: the number of programs to aim for, the smallest and the largest number of keys per program,
-and the largest number of keys per iteration."""
+"""Limits for a pass over all keys: the desired number of programs, the smallest and the largest number of keys per
+program, and the largest number of keys per iteration."""
 
 MOST_SPLITS = 256
 """Largest number of splits of a row. Each program holds the sums of all splits in registers, so longer rows get longer
@@ -180,8 +180,8 @@ def _rank(
 def _refine(
     ranks, histograms, ks, heads, length, rows, LEVEL: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Make a histogram of the next bits (in levels 1 and 2), over all ranks that share the known leading bits of the
-    k-th largest rank."""
+    """In levels 1 and 2, make a histogram of the next bits. It covers all ranks whose leading bits equal the known
+    leading bits of the k-th largest rank."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     known, _ = _search(histograms, ks, heads, rows, row, LEVEL)
     histogram_N = tl.zeros([BINS], tl.int32)
@@ -217,8 +217,8 @@ def _collect(
     ranks, histograms, ks, heads, length, rows, counts, chosen, splits, k,
     PP: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the positions of the keys that rank above the k-th largest, followed by as many equal keys as are still
-    needed, from the left."""
+    """Write the positions of all keys that rank above the k-th largest. If more keys are needed, add keys with exactly
+    this rank, from the left."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kth, wanted = _search(histograms, ks, heads, rows, row, 3)
     p = tl.arange(0, PP)

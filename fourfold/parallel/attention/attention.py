@@ -30,9 +30,9 @@ class SharedAttentionCore(AttentionCore, Tiled):
 
     ``split`` sets how the ranks of the tensor axis y share the work. If x·y divides the number of heads, they share it
     by "heads". Otherwise only x splits the heads, and the ranks of y share the work by "batch", or by "sequence" (each
-    has some of the queries). If the number of ranks that split the query heads does not divide the number of key-value
-    heads, these ranks gather the key-value heads and sum their gradients. ``method`` sets how the ranks of the context
-    axis cp, which split the sequence, attend.
+    has some of the queries). If the key-value heads cannot be divided evenly among the ranks that split the query
+    heads, these ranks gather the key-value heads and sum their gradients. ``method`` is the method of attention over
+    the context axis cp, which splits the sequence.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class SharedAttentionCore(AttentionCore, Tiled):
         return scatter_sequence(out_BSnD, self.cp)
 
     def _attend_some_queries(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
-        """Attend with some of the queries, under a mask. With soft-capping or sinks, scores are not kept for the
-        backward pass."""
+        """Attend with this rank's queries of each sequence, under a mask. With soft-capping or sinks, scores are not
+        kept for the backward pass."""
         if not self.softcap and self.sinks is None:
             return super().attend(q_BSND, k_BSKD, v_BSKD, context)
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
@@ -144,6 +144,6 @@ def whole_sequences(t: Tensor, ranks: int) -> Tensor:
 
 
 def rank_after_rank(t: Tensor, ranks: int) -> Tensor:
-    """Reverse ``whole_sequences``, so that tokens are ordered rank by rank again."""
+    """Reverse ``whole_sequences``: return the tokens ordered rank by rank."""
     by_rank_nBTf: Tensor = t.unflatten(1, (ranks, -1)).transpose(0, 1)
     return by_rank_nBTf.flatten(0, 1)

@@ -66,7 +66,8 @@ def attend_block(
         scores: Scale and cap of the scores.
 
     Returns:
-        The outputs [B, N, Q, D] and the log-sum-exps [B, N, Q] in float32. A query that sees no key gets 0 and −∞.
+        The outputs [B, N, Q, D] and the log-sum-exps [B, N, Q] in float32. If a query sees no key, its output is 0 and
+        its log-sum-exp is −∞.
     """
     k, v = _per_query_head(q_BNQD, k_BKSD), _per_query_head(q_BNQD, v_BKSD)
     if scores.softcap:
@@ -95,7 +96,7 @@ def attend_block(
 
 
 def join_sinks(lse_NT: Tensor, sinks_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Add each head's sink to the softmax, as one more score that has no value (GPT-OSS).
+    """Add each head's sink to the softmax (GPT-OSS). A sink is one more score, without a value vector.
 
     Args:
         lse_NT: The log-sum-exps of the queries over all keys, [N, T] or [B, N, T].
@@ -132,8 +133,8 @@ def attend_block_backward(
     Args:
         grad_BNQD: The gradient of the outputs over all keys.
         q_BNQD: Queries.
-        out_BNQD: The outputs over all keys.
-        lse_BNQ: The log-sum-exps over all keys. With these, the gradients of a block are exact.
+        out_BNQD: The merged outputs over all blocks of keys.
+        lse_BNQ: The merged log-sum-exps over all blocks of keys. They make the gradients of each block exact.
         k_BKSD: Keys of the block.
         v_BKSD: Values of the block.
         causal: See ``attend_block``.
@@ -289,8 +290,8 @@ def attend_masked(
     scores: AttentionScores,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Return the outputs of ``attend_block`` under a mask, [B, N, Q, D], with the heads' sinks if there are any. They
-    are differentiable."""
+    """Return the differentiable outputs of ``attend_block`` under a mask, [B, N, Q, D]. They include the heads' sinks,
+    if there are any."""
     out_BNQD: Tensor = _Masked.apply(q_BNQD, k_BKSD, v_BKSD, sinks_N, mask_B1QS, scores)
     return out_BNQD
 

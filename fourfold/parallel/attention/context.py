@@ -1,5 +1,5 @@
-"""Context parallelism: each rank holds two chunks of every sequence, and attention gives the same result as with whole
-sequences.
+"""Split sequences over the context axis cp: each rank holds two chunks of every sequence, and attention computes the
+same result as on one rank.
 
 In the head-tail layout with 2n chunks, rank r of n has chunks r and 2n − 1 − r, so all ranks have equal work under a
 causal mask. Everything except attention works token by token and needs no data from other ranks.
@@ -37,7 +37,7 @@ def take_chunks(t_BS: Tensor, rank: int, ranks: int) -> Tensor:
 def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[Tensor]:
     """Return this rank's tokens of a micro-batch.
 
-    Documents stay whole, because attention compares the documents of all tokens.
+    The table of documents is not split, because attention compares the documents of all tokens.
     """
     if cp.size == 1:
         return micro_batch
@@ -51,14 +51,15 @@ def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[
 
 @dataclass(frozen=True)
 class DocumentContext(AttentionContext):
-    """Attention tables for this rank's tokens. Instead of a mask, they hold the documents of the whole sequence."""
+    """Attention tables for this rank's tokens. They have no mask. Instead, they say which document each token of the
+    whole sequence belongs to."""
 
     document_ends_BE: Tensor | None = None
 
 
 def context_of_sequences(context: C, sequences: slice) -> C:
-    """Return the tables of some sequences of a batch. A table with only one row applies to every sequence and is
-    kept."""
+    """Return the tables of some sequences of a batch. A table with only one row applies to every sequence, so it is
+    returned unchanged."""
 
     def rows(table: Tensor | None) -> Tensor | None:
         return table if table is None or len(table) == 1 else table[sequences]

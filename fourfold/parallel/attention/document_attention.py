@@ -131,7 +131,7 @@ def differentiate_at_once(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, s
 
 
 def _options(limits: KeyLimits, scores: AttentionScores) -> dict[str, Any]:
-    """Return the kernel's options for the window: the number of tokens that a query sees to its left."""
+    """Return the kernel's options for the window, which limit how many earlier tokens a query sees."""
     return {"scale": scores.scale} | ({"window_size_left": limits.window - 1} if limits.window else {})
 
 

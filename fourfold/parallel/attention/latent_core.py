@@ -1,8 +1,8 @@
 """Multi-head latent attention on the grid.
 
-The latents are placed like the residual stream: each x rank has its own tokens, and each y rank its own channels. So
-the projections to the latents gather no tokens, and the projections from the latents gather latents instead of hidden
-states.
+The latents are placed like the residual stream: each x rank has its own tokens, and each y rank its own channels. So a
+rank projects only its own tokens to latents. Before the projections from the latents, the ranks gather latents instead
+of the much wider hidden states.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ def block_of_step(
         device: Device of the mask.
 
     Returns:
-        The slices of this rank's queries and of ``source``'s keys between which attention is possible, and their mask.
-        None if all these keys lie before the window of every query.
+        The slice of this rank's queries that attend, the slice of ``source``'s keys that they see, and their mask. None
+        if all these keys lie before the window of every query.
     """
     everything, half = slice(0, tokens), tokens // 2
     if source == cp.rank:
@@ -189,8 +189,8 @@ class _Ring(Function):
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge the result over more keys into the result so far, in place. The result so far includes the rank's own keys,
-    so every query has seen a key, and ``lse`` is finite."""
+    """Merge the result for another block of keys into the result so far, in place. The result so far includes the
+    rank's own keys. So every query has seen a key, and ``lse`` is finite."""
     both = torch.logaddexp(lse, part_lse)
     out.mul_((lse - both).exp_()[..., None]).addcmul_(part, (part_lse - both).exp_()[..., None])
     lse.copy_(both)

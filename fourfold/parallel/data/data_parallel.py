@@ -29,7 +29,8 @@ class StepTypes:
 
     @property
     def gradient(self) -> torch.dtype:
-        """Return the dtype of complete gradients. Clipping and unscaling must not round them again."""
+        """Return the dtype of gradients after all sums. It is wide enough that clipping and unscaling do not round them
+        again."""
         return torch.promote_types(self.stored, self.reduced)
 
     @classmethod
@@ -80,8 +81,8 @@ class DataParallel(ABC):
         return [self.shard(name, parameter, tiles[name]) for name, parameter in self.model.named_parameters()]
 
     def split_experts(self) -> set[nn.Parameter]:
-        """Return the parameters that differ between the ranks that split the tokens: experts that the axis ep
-        splits."""
+        """Return the experts that the axis ep splits. Only these parameters differ between the ranks that split the
+        tokens."""
         tiles = tile_table(self.model)
         if self.grid.ep.size == 1:
             return set()

@@ -133,7 +133,7 @@ class SumInBackground(Allocation):
         self._finish(left=0 if self.at_once or self.at_once_over_shards else IN_FLIGHT)
 
     def all_reduce(self, sum: Tensor, replicas: dist.ProcessGroup) -> None:
-        """Remember to all-reduce the newest sum over its replicas, as soon as the sum is complete."""
+        """Schedule the all-reduce of the newest sum over its replicas. It starts when the sum is complete."""
         if self._inside and self._inside[-1].sum is sum:
             self._inside[-1] = self._inside[-1]._replace(replicas=replicas)
         elif self._exchanges and self._exchanges[-1].sum is sum:
@@ -167,7 +167,7 @@ class ReplicasInBackground:
     """The group of a shard's replicas, with sums in the background. FSDP2 uses this object as a process group and calls
     these methods.
 
-    It compares equal to the real group, because torch looks the group up to describe an error.
+    It compares equal to the real group, because torch looks up the group when it describes an error.
     """
 
     def __init__(self, group: dist.ProcessGroup, sums: SumInBackground) -> None:

@@ -26,9 +26,10 @@ class FullySharded(DataParallel):
     """Gathers each unit's weights when the unit runs, and sums its gradients during the backward of the next units.
 
     - zero 0: there are replicas over dp·cp, and gradients are all-reduced over them once per step.
-    - zero 1 and 2: there is one shard group (dp·cp·z). Weights are gathered over it and kept as z shards from forward
-      to backward. With z = 1 these are whole weights, and they are kept until the step ends.
-    - zero 3: weights are gathered from all of (dp·cp·z) in forward and backward.
+    - zero 1 and 2: there is one shard group (dp·cp·z). Weights are gathered over it for the forward pass. From the
+      forward to the backward pass, each rank keeps the weights as shards over z. With z = 1 such a shard is the whole
+      weight, and it is kept until the step ends.
+    - zero 3: weights are gathered over (dp·cp·z) in the forward and in the backward pass.
     """
 
     def __init__(
@@ -166,11 +167,11 @@ class FullySharded(DataParallel):
                 parameter.grad = parameter.grad.to(self.types.gradient)
 
     def _free_summed(self, *_: object) -> None:
-        """Free the gradients of the last unit of a backward pass once they are sent, before the head computes the next
+        """Free the gradients of a backward pass's last unit once they are sent, before the head computes the next
         logits.
 
-        Otherwise FSDP2 keeps them until it sums again, in the next micro-batch's backward pass. This matters because an
-        embedding's gradients are large.
+        Otherwise FSDP2 would keep them until the next micro-batch's backward pass. The last unit is the embedding, and
+        its gradients are large.
         """
         context: Any = _fsdp(self.model)._get_fsdp_state()._comm_ctx
         if hasattr(context, "reduce_scatter_states"):

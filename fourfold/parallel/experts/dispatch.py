@@ -1,9 +1,9 @@
 """Send rows of tokens to the ranks that have their experts, and bring the results back.
 
 The axis ep splits the experts, and the tensor axis x splits tokens and the width of each expert. Each rank sends the
-rows of its own tokens to the ranks of ep. The rows of all x ranks are gathered only after that, so no row is sent twice
-(TED, Singh et al. 2023, arXiv 2303.06318, section 4.1). Shapes: N rows of (token, choice), h channels, E experts, e of
-them on this rank.
+rows of its own tokens to the ranks of ep. Only then do the ranks of x gather the rows that each of them has received,
+so no row is sent over ep twice (TED, Singh et al. 2023, arXiv 2303.06318, section 4.1). Shapes: N rows of (token,
+choice), h channels, E experts, e of them on this rank.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Dispatch:
 
         Args:
             counts: The result of ``exchange_counts``.
-            planned: Number of rows to assume that every rank sends to each expert, if there is no data to count.
+            planned: If there is no data to count (in a trace), the number of rows that every rank is assumed to send to
+                each expert.
         """
         if planned is None:
             numbers: list[Any] = counts.read()

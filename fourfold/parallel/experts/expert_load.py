@@ -49,8 +49,8 @@ class ExpertLoad:
         """Number of tokens in the step's data, over all ranks."""
         shape = (model.num_hidden_layers, self.experts)
         self.rows_LE = torch.zeros(shape, dtype=torch.float64, device=device)
-        """Number of rows of each expert in the last step's batch, including rows that were dropped. Zero before the
-        first step."""
+        """Number of rows that were sent to each expert in the last step, including dropped rows. Zero before the first
+        step."""
         self.counting = False
         """Whether a training step is running. Only then are tokens counted, and only then do the balance losses have
         gradients."""
@@ -202,7 +202,7 @@ def _layer_of(name: str) -> int:
 
 
 class _WithLosses(Function):
-    """The identity function. Its backward adds the gradients of each token's losses."""
+    """Returns the logits unchanged. Its backward adds the gradients of the balance loss and the z-loss."""
 
     @staticmethod
     def forward(

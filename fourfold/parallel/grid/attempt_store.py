@@ -18,10 +18,10 @@ POLL_SECONDS = 0.02
 def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return a part of ``store`` that only the ranks of this attempt know. Every rank of the attempt calls this.
 
-    Keys of earlier attempts stay in the store, and TORCHELASTIC_RESTART_COUNT does not tell attempts apart: each agent
-    counts its own restarts (github.com/pytorch/pytorch/issues/135712). So each rank posts a freshly drawn random word.
-    Rank 0 answers every word with the attempt's name until all ranks have read it. It also answers words of earlier
-    attempts, but nobody reads those answers.
+    The store still has the keys of earlier attempts. TORCHELASTIC_RESTART_COUNT does not tell attempts apart, because
+    each agent counts its own restarts (github.com/pytorch/pytorch/issues/135712). So each rank of the new attempt posts
+    a new random word, and rank 0 answers every word with the attempt's name until all ranks have read it. Rank 0 also
+    answers words of earlier attempts, but nobody reads those answers.
 
     Raises:
         DistStoreError: A rank did not arrive in time.

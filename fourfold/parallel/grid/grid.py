@@ -40,8 +40,8 @@ class Axis:
 
     @cached_property
     def members(self) -> str:
-        """Return the axis's name with the first and the last rank of the group. This text differs between the
-        groups of an axis."""
+        """Return a name for this group: the axis, and the group's first and last rank. Each group of the axis has
+        another name."""
         ranks = dist.get_process_group_ranks(self.group)
         return f"{self.name} of {ranks[0]}-{ranks[-1]}"
 
@@ -69,8 +69,8 @@ class TwoLevels:
     def rank(self) -> int:
         """Return the index of this process's shard.
 
-        The shards of all processes at the same position in their nodes are neighbors, so both levels find their parts
-        in one contiguous piece.
+        Processes at the same position in their nodes hold neighboring shards. So in both levels, the data that a
+        process sends or receives is contiguous.
         """
         return self.inside.rank * self.across.size + self.across.rank
 
@@ -168,8 +168,8 @@ class Grid:
         return self._axes["stage"]
 
     def shards(self, name: str, per_node: int) -> dist.ProcessGroup | TwoLevels:
-        """Return the ranks that shard weights. They form two levels if they are on several nodes with several ranks
-        each.
+        """Return the ranks that shard weights. If they are on several nodes with several ranks each, they form two
+        levels.
 
         The first call creates the groups, so every process of the job must call this with the same arguments.
 

@@ -30,8 +30,8 @@ NVIDIA_SETTINGS = {
 """Environment variables that CUDA, NCCL, and torch read when a GPU is first used. They let collectives start before
 computation that is already waiting. They give the streams of all axes, of pipeline neighbors, and of computation their
 own hardware queues (the default is 8). They make cuBLAS compute the same bits each time, which replayed steps need.
-This takes a workspace of 32 MiB, as much as torch reserves on Hopper anyway. They also prevent memory fragmentation by
-sizes that change every step, such as experts' rows and packed documents."""
+This takes a workspace of 32 MiB, and torch reserves the same amount on Hopper anyway. They also prevent fragmentation
+of the memory, if tensors have other sizes in each step (experts' rows, packed documents)."""
 
 OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
@@ -42,7 +42,8 @@ github.com/pytorch/torchtitan/pull/4032, 16 queues for 5 streams cost 4 to 14 % 
 """
 
 GLOO_RELEASE_SECONDS = 0.2
-"""Number of seconds that gloo's threads have to release the tensors of the last collectives."""
+"""Number of seconds that the process waits at its end, so that gloo's threads can release the tensors of the last
+collectives."""
 
 
 def ensure_process_group(device_type: str, world_size: int) -> None:
@@ -229,8 +230,8 @@ def end_process_group(failed: bool) -> None:
     In that case, NCCL would wait for peers that may never answer. gloo's groups must always be destroyed: if one of
     their threads releases a tensor while the interpreter ends, it waits for the GIL and aborts the process
     (github.com/pytorch/pytorch/issues/190489). torch cannot stop these threads. They stop when nothing refers to their
-    group any more. If a program's own grid still refers to it, the threads get time at the program's end to release
-    their tensors.
+    group any more. If a grid of the program still refers to the group at the program's end, wait a moment, so that the
+    threads release their tensors.
     """
     if not dist.is_initialized() or (failed and dist.get_backend() != "gloo" and dist.get_world_size() > 1):
         return

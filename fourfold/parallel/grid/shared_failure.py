@@ -55,7 +55,7 @@ def raise_together(failure: UserError | None) -> None:
 
 
 def true_on_any_rank(flag: bool, device: torch.device, why: str) -> bool:
-    """Return True on every rank if the flag is true on at least one.
+    """Return on every rank whether the flag is true on any rank.
 
     Every rank calls this. ``why`` names the purpose of the collective.
     """

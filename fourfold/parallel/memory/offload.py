@@ -43,8 +43,8 @@ class OffloadedInputs:
         """Call a block's forward. In the backward, copy the first input back and call the forward again.
 
         Args:
-            is_first: whether the block is the first of its stage, so that no offloaded block follows it in the backward
-                pass.
+            is_first: whether the block is the first of its stage. Its backward pass is the last one, so no other input
+                has to be copied back.
         """
         if not torch.is_grad_enabled():
             return forward(x, *others)
@@ -104,7 +104,7 @@ class CopyStream:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, out: Tensor, source: Tensor) -> Callable[[], None]:
-        """Start a copy, after all work issued so far.
+        """Start a copy. It runs after all work that was issued before this call.
 
         Returns:
             A function that makes later computation wait for the copy. Hold both tensors until you call it. Otherwise

@@ -47,7 +47,7 @@ def _methods(block: Block, name: str) -> tuple[str, ...]:
 
 
 def compile_blocks(model: Transformer, grid: ParallelConfig) -> None:
-    """Compile whole blocks if they issue no collectives, and otherwise the parts between the collectives."""
+    """Compile whole blocks if they issue no collectives. Otherwise compile the parts between the collectives."""
     for block in model.blocks:
         if grid.x * grid.y * grid.cp == 1:
             _compile(block)

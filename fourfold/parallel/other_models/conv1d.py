@@ -57,8 +57,8 @@ def bias_tile(tile: Tile, parts: int) -> Tile:
 def output_first(weight: Tensor, ranks: int) -> Tensor:
     """Return a tile [in, out] or [in, parts, out/parts] as [out, in].
 
-    If there are parts and the rows are divided among ``ranks`` ranks, each rank's rows hold a slice of every part. The
-    result is then a copy that lives until the backward pass. With one rank it is a view.
+    If there are several parts and several ``ranks``, each rank's rows hold a slice of every part. The result is then a
+    copy, which stays in memory until the backward pass. With one rank, the result is a view.
     """
     if weight.dim() == 3:
         weight = weight.unflatten(-1, (ranks, -1)).transpose(1, 2).flatten(1)

@@ -1,9 +1,9 @@
 """Choose a style for every module of any model. A style says how to split a module over the tensor axes x and y.
 
-A table (plan) has styles by patterns of module names. transformers' models publish such plans.
+A *plan* is a table that gives a style to each pattern of module names. transformers' models publish such plans.
 
-Every rank computes a module whole if no pattern names it. If the published plan cannot split a module of a group of
-layers, every rank computes the whole group.
+If no pattern names a module, every rank computes the whole module. If the published plan cannot split one module of a
+group of layers, every rank computes the whole group.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PLANS = {
     },
     "gpt_oss": {"layers.*.mlp.experts": "experts"},
 }
-"""Plans by model_type, for what the plans of transformers leave out."""
+"""Our own plans by model_type, for modules that transformers' plans leave out."""
 
 
 def styles_of(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> dict[str, str]:
@@ -127,8 +127,9 @@ def _splittable(model: nn.Module, name: str, style: str | None) -> str | None:
 def _completed(
     model: nn.Module, by_rule: Mapping[str, str | None], published: Mapping[str, str | None], grid: Grid
 ) -> dict[str, str]:
-    """Give every module a style. A module without one is computed whole ("replicate"), and so is the group of layers
-    around it, because the gradient of a whole module inside a split group would be partial."""
+    """Give every module a style. A module without a style gets "replicate": every rank computes the whole module, and
+    also the whole group of layers around it. If only the module were whole and its group split, the module's gradient
+    would be partial."""
     styles = {name: style or published[name] for name, style in by_rule.items()}
     groups = groups_of(styles)
     group_of = {name: group for name in styles if (group := enclosing(name, groups)) is not None}

@@ -28,7 +28,8 @@ _HEAD_SIZES = ("head_dim", "head_size")
 """Names of the attributes with the head size in transformers' attention modules."""
 
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
-"""Names of the attributes with the number of heads in attention modules. They keep the number of the whole model."""
+"""Names of the attributes with the number of heads in attention modules. These attributes keep the number of all heads,
+not of one rank's heads."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
 
 
 def _over_y(model: nn.Module, group: str, styles: Mapping[str, str | None], grid: Grid) -> OverY:
-    """Return how a group's layers place their features: over x and y if all its layers and heads divide evenly over
-    both, or otherwise over x alone."""
+    """Return how a group's layers split their features: over x and y if all its layers and heads divide evenly over
+    both, and otherwise over x alone."""
     ranks = grid.x.size * grid.y.size
     parent = model.get_submodule(group)
     heads = _heads(model) if any(hasattr(parent, key) for key in _HEAD_SIZES) else {}

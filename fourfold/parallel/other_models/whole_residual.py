@@ -2,8 +2,8 @@
 axes x and y.
 
 Weights and their matmuls are split over x and y as in our own models. Between the linear layers, every rank of x and y
-repeats the same work (residual, norms), so the model's code need not know about the grid. Every rank that holds a copy
-of a tensor also has the tensor's whole gradient.
+repeats the same work (residual, norms), so the model's code need not know about the grid. If ranks hold copies of a
+tensor, each of them also has the tensor's whole gradient.
 """
 
 from __future__ import annotations
@@ -92,9 +92,8 @@ class WholeTokensLinear(Linear4D):
 class ColumnLinear(WholeTokensLinear):
     """A normal layer with weight [out/x, in/y].
 
-    It reads the whole residual. Its output features are split over x, and ``over_y`` sets their placement over y.
-
-    With ``gather_output``, features are split over x alone, and are gathered for code that needs all of them.
+    It reads the whole residual. Its output features are split over x, and ``over_y`` sets their placement over y. With
+    ``gather_output``, the features are split over x alone and then gathered, for code that needs all of them.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class RowLinear(WholeTokensLinear):
     """A transposed layer with weight [out/y, in/x]. It reads features that are split over x (and y), and writes the
     whole residual.
 
-    With ``split_input``, the code before the layer needs all features, so the input is whole, and the layer splits it
+    With ``split_input``, the input has all features (the code before the layer needs them), and the layer splits it
     over x alone.
     """
 

@@ -54,10 +54,10 @@ class Parts:
     by_tokens: bool
     """Whether a part may hold some tokens of all sequences."""
     token_ranks: int
-    """Number of ranks among which the tokens of a sequence are divided between the layers. Attention must join their
-    tokens, if it needs whole sequences."""
+    """Number of ranks that split the tokens of a sequence between the layers. If attention needs whole sequences, it
+    must join their tokens."""
     run_ahead: bool
-    """Whether parts may be at different steps. They may not if the size of the tensor axis y is above 1, because most
+    """Whether one part may run ahead of the other parts. False if the tensor axis y is larger than 1, because most
     collectives could then hide behind only one part's matmuls."""
 
     def dim(self, x_BTh: Tensor) -> int | None:
@@ -223,9 +223,9 @@ class HookedVisit(Visit):
 
     The block's hooks run when the first part enters and when the last part leaves.
 
-    FSDP2's hooks gather the block's weights and free them. They also sum its gradients, in an autograd node that is
-    created when the first part enters. Autograd runs the newest ready node first, so this node runs after all other
-    nodes of the block.
+    The hooks belong to FSDP2: they gather the block's weights and free them. They also create an autograd node when the
+    first part enters. In the backward pass, this node sums the block's gradients. Autograd runs the newest ready node
+    first, so this node runs after all other nodes of the block.
     """
 
     def __init__(self, block: BlockInParts, is_last: bool) -> None:

@@ -55,7 +55,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Tensor]:
-        """Run only forwards. Return the last stage's outputs on the rank that has this stage."""
+        """Run only forward passes. Return the last stage's outputs, on the rank that has the last stage."""
         stages = range(self.last_stage + 1)
         in_turn = [
             [
@@ -184,8 +184,8 @@ class _PipelineStep:
 
 
 def tied_ends_as_one(shards: Sequence[LocalShard]) -> list[LocalShard]:
-    """Merge the two copies of a tied embedding, in the first and the last stage: give them one name and twice the
-    number of replicas."""
+    """Treat the copies of a tied embedding in the first and the last stage as replicas: give both copies the same name,
+    and double their number of replicas."""
     ends = ("embed_tokens.weight", "lm_head.weight")
     return [
         replace(shard, name=ends[0], replicas=2 * shard.replicas) if shard.name in ends else shard for shard in shards

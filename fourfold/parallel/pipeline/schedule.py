@@ -68,8 +68,8 @@ def _flat(action: Any) -> list[Op]:
 def with_transfers(ops: Sequence[Sequence[Op]], grid: ParallelConfig) -> list[list[Op]]:
     """Add each send right after the operation whose result it sends, and its receive on the receiving rank.
 
-    The lists of all ranks are simulated together. So any two ranks list their transfers in the same order, and no two
-    ranks wait for each other.
+    This simulates the lists of all ranks together. So any two ranks have their transfers in the same order, and no two
+    ranks wait for each other forever.
     """
     whole: list[list[Op]] = [[] for _ in ops]
 

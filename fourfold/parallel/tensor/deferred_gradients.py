@@ -1,4 +1,4 @@
-"""Defer weight gradients to times when a rank would otherwise wait, as zero-bubble schedules require.
+"""Defer weight gradients until the rank would otherwise wait. Zero-bubble schedules require this.
 
 ``torch.autograd.grad`` cannot do this. After the input gradients, it would run each layer's backward and its
 collectives a second time for the weights.

@@ -50,7 +50,7 @@ def use_float8(model: Transformer, recipe: str) -> None:
 
 
 def require_float8(device: torch.device) -> None:
-    """Check that the device can have float8 matmuls: it must not be a CPU, or an NVIDIA GPU without them. AMD GPUs are
+    """Check that the device supports float8 matmuls: it must not be a CPU, or an NVIDIA GPU without them. AMD GPUs are
     not checked.
 
     Raises:

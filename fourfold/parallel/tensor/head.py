@@ -1,5 +1,5 @@
-"""The LM head and its cross-entropy. The vocabulary is split over the tensor axis x, the tokens over the tensor axis y,
-and the logits into chunks.
+"""The LM head and its cross-entropy. The tensor axis x splits the vocabulary, and the tensor axis y splits the tokens
+of the loss. The logits are computed in chunks.
 
 The loss and the gradients are computed together, chunk by chunk, so logits and their gradients exist for only one chunk
 at a time (as in Hsu et al. 2024, arXiv 2410.10989).
@@ -100,7 +100,7 @@ _loss = not_compiled(_Loss.apply)
 def saved_gradients(ctx: Context[Tensor | float], scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of inputs and weight that the forward pass has saved, multiplied by ``scale``.
 
-    The forward pass has multiplied them by the loss scale ``ctx.kept``. This function divides by it again.
+    The forward pass has multiplied them by the loss scale ``ctx.kept``. This function divides them by this scale.
     """
     dx, dw = ctx.saved_tensors
     scale = scale / ctx.kept

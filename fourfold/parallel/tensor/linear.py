@@ -54,8 +54,8 @@ that is split."""
 SHARED_DIM: dict[OverY, int | None] = {"replicate": None, "batch": 0, "sequence": 1, "features": 2}
 TOKEN_DIM: dict[OverY, int] = {"replicate": 0, "features": 0, "batch": 1, "sequence": 1}
 """The dim along which the tokens of several ranks are concatenated. Joining along dim 0, [x·B, T, …], needs no copy.
-Dim 0 is enough for the MLP. It is also enough for attention if each rank only has to rearrange its own heads. If
-y shares sequences or queries, attention needs whole sequences, [B, x·T, …], and all channels are copied."""
+The MLP always joins along dim 0. Attention does too, if y splits heads: each rank then rearranges only its own heads.
+If y splits sequences or queries, attention needs whole sequences, [B, x·T, …], and all channels are copied."""
 
 NORMAL_BIAS: dict[OverY, Tile] = {
     "replicate": Tile(x=0),
@@ -103,8 +103,8 @@ class _Backward(FunctionOfMany):
 
     Its outputs are placeholders that receive the outputs' gradients.
 
-    It is a separate function, called before the matmul, to make recomputation cheaper. A recomputed block stops as soon
-    as all saved tensors exist, so its last layer neither multiplies nor sums.
+    It is a separate function, and runs before the matmul. This makes recomputation cheaper: a recomputed block stops as
+    soon as all saved tensors exist, so its last layer neither multiplies nor sums.
     """
 
     @staticmethod

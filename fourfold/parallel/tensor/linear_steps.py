@@ -63,17 +63,18 @@ class Schedule:
     """How the steps of a layer fit between the steps of the layers around it."""
 
     waits_before_matmul: bool = False
-    """Whether the layer waits, after it has kept its input, until all batch parts reach the same point."""
+    """Whether the layer waits before its matmul until all batch parts have kept their inputs."""
     gather_follows: bool = False
     """Whether the next all-gather directly follows the sum of the outputs, with no matmul in between to hide it."""
     leaves_weight_gradients_to: PostponedGradients | None = None
-    """Receives the weight gradients if the layer's own backward does not compute them."""
+    """If set, the layer's own backward does not compute the weight gradients, and leaves them to this object."""
     computes_weight_gradients_of: PostponedGradients | None = None
-    """Weight gradients that the backward pass computes while the gradients of the outputs are gathered."""
+    """Weight gradients of another layer. The backward pass computes them while the gradients of the outputs are
+    gathered."""
 
 
 def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> Steps[list[Tensor]]:
-    """Run layers that read the same input, as steps. Each step ends when a collective has started.
+    """Run layers that read the same input, split into steps. Each step ends when a collective has started.
 
     Returns:
         This rank's share of each layer's output, with its bias.

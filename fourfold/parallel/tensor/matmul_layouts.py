@@ -19,8 +19,8 @@ from fourfold.parallel.tensor.linear import Linear4D
 from fourfold.parallel.tensor.matmuls import Matmuls
 
 PADDED_TO = 128
-"""Size in bytes of one cache line on GPUs, and of two cache lines on CPUs. Padded rows are an odd number of such lines
-apart, which spreads the entries of a column over all sets of a cache and all channels of the memory."""
+"""Size in bytes of one cache line on GPUs, and of two cache lines on CPUs. The starts of padded rows are an odd number
+of such lines apart. So the entries of a column are spread over all sets of a cache and all channels of the memory."""
 
 Copy = Literal["none", "turned", "padded", "turned and padded"]
 """How to copy an operand: not at all, into transposed memory order, into padded rows (or columns), or both."""

@@ -2,8 +2,8 @@
 
 An adapter adds s · (x Aᵀ) Bᵀ to the output, with s = α/r, A [r, in] and B [out, r]. It is added before x Wᵀ is summed
 over the ranks, so an adapter needs no extra collective. A is tiled like the weight's columns, and B like the weight's
-rows. Each rank computes only its share of their gradients: the gradient of A is summed over the axis that splits the
-rows, and the gradient of B over the axis that splits the columns.
+rows. Each rank computes only a part of each gradient. The gradient of A is summed over the axis that splits the rows,
+and the gradient of B over the axis that splits the columns.
 """
 
 from __future__ import annotations

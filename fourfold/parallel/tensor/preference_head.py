@@ -31,7 +31,7 @@ class PreferenceHead(ParallelHead):
     The derivative of the loss is −β · σ(−m) with respect to the chosen answer's π, and β · σ(−m) with respect to the
     rejected answer's. So a token's gradient is the gradient of its cross-entropy, times a factor for its sequence. This
     factor is known only after all ranks that share the sequence have summed its log-probabilities. So the logits are
-    computed twice instead of being kept.
+    computed twice: once for the factor, and once for the gradient.
     """
 
     def __init__(self, head: LMHead, grid: Grid, beta: float) -> None:
@@ -54,8 +54,8 @@ class PreferenceHead(ParallelHead):
             reference_B: the reference model's log-probability of each row.
 
         Returns:
-            The sum of the pairs' losses, as equal shares on the ranks of the context axis cp. Without a reference, the
-            log-probabilities [B]. Without labels, the logits.
+            The sum of the pairs' losses, divided into equal shares for the ranks of the context axis cp. If there is no
+            reference, the log-probabilities [B]. If there are no labels, the logits.
         """
         if labels_BS is None:
             return self._logits(x_BTh)

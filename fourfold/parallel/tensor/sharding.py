@@ -1,5 +1,5 @@
-"""Describe how each parameter is cut into tiles over the tensor axes x and y. Checkpoints, parity, and gradient norms
-use this description."""
+"""Describe how the tensor axes x and y cut each parameter into tiles. Checkpoints, parity, and gradient norms use this
+description."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Tile:
     Attributes:
         x, y, ep: the dim that the axis splits, or None if its ranks hold the same values. If x and y split the same
             dim, x is the outer cut.
-        partial_over: axes whose ranks each compute only a part of the gradient's sum.
+        partial_over: axes that the gradient must be summed over, because each of their ranks computes only a part of
+            it.
         turned: whether the tile of a matrix is stored as its transpose. Shapes and slices here are not transposed.
         sharded: whether z, and with ``zero`` also dp·cp, may cut the tile further. Otherwise each of their ranks holds
             the whole tile.
@@ -122,8 +123,8 @@ class Tiled(nn.Module):
 def tile_table(model: nn.Module) -> dict[str, Tile]:
     """Return the tile of every parameter of a model, by its full name. Whole parameters have an empty ``Tile``.
 
-    A module that is not ``Tiled`` may also have ``tiles``, for whole parameters whose gradients must still be summed
-    over ranks.
+    A module that is not ``Tiled`` may also have the attribute ``tiles``. It lists whole parameters whose gradients must
+    be summed over ranks.
     """
     table: dict[str, Tile] = {}
     for prefix, module in model.named_modules():

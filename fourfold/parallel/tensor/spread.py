@@ -1,5 +1,5 @@
-"""Describe how a tensor is placed over the ranks of an axis, and run the collectives that gather the whole tensor or
-sum partial tensors."""
+"""Describe how the ranks of an axis hold a tensor, and run the collectives that gather the whole tensor or sum partial
+tensors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Wait = Callable[[], Tensors]
 class Spread(NamedTuple):
     """The placement of tensors over the ranks of an axis.
 
-    Each rank holds a share of ``dim``, or a copy of the whole tensor if ``dim`` is None. If the ranks hold shares, the
-    methods for several tensors use one collective for all of them.
+    Each rank holds a share of ``dim``, or a copy of the whole tensor if ``dim`` is None. If the ranks hold shares,
+    ``start_sums`` and ``start_gathers`` use one collective for all their tensors.
     """
 
     axis: Axis

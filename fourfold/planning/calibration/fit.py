@@ -1,13 +1,12 @@
-"""Fit the planner's constants to measured steps, with robust regression that has a prior and several levels.
+"""Fit the planner's constants to measured steps, by a robust regression with priors and several levels.
 
-The constants of a row are the priors' medians times exp(all + machine + source). Each of these three levels is shrunk
-towards zero. So a machine or a source with few rows stays close to the common level "all", and a machine or a source
-without rows uses "all" alone. Huber's loss bounds the influence of outliers.
+The constants of a row are the medians of the priors, times exp(all + machine + source). The fit pulls each of the three
+terms (*levels*) towards zero. So if a machine or a source has few rows, its term stays close to zero. If it has none,
+its term is zero. Huber's loss limits the influence of outliers.
 
-Rows of one source share a program, so they are not independent evidence about other sources. The first fit therefore
-assumes wide noise, and gives n rows of a source only the weight of sqrt(n) rows. A second fit assumes only the noise
-between runs, and is used to predict rows of a known source on a known machine. The difference between the two fits is a
-fourth level.
+All rows of a source come from the same program, so they say little about other sources. Therefore the first fit assumes
+much noise, and n rows of a source have only the weight of sqrt(n) rows. A second fit assumes only the noise between
+runs. It predicts rows of a known source on a known machine. The difference between the two fits is a fourth level.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from fourfold.planning.workload import Workload
 LEVEL_SPREAD = {"all": 0.5, "machine": 0.25, "source": 1.0}
 """Spread of the logarithms at each level, in units of the prior's spread."""
 NOISE_BETWEEN = 0.1
-"""Standard deviation of the logarithm of a measured step time around the fit that all sources share."""
+"""Standard deviation of the logarithm of measured step times around the first fit, which all sources share."""
 NOISE_WITHIN = 0.03
-"""Standard deviation around the fit of one source: variation between runs, and effects that the cost model omits."""
+"""The same for the second fit, of one source: variation between runs, and effects that the cost model omits."""
 HUBER = 1.5
 """Size of a residual, in standard deviations, beyond which the loss is linear."""
 ITERATIONS = 25
@@ -95,7 +94,8 @@ def _levels(
     precision = 1.0 / (levels[:, None] * spreads[None, :]) ** 2
     theta = np.zeros((len(names), len(NAMES)))
 
-    # Evaluate all rows together with copies of them for each shifted constant. This is quicker than eleven evaluations.
+    # For the finite differences, evaluate all rows and ten copies of them, one per shifted constant, in one call. This
+    # is quicker than eleven calls.
     again = np.tile(np.arange(len(seconds)), 1 + len(NAMES))
     moves = np.repeat(np.vstack([np.zeros(len(NAMES)), STEP * np.eye(len(NAMES))]), len(seconds), axis=0)
     repeated = work.take(again), machine.take(again)

@@ -38,7 +38,8 @@ def kind_of_extrapolation(machine: Machine) -> str | None:
 
 
 def shipped_interval(machine: Machine) -> tuple[float, float] | None:
-    """Return two factors on predicted seconds. The measured seconds lie between them with a probability of 90 %."""
+    """Return two factors. With a probability of 90 %, the measured seconds are between the predicted seconds times the
+    first factor and the predicted seconds times the second."""
     kind = kind_of_extrapolation(machine)
     if kind is None:
         return None
@@ -47,8 +48,8 @@ def shipped_interval(machine: Machine) -> tuple[float, float] | None:
 
 
 def shipped_order_factor() -> float:
-    """Return the factor by which two predicted times must differ, so that the measured times have the same order
-    (``error_intervals``)."""
+    """Return the factor by which two predicted times must differ at least, so that the order of the measured times is
+    known (``error_intervals``)."""
     return float(_table()["order"]["factor"])
 
 

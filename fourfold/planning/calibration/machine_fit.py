@@ -52,7 +52,7 @@ def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) 
     """
     rows, skipped = read_rows([path for path in paths if path.suffix == ".csv"])
     rows += [row_of_run(path, base) for path in paths if path.suffix != ".csv"]
-    # If the user gives a machine file, it describes the machine of all rows, regardless of the GPU names in them.
+    # A machine file from the user describes the machine of all rows, even if the rows name other GPUs.
     own = base.name not in machine_names()
     rows = [replace(row, machine=base) if own or row.source == RUN_SOURCE else row for row in rows]
     rows = [replace(row, source=name) if row.source == RUN_SOURCE else row for row in rows]
@@ -72,8 +72,8 @@ def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) 
         out = set(order[fold::FOLDS].tolist())
         fitted = fit_rows([row for i, row in enumerate(rows) if i not in out])
         held_out += predict_rows([rows[i] for i in sorted(out)], fitted)
-    # The fit has a factor for all machines, a factor for the machine, and a factor for the program. With one program
-    # and one machine, only their product is known, so the machine file gets the product.
+    # The fit has three factors: for all machines, for this machine, and for the program. With only one program and one
+    # machine, their product is known, but not each factor. So the machine file gets the product.
     sources = {row.source for row in rows}
     logs = calibration.logs(base.name, sources.pop() if len(sources) == 1 else "")
     values = [range_features(row.work) for row in rows]

@@ -1,5 +1,4 @@
-"""Use runs of fourfold as measurements, either as rows for fitting constants, or to compute the error of a run's
-prediction."""
+"""Use runs of fourfold as measurements: to fit constants, or to compute the error of a run's prediction."""
 
 from __future__ import annotations
 

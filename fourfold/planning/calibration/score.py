@@ -17,7 +17,8 @@ from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
 from fourfold.planning.cost.step import step_seconds
 
 MIN_SWEEP, MIN_RANKED = 3, 8
-"""Minimum numbers of rows in a sweep, for its regret and for its rank correlation."""
+"""Smallest number of rows in a sweep for which its regret is computed, and for which its rank correlation is
+computed."""
 
 KEYS: dict[str, Callable[[Row], str]] = {"source": lambda row: row.source, "machine": lambda row: row.machine.name}
 """Ways to group rows. Each group can be left out of a fit."""
@@ -97,8 +98,8 @@ def predict_left_out(rows: Sequence[Row], by: str, known_source: bool = True) ->
     """Predict the rows of each source, or of each machine, with constants fitted to the rows of all other sources or
     machines.
 
-    Without ``known_source``, a row's source is treated as new, even if the fit has rows of this source on another
-    machine.
+    Unless ``known_source`` is set, the source of a row counts as new, even if the fit has rows of this source on
+    another machine.
     """
     key = KEYS[by]
     scored = []
@@ -168,7 +169,7 @@ def sweeps_in(scored: Sequence[Scored]) -> list[list[Scored]]:
 def sweeps_of(scored: Sequence[Scored]) -> Statistics:
     """Score how well predictions rank the rows within sweeps. The rows of a sweep differ only in layout.
 
-    Regret is how much longer the row with the fastest prediction took than the fastest row took.
+    The *regret* of a sweep is how much longer the predicted best row took than the measured best row.
     """
     regrets, correlations = [], []
     for sweep in sweeps_in(scored):
@@ -196,7 +197,8 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def memory_of(scored: Sequence[Scored]) -> Statistics:
-    """Score the predicted memory, and the recall for rows that ran out of memory (OOM) and for rows that fit."""
+    """Score the predicted memory. Also score how many of the rows that ran out of memory (OOM), and how many of the
+    rows that fit, were predicted correctly."""
     errors = [s.memory_gb / s.row.memory_gb - 1 for s in scored if s.row.memory_gb is not None]
     out = [s.p_oom > 0.5 for s in scored if s.row.out_of_memory]
     fitting = [s.p_oom <= 0.5 for s in scored if s.row.ran]

@@ -52,8 +52,8 @@ def validate(file: Path, calibration_files: Sequence[Path], leave_out: str | Non
     """Score the rows of ``file`` with constants from ``calibration_files``, from a machine file, or from fourfold's own
     calibration. Also score them without fitted constants.
 
-    Rows of ``file`` are held out of the fit. If ``leave_out`` is "source" or "machine", the rows of each source or
-    machine are predicted with constants fitted to all remaining rows.
+    The fit does not use rows of ``file``. If ``leave_out`` is "source" or "machine", the rows of each source or machine
+    are predicted with constants fitted to all remaining rows.
 
     Raises:
         UserError: There are no rows to predict or fit.

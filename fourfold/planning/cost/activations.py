@@ -37,9 +37,8 @@ from fourfold.planning.workload import CP_METHODS, Workload
 
 
 def kept_by_core(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes that attention keeps for its backward: tensors between qkv and o_proj, except its output.
-
-    The first number is for attention that is computed once, and the second for attention that is recomputed.
+    """Return the bytes that attention keeps for its backward: the tensors between qkv and o_proj, except its output.
+    There are two numbers: the first if attention is not recomputed, and the second if it is.
     """
     model, layout, step = work.model, work.layout, work.step
     p, split = tensor_bytes(work), attention_over_y(work)
@@ -64,7 +63,7 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     # Without a fused kernel, the outputs of softmax and dropout and the dropout mask are kept for every pair of tokens.
     pairs = layout.micro_batch_size * step.seq_length**2 / layout.cp * heads_on_rank(work)
     scores = np.where(work.program.flash, 0, 5 * pairs)
-    # If y splits the queries, a causal kernel cannot know which keys they see, so the mask is a tensor in memory.
+    # If y splits the queries, a causal kernel does not know which keys they see. So attention needs a mask in memory.
     mask = np.where(split == "sequence", step.item_bytes * step.seq_length**2 / layout.y, 0)
     arriving = step.item_bytes * work.tokens * (model.projected + model.shared_key) / (layout.x * layout.y)
     return qkv + normed + log_sum_exp_bytes(work) + scores + mask, arriving
@@ -83,7 +82,7 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     made_again = mlp_made_again(work)
     in_8 = np.asarray(program.keeps_float8_inputs, bool)
     fused_away = np.where(fuses_gate(work) & (model.mean_gate_up > model.mean_inner), p.inner, 0)
-    # The tensors before the activation are as large as the tensors after it.
+    # The tensors before the activation have the same size as the tensors after it.
     mlp = 2 * made_again - fused_away - np.where(in_8, p.inner / 2, 0)
     # Either gathered inputs are kept, or only one shard of each, which is gathered again (as in Megatron-LM).
     shares = np.asarray(program.regather, bool) | (np.asarray(program.recomputes_gathers, bool) & selective)
@@ -120,7 +119,7 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
 def _kept_latents(work: Workload, tokens: Number) -> Number:
     """Return the bytes that latent attention keeps in addition to ``tokens``, the input that other attentions gather.
 
-    It keeps the rank's own tokens, its latents, and the gathered latents, which replace the gathered input.
+    It keeps the rank's own tokens, its latents, and the gathered latents. It does not keep a gathered input.
     """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens / layout.y
@@ -144,8 +143,8 @@ def mlp_made_again(work: Workload) -> Number:
 def mlp_backward(work: Workload) -> tuple[Number, Number]:
     """Return the peak bytes of the MLP's backward, not counting the tensors that the forward pass has kept.
 
-    The first number is for weights that are sharded over data-parallel ranks. The second number is for whole weights,
-    whose gradients are in fp32 from the start.
+    There are two numbers: the first if weights are sharded over data-parallel ranks, and the second if weights are
+    whole. The gradients of whole weights are in fp32 from the start.
     """
     model, layout, step = work.model, work.layout, work.step
     p = tensor_bytes(work)
@@ -159,7 +158,7 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
 def attention_backward(work: Workload) -> Number:
     """Return the peak bytes of attention's backward, not counting the tensors that the forward pass has kept.
 
-    The tensors that the block has kept for its MLP have been freed by then, so they are subtracted.
+    By then, the tensors that the block has kept for its MLP are free, so their bytes are subtracted.
     """
     model, p = work.model, tensor_bytes(work)
     # A ring sums gradients in 32 bits: of the queries, of the rank's own keys and values, and of the keys and values
@@ -309,7 +308,7 @@ def peak_bytes(
 ) -> Number:
     """Return the peak bytes on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches.
 
-    In an MoE model, the shares in ``work`` tell how many of these blocks have a dense MLP.
+    In an MoE model, ``work`` says which share of these blocks has a dense MLP.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     block = block_bytes(work) if block is None else block

@@ -47,9 +47,9 @@ def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[N
 def keys_computed(work: Workload) -> Number:
     """Return how many scores are computed for a query in one head, as a mean over all queries and blocks.
 
-    There is one score for each key that a query sees, and some more with fourfold's masks. If the y ranks share the
-    queries, scores are computed for all keys. In a ring with a window, scores are computed for the n keys of the rank
-    itself, and for about n / 2 + window keys of other ranks, but at most for half of the other ranks' keys.
+    Usually, there is one score for each key that a query sees. But with masks, fourfold computes more scores. If the y
+    ranks share the queries, a query has scores for all keys. In a ring with a window, it has scores for the n keys of
+    its own rank, and for about n / 2 + window keys of other ranks (at most half of their keys).
     """
     model, layout, seq = work.model, work.layout, work.step.seq_length
     seen, own = model.keys_seen(seq), seq / layout.cp

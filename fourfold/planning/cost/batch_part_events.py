@@ -1,5 +1,4 @@
-"""List the events of blocks whose batch parts take turns, in the order in which the layers run them. x and y are the
-tensor axes."""
+"""List the events of blocks whose batch parts take turns, in the order of execution. x and y are the tensor axes."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from fourfold.overlap_order import Steps, Until, run_batch_parts
 
 @dataclass(frozen=True)
 class Kind:
-    """Properties of a block that determine the order of its events."""
+    """The properties of a block that determine the order of its events."""
 
     batch_parts: int
     x: bool
@@ -82,7 +81,7 @@ class Recording:
     def __init__(self, kind: Kind, blocks: int, again: bool = False) -> None:
         """Start a recording.
 
-        With ``again``, record a recomputation. It ends once all tensors exist that the backward pass reads.
+        With ``again``, record a recomputation. It ends when all tensors exist that the backward pass reads.
         """
         self._kind, self._again = kind, again
         self.forward: list[Event] = []

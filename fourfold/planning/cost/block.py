@@ -34,7 +34,7 @@ class BlockTime(ArrayFields):
     - hideable_x, hideable_y: collectives of the backward pass that can run during ``weight_gradients``.
     - gate_sum: the sum of gate over y.
     - up_matmul: the matmul that can hide gate_sum.
-    - launch_forward, launch_backward: seconds of the host, without the experts.
+    - launch_forward, launch_backward: seconds that the host needs for launches, without the experts.
     - experts: the share of the experts in all fields above, their exchanges over ep, and their launches.
     """
 
@@ -161,7 +161,7 @@ def _matmuls(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
     (with q, k, v joined, and gate and up joined).
 
     Latent attention has two layers instead of q, k, v: one projects a rank's own tokens to latents, and one projects
-    latents to heads. The second layer's inputs are a mean, so that its FLOPs are exact.
+    latents to heads. For the second layer, a mean number of inputs is used that gives the exact FLOPs.
     """
     model, layout = work.model, work.layout
     mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Widths are means. Without an MLP, a block adds 0.
@@ -186,7 +186,7 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
     residual = token * model.hidden_size / (layout.y * np.where(program.split_residual, layout.x, 1))
     heads = token * model.projected / (layout.x * layout.y)
     inner = token * model.mean_inner / layout.x
-    apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)  # Biases cannot be fused if sums follow the matmuls.
+    apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)  # A matmul cannot add a bias before a sum.
     biased = np.where(model.attention_bias, heads + np.where(gated, 0, inner + apart), 0)
     both = token * (model.queries + model.keys) / (layout.x * layout.y)
     joined = np.where(model.has_latents, 2 * (2 * both + heads), 0)
@@ -209,10 +209,10 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
 def _copied(work: Workload) -> tuple[Number, Number]:
     """Return the bytes that fourfold copies to lay out tensors before and after collectives, in forward and backward.
 
-    With x > 1 and several sequences, attention's inputs and outputs are copied, because they are not contiguous on a
-    rank. If the y ranks share sequences or queries, the residual stream is copied before and after the attention. With
-    y > 1, features are copied and packed into one collective. Batch parts are joined. If the parts hold tokens of all
-    sequences, they are also joined before the attention and split after it.
+    With x > 1 and several sequences, attention's inputs and outputs are copied, because the tokens of a sequence are
+    not contiguous on a rank. If the y ranks share sequences or queries, the residual stream is copied before and after
+    the attention. With y > 1, features are copied and packed into one collective. Batch parts are joined at the end. If
+    each part holds tokens of all sequences, the parts are also joined before the attention and split after it.
     """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens

@@ -123,8 +123,8 @@ def kept_by_experts(work: Workload, selective: bool) -> Number:
 
 
 def choices_kept(work: Workload) -> Number:
-    """Return the mean number of bytes per block for the tokens' choices of experts, in 64 bits. fourfold's
-    recomputation reuses these choices."""
+    """Return the mean number of bytes per block that the tokens' choices of experts take, in 64 bits. They are kept,
+    because fourfold's recomputation reuses them."""
     model = work.model
     chosen = model.num_experts_per_tok
     return np.where(work.program.is_fourfold, model.sparse * 8 * work.tokens / work.layout.x * chosen, 0.0)
@@ -154,9 +154,9 @@ def backward_of_experts(work: Workload) -> tuple[Number, Number]:
     """Return the peak bytes of the backward of a block's experts, first for weights that are sharded over data-parallel
     ranks, and then for whole weights.
 
-    There are two candidates for the peak: the gradients of gate, up, and their product (and a tensor between them if
-    the gate is clamped), or the gradients of the rows in arrival order and in expert order. One candidate is freed
-    before the other is allocated.
+    Two sets of tensors may cause the peak. The first set is the gradients of gate, of up, and of their product (and one
+    more tensor if the gate is clamped). The second set is the gradients of the rows, in the order of arrival and in the
+    order of the experts. The two sets are never in memory at the same time.
     """
     rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
     inner, hidden = item * rows.on_rank * rows.inner, item * rows.on_rank * model.hidden_size / layout.y

@@ -23,8 +23,8 @@ from fourfold.planning.workload import Workload
 class ExpertTime(ArrayFields):
     """Seconds of forward and backward for computation, communication over x, y, and ep, and launches.
 
-    Two more fields are the weight gradients of the backward pass, and the activation of the forward pass, which
-    selective recompute repeats.
+    Two more fields are parts of these: the weight gradients in the backward pass, and the activation in the forward
+    pass, which selective recompute repeats.
     """
 
     forward: Number = 0.0

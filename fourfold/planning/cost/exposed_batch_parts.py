@@ -1,4 +1,5 @@
-"""Compute the exposed seconds of blocks whose batch parts take turns, by replaying their events as the trace does.
+"""Compute the exposed seconds of blocks whose batch parts take turns. For this, replay the events of the blocks, as the
+trace does.
 
 The order of events does not depend on how long they take. So the order is recorded once for each kind of block
 (``batch_part_events``), and the events are then timed for many layouts together.

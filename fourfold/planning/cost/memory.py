@@ -32,8 +32,8 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", 
 """
 
 UNUSABLE = 0.06
-"""Overhead, as a fraction of a step's allocations. PyTorch's caching allocator rounds blocks up and fragments
-memory, and libraries have workspaces (Megatron-LM's own estimate adds 5 %)."""
+"""Overhead, as a fraction of the bytes that a step allocates: PyTorch's allocator rounds blocks up and fragments
+memory, and libraries have workspaces. (Megatron-LM's own estimate adds 5 %.)"""
 CACHED = 0.14
 """``UNUSABLE``, plus the blocks that the allocator caches until memory runs low. This value is fitted to the memory
 rows that come with fourfold, with a prior of ``UNUSABLE`` (docs/planner_validation.py).
@@ -80,7 +80,7 @@ def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Numbe
 
 
 def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
-    """Return the workload, changed so that the fraction of blocks with experts is the rank's own fraction."""
+    """Return the workload with another fraction of blocks with experts: the fraction on this rank."""
     if block.dense is None:
         return work
     return work.but(sparse=np.where(np.asarray(work.model.num_experts) > 0, 1 - blocks.dense / blocks.number, 0.0))
@@ -155,7 +155,7 @@ def _at_the_peak(
     gradual = _is_gradual(work)
     if not np.any(gradual):
         return np.True_, activations
-    # At the end of the backward, the embedding has a gradient, and a head whose weights are freed after use has none.
+    # At the end of the backward, the embedding has a gradient. The head has none, if its weights are freed after use.
     at_ends = tables.embedding - np.where(_is_resharded(work), tables.head, 0)
     end = peak_bytes(work, 1, 1, False, block) + work.step.item_bytes * at_ends / (work.layout.x * work.layout.y)
     at_end = ~gradual | (gradients + np.maximum(end, copied) > activations + freed)
@@ -216,8 +216,8 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
 def _freed_by_then(work: Workload, layers: Number, last: Number, block: BlockBytes) -> Number:
     """Return how many bytes of a backward's peak have been freed when the first block's gradients are summed.
 
-    These are the tensors that the block has kept. If the head needs more memory than a block's backward, the difference
-    is added on the last rank.
+    The freed bytes are the tensors that the block has kept. On the last rank, the head may need more memory than a
+    block's backward. The difference is then added.
     """
     of_head = np.where(last, np.maximum(block.head - block.in_backward(work, layers), 0), 0)
     return block.kept(work, 1) + of_head

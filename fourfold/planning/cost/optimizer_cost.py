@@ -133,9 +133,9 @@ def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Numb
 def muon_workspace(work: Workload, layers: Number) -> Number:
     """Return the bytes that Muon needs in addition to the states, on the rank that owns the most matrices in a round.
 
-    During the iterations, a rank holds its matrices, the matrices divided by their norms, and x·xᵀ with its square or
-    with the next x. Afterwards it holds the updates that it sends to all copies, and the same number of updates that it
-    receives.
+    During the iterations, a rank holds its matrices, the matrices divided by their norms, x·xᵀ, and either the square
+    of x·xᵀ or the next x. Afterwards it holds the updates that it sends to all copies, and the updates that it
+    receives, which have the same size.
     """
     if not np.any(is_named(work, "muon")):
         return 0
@@ -169,8 +169,8 @@ def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
 
 
 def _turns(kinds: list[Matrices], ranks: Number) -> list[Number]:
-    """Return the number of units of each shape on a rank. A unit is the matrices that a rank transforms together. A
-    unit has at most as many entries as the largest matrix."""
+    """Return the number of units of each shape on a rank. A *unit* is a group of matrices that a rank transforms
+    together. It never has more entries than the largest matrix."""
     largest = np.maximum.reduce([np.where(kind.number > 0, kind.entries, 0) for kind in kinds])
     limits = [np.maximum(largest // np.maximum(kind.entries, 1), 1) for kind in kinds]
     return [np.ceil(kind.number / (ranks * limit)) for kind, limit in zip(kinds, limits, strict=True)]

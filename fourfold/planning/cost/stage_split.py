@@ -25,11 +25,11 @@ class Blocks(NamedTuple):
 
 
 class StageSplit(NamedTuple):
-    """The numbers of blocks on the first rank, on the last rank, on the rank with the most blocks, and on ranks in
-    between that may need the most memory.
+    """The numbers of blocks on some pipeline ranks: the first, the last, the rank with the most blocks, and other ranks
+    that may need the most memory.
 
-    Each rank in between is given by its pipeline rank and its blocks. In cases without such a rank, this is rank 0 with
-    no blocks.
+    ``between`` has the pipeline rank and the blocks of each of these other ranks. If a case has fewer of them, it has
+    rank 0 with no blocks instead.
     """
 
     first: Blocks

@@ -33,8 +33,8 @@ PARTS = (
     "compute", "recompute", "x", "y", "z", "cp", "ep", "dp", "pp", "bubble", "logits", "launch", "optimizer", "other",
 )  # fmt: skip
 """Parts of a step. x, y, z, cp, ep, and dp are exposed communication over this axis of the grid. If weights are sharded
-over z · dp · cp, the time that their traffic would take over z alone counts as z, and the remaining time counts as
-dp."""
+over z · dp · cp, their traffic is divided between z and dp: the part z is the time that the traffic would take over z
+alone, and the part dp is the remaining time."""
 
 
 class _Layer(NamedTuple):
@@ -85,8 +85,8 @@ def step_parts(
     traffic = weight_traffic(work, machine, constants) if traffic is None else traffic
     layer, ends = _layer(work, machine, constants, block, traffic), _ends(work, machine, constants, block, traffic)
     several = layout.pp > 1
-    # Assume a rank with an average stage: an average number of layers, and a share of head and embedding. The time that
-    # this rank does not work is waiting for the pipeline.
+    # Assume a rank with average stages: an average number of layers, and a share of head and embedding. When this rank
+    # does not work, it waits for the pipeline.
     layers, head_passes = work.micro_batches * _mean_layers(work), work.micro_batches / layout.pp
     z_layers = layers * layer.z + work.micro_batches * layer.z_first
     z_of_ends = head_passes * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
@@ -129,8 +129,8 @@ def _slowdown(work: Workload, machine: Machine, constants: Constants) -> Number:
 
 
 def slowest_of(count: Number) -> Number:
-    """Return by how many standard deviations the slowest of ``count`` devices is slower than their mean: √(2 ln n), the
-    growth of the largest of n normal variables (Cramér 1946, section 28.6)."""
+    """Return by how many standard deviations the slowest of ``count`` = n devices is slower than their mean: √(2 ln n).
+    The largest of n normal variables grows in this way (Cramér 1946, section 28.6)."""
     deviations: Number = np.sqrt(2 * np.log(np.maximum(count, 1)))
     return deviations
 
@@ -188,10 +188,10 @@ def _recompute(work: Workload, block: BlockTime) -> Number:
 def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
     """Return the seconds per block during which the device waits for the host.
 
-    The host must read each expert's number of rows before it launches the experts' matmuls, so at that point it is not
-    ahead of the device. The experts' computation hides the experts' launches, and all other computation hides all other
-    launches. Programs other than fourfold that limit an expert's rows pad them to the limit, so they know the number in
-    advance.
+    Before the host launches the experts' matmuls, it must read each expert's number of rows from the device. At that
+    point, the host is not ahead of the device. So only the experts' computation hides the experts' launches, and all
+    other computation hides all other launches. If another program limits an expert's rows, it pads them to the limit,
+    so it knows the number in advance.
     """
     again, program, experts = forwards_again(work), work.program, block.experts
     host = (block.launch_forward * (1 + again) + block.launch_backward) * (1 - program.captured)
@@ -273,8 +273,8 @@ def _entries_stepped(work: Workload) -> Number:
 
 
 def _seconds_for_a_weight(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the average time of a rank's memory traffic for weights in one micro-batch, in seconds per entry of the
-    whole weights.
+    """Return the seconds of a rank's memory traffic for weights in an average micro-batch, divided by the number of
+    entries of the unsplit weights.
 
     A rank with whole gradients casts or copies the first micro-batch's gradient, and adds the later gradients to it.
     """

@@ -29,10 +29,11 @@ class WeightTraffic(ArrayFields):
     - block: a block's weights gathered for forward and backward, and its gradients scattered.
     - table: the weights of a table (embedding or head) gathered once, and its gradients scattered.
     - outermost: a block's weights gathered once, and its gradients scattered.
-    - of_z, table_of_z: fractions, not seconds: the part of ``block`` and of ``table`` that would remain if dp and cp
-      were both 1.
-    - gradients: traffic once per step: gradients summed over the ranks that hold copies (zero 0) or scattered to the
-      shards (zero 1), and the weights gathered if they are gathered once per step (zero 1 and 2). 0 with zero 3.
+    - of_z, table_of_z: the fraction of ``block`` and of ``table`` that would remain if dp and cp were both 1. These are
+      not seconds.
+    - gradients: the traffic that occurs once per step. With zero 0, gradients are summed over the ranks that hold
+      copies. With zero 1, they are scattered to the shards. If weights are gathered once per step (zero 1 and 2), this
+      includes the gather. With zero 3, it is 0.
     """
 
     block: Number

@@ -1,4 +1,4 @@
-"""Define the constants that no data sheet lists, which tell how close a program gets to the machine's rates.
+"""Define the constants that no data sheet lists. They say how close a program gets to the machine's rates.
 
 Each constant has a prior from published measurements, and ``calibration`` moves it towards measured rows. The constants
 are factors on the machine's rates, so the same constants also work for machines that have not been measured.
@@ -25,7 +25,7 @@ class Constants(ArrayFields):
     - launch: factor on the host time of a kernel.
     - intra, inter: fraction of the link's bandwidth.
     - latency: factor on the latency of a collective.
-    - exposed: fraction of the hideable communication that stays exposed.
+    - exposed: fraction that stays exposed of communication that computation could hide.
     - dispersion: standard deviation of the nodes' speeds. The slowest node sets the pace.
     - step: fixed number of seconds that every step takes, regardless of its size.
     """

@@ -31,7 +31,7 @@ class Machine(ArrayFields):
     - flash2, flash2_half: the same two values for FlashAttention-2. They are 0 if FlashAttention-2 is the fastest
       kernel.
     - intra2, intra4, intra8: bandwidth, in one direction, from a device to a group of 2, 4, or 8 neighbors.
-    - intra_far: bandwidth to members of a group that are not neighbors.
+    - intra_far: bandwidth inside a node to members of a group that are not neighbors.
     - host: bandwidth to the host's memory, 0 if unknown.
     - node: injection bandwidth of a node.
     - base, intra_hop, inter_hop: latency of a collective, and of each step of its ring.
@@ -39,9 +39,9 @@ class Machine(ArrayFields):
       instead.
     - launch: host time of a kernel.
     - reserved: bytes of a device that the runtime takes.
-    - nn, nt, tn: fraction of the achieved rate with operands as stored, with the second operand transposed, and with
-      the first operand transposed. They apply to a linear layer's input gradient, output, and weight gradient, in
-      this order.
+    - nn, nt, tn: fraction of the achieved rate for three memory layouts of a matmul. nn: both operands as stored (a
+      linear layer's input gradient). nt: the second operand transposed (the layer's output). tn: the first operand
+      transposed (its weight gradient).
     - spread: relative standard deviation of the devices' times for the same matmul, 0 if it was not measured.
     """
 

@@ -17,9 +17,8 @@ def machine_names() -> list[str]:
 
 
 def similar_machines(name: str) -> list[str]:
-    """Return machines whose name contains ``name`` or is contained in it, such as ``dgx-h100`` for ``h100``.
-
-    If there are none, return the closest names.
+    """Return machines whose name contains ``name``, such as ``dgx-h100`` for ``h100``, or whose name is a part of
+    ``name``. If there are none, return the closest names.
     """
     words = name.lower()
     containing = [machine for machine in machine_names() if words and (words in machine or machine in words)]

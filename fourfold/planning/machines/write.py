@@ -58,9 +58,9 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
     """Return a machine from a microbenchmark's record. Values that the microbenchmark could not measure are taken from
     ``base``.
 
-    Programs reach the measured rates, so no constant needs to scale these rates down. The planner multiplies a rate by
-    prior · factor. So the factor is 1 / prior. For links, prior · factor is the fraction of the bandwidth that one
-    collective reached.
+    The planner multiplies a rate by prior · factor. The microbenchmark has measured rates that programs really reach,
+    so this product should be 1, and the factor is 1 / prior. For links, prior · factor is the fraction of the bandwidth
+    that one collective reached.
     """
     from fourfold.planning.machines.constants import PRIORS
 

@@ -23,7 +23,8 @@ KNOBS = {
     "the matmul rate": ("achieved", "TFLOP/s", 1e12),
     "the latency of a hop between nodes": ("inter_hop", "µs", 1e-6),
 }
-"""Machine constants for which a break-even is searched. Each has the field, the unit, and the size of the unit."""
+"""Machine constants whose break-even is searched: the field of ``Machine``, the unit in texts, and the size of this
+unit."""
 RATES = {8: "achieved_fp8", 32: "achieved_fp32"}
 """Fields of the matmul rate for precisions other than 16 bits."""
 FACTORS = np.geomspace(1, 8, 31)
@@ -121,9 +122,10 @@ def changed_machine(machine: Machine, field: str, factor: float) -> Machine:
 
 
 def neighbors(plan: Plan) -> list[Neighbor]:
-    """Compare the best layout with layouts that move a factor of two between axes, or change one choice by one step.
+    """Compare the best layout with its neighbors. In a neighbor, a factor of two moves from one axis to another, or one
+    choice differs by one step.
 
-    Each of these layouts has the number of batch parts with which it is fastest.
+    Each neighbor gets the number of batch parts with which it is fastest.
     """
     found, best = plan.found, plan.best
     ep = ["ep"] if best.work.model.num_experts else []
@@ -215,8 +217,8 @@ def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
 
 
 def basin(table: Sequence[Neighbor], factor: float) -> str:
-    """Return a sentence with the number of neighbors whose time is within ``factor``, the planner's margin, of the best
-    layout's."""
+    """Return a sentence that says how many neighbors take at most ``factor`` times as long as the best layout.
+    ``factor`` is the planner's margin of error."""
     known = [n.slower for n in table if n.slower is not None]
     if not known:
         return "No neighbor is legal and fits."
@@ -229,7 +231,7 @@ def explain(plan: Plan, factor: float, own: Prediction | None = None) -> dict[st
 
     Args:
         plan: The plan.
-        factor: If the ratio of two predicted times is above this factor, their order counts as certain.
+        factor: If two predicted times differ by more than this factor, the order of the layouts counts as certain.
         own: The run file's own layout.
     """
     second = runner_up(plan)

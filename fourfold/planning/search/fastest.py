@@ -1,7 +1,7 @@
 """Find the fastest layouts that fit into memory. All legal layouts are evaluated, without sampling.
 
-Batch parts are the exception, because they only hide communication over the tensor axes x and y. A layout is evaluated
-with several parts only if it could be among the fastest if all of this communication were hidden.
+Batch parts are the exception. They only hide communication over the tensor axes x and y. So the search first assumes
+that they hide all of it. It evaluates a layout with several parts only if the layout could then be among the fastest.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ BLOCK_KEY = ("x", "y", "cp", "micro_batch_size", "cp_method", "batch_parts", "ep
 TRAFFIC_KEY = ("x", "y", "z", "dp", "cp", "pp", "ep", "zero")
 """Fields that the traffic of weights and gradients depends on."""
 RANKED = 400
-"""The search guarantees to find this many of the fastest layouts, over all numbers of batch parts."""
+"""Number of fastest layouts that the search is sure to find, over all numbers of batch parts."""
 LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "ep", "launch")
-"""Parts of a step that can get shorter if communication over x and y is hidden. The bubble can get shorter too."""
+"""Parts of a step that can get shorter if batch parts hide communication over x and y. (The bubble can get shorter
+too.)"""
 COPIES = 0.95
 """If each batch part has one sequence, tokens need not be copied before and after collectives. Without these copies, a
 step takes at least this fraction of its time."""
@@ -59,7 +60,7 @@ class SearchScores(NamedTuple):
     """Scores of the points of a search, each an array [n].
 
     - seconds: the time of a step. Infinite if the point is illegal.
-    - least: a lower bound on the seconds for every possible number of batch parts.
+    - least: a lower bound on the seconds, whatever the number of batch parts.
     - memory: the peak bytes of the rank that needs the most memory.
     - p_oom: the probability of running out of memory.
     - reason: the index of the reason for a refusal.

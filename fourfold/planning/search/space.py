@@ -28,9 +28,9 @@ PIPELINES = (
     *(("InterleavedZeroBubble", chunks) for chunks in (2, 4)),
     ("ZBVZeroBubble", 2),
 )
-"""Schedules that the search tries, each with its number of stages per rank. GPipe and LoopedBFS are not among them,
-because they take as long as 1F1B and need more memory. Neither is DualPipeV, which is like ZBVZeroBubble. They are
-predicted only if a run file or a limit of the search names them."""
+"""Schedules that the search tries, each with its number of stages per rank. Three schedules are predicted only if a run
+file or a limit of the search names them: GPipe and LoopedBFS, which are no faster than 1F1B and need more memory, and
+DualPipeV, which is like ZBVZeroBubble."""
 RECOMPUTES = ((0, 1, False), (1, 1, False), (2, 1, False), (2, 2, False), (2, 4, False), (2, 1, True))
 """Recompute choices to try. Each has the mode (an index into ``workload.RECOMPUTE``), every, and offload."""
 BATCH_PARTS = (1, 2, 4)
@@ -122,8 +122,8 @@ def refused_grids(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return two arrays [n]. For each grid, the first has the index of the reason why the grid is illegal with every
     choice (0 if it may be legal). The second has the grid's number of layouts."""
-    # If a grid is illegal with these choices, it is illegal with all choices. One of them is zero = 3, because only
-    # zero = 3 allows an ep that neither divides z nor is a multiple of z.
+    # If a grid is illegal with these choices, it is illegal with all choices. zero is 3 here, because with a lower
+    # zero, ep must divide z or be a multiple of z.
     simplest = base.but(**grids, schedule=0, stages_per_rank=1, zero=3, recompute=0, offload=False, cp_method=0,
                         batch_parts=1, shards_per_node=1, layers_per_stage=None)  # fmt: skip
     copies = grids["dp"] * grids["cp"] > 1

@@ -23,7 +23,8 @@ class WithinError:
     """The layouts whose predicted times are so close to the best one that any of them may be the fastest."""
 
     factor: float
-    """If the ratio of two predicted times is above this, the measured times have the same order with 95 % certainty."""
+    """If two predicted times differ by more than this factor, the measured times have the same order with a probability
+    of 95 %."""
     count: int
     """Number of layouts that fit into memory and are within the factor, including the best one."""
     ranked: int

@@ -9,8 +9,8 @@ import numpy as np
 from fourfold.planning.array_fields import Number
 
 BACKWARD = 2.5
-"""Ratio of the number of matmuls in a fused kernel's backward to the number in its forward. It is five to two, because
-the backward pass computes the scores again."""
+"""A fused kernel's backward has 2.5 times as many matmuls as its forward: five instead of two, because it computes the
+scores again."""
 
 UNFUSED_FORWARD, UNFUSED_BACKWARD = 11.0, 13.0
 """Bytes moved per score in 16 bits by separate kernels for scaled masked softmax and for dropout: scores written and
@@ -48,8 +48,8 @@ CAPPED_KERNELS, CAPPED_KERNELS_BACKWARD = 18.0, 30.0
 
 
 class Kernel(NamedTuple):
-    """A fused kernel: its rate for long sequences with a head_dim of 128 relative to the fastest kernel, the number of
-    tokens at which it reaches half of this rate, and its relative rate with smaller heads."""
+    """A fused kernel. Its fields are its rate relative to the fastest kernel (for long sequences and a head_dim of
+    128), the number of tokens at which it reaches half of its rate, and its relative rate with smaller heads."""
 
     share: Number
     half: Number

@@ -29,9 +29,9 @@ class RankGroup(NamedTuple):
 def group_of(size: Number, stride: Number, machine: Machine, constants: Constants) -> RankGroup:
     """Return a group of ranks that communicate. Ranks are assumed to fill one node after another.
 
-    All groups of an axis communicate at the same time. Groups that leave a node share its adapters, so each group gets
-    the bandwidth divided by the number of these groups (AxoNN, arXiv 2502.08145, section V-C). Members of one group in
-    the node use the adapters together.
+    All groups of an axis communicate at the same time. Groups that leave a node share its adapters: each group gets the
+    bandwidth of the node divided by the number of these groups (AxoNN, arXiv 2502.08145, section V-C). The ranks of a
+    group in one node use this share together.
 
     Args:
         size: Number of ranks in the group.
@@ -46,7 +46,7 @@ def group_of(size: Number, stride: Number, machine: Machine, constants: Constant
     intra = constants.intra * np.where(
         stride > 1, np.minimum(near, np.where(inside <= 2, machine.intra_far, near)), near
     )
-    # Traffic leaves a domain of several nodes (NVL72) through the adapters of all its nodes.
+    # If several nodes form one domain (NVL72), traffic leaves the domain through the adapters of all its nodes.
     injection = machine.node * (fast / machine.gpus_per_node)
     across = np.minimum(constants.inter * injection * inside / fast, np.where(inside > 1, intra, np.inf))
     hop_in, hop_out = constants.latency * machine.intra_hop, constants.latency * machine.inter_hop
@@ -88,8 +88,8 @@ class ShardGroup(NamedTuple):
 def shard_group_of(
     size: Number, stride: Number, per_node: Number, machine: Machine, constants: Constants
 ) -> ShardGroup:
-    """Return the group of ``size`` ranks. It has two levels if ``per_node`` exceeds 1, and the group has several times
-    ``per_node`` ranks."""
+    """Return the group of ``size`` ranks. It has two levels if ``per_node`` is above 1 and the group is a larger
+    multiple of ``per_node``."""
     whole = group_of(size, stride, machine, constants)
     in_levels = (np.asarray(per_node) > 1) & (per_node < size)
     if not in_levels.any():

@@ -23,14 +23,14 @@ OPTIMIZER_KERNELS = 60.0
 def overlapped(device: Number, host: Number) -> Number:
     """Return the total time if device and host work concurrently.
 
-    If they take equally long, the total is longer than each, because neither is hidden completely.
+    If both take equally long, the total is longer, because neither hides the other one completely.
     """
     return (device**4 + host**4) ** 0.25
 
 
 def block_launches(kernels: float, fused: Flag, collectives: Number) -> Number:
-    """Return the number of launches of one block in one direction, if it has ``kernels`` operations in eager
-    PyTorch."""
+    """Return the number of kernel launches for the forward or the backward of one block. ``kernels`` is its number of
+    operations in eager PyTorch."""
     return kernels * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives
 
 

@@ -94,8 +94,8 @@ def others_bytes(
 ) -> tuple[Number, Number]:
     """Return the bytes that one block moves in forward and backward in programs other than fourfold.
 
-    The arguments are bytes on the rank: of the residual, of queries, keys, and values (``heads``), of channels that
-    rotary embeddings rotate (``turned``), and of the MLP's inner width.
+    The arguments are sizes of tensors on the rank, in bytes: the residual stream, queries, keys, and values
+    (``heads``), the channels that rotary embeddings rotate (``turned``), and the inner width of the MLP.
     """
     residual_passes = np.where(fused, FUSED_RESIDUAL_PASSES, RESIDUAL_PASSES)
     inner_passes = np.where(fused, FUSED_INNER_PASSES, np.where(gated, GATED_PASSES, GELU_PASSES))
