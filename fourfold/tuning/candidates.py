@@ -67,8 +67,8 @@ class Candidates:
 
     @cached_property
     def features(self) -> np.ndarray:
-        """Return the knobs as features [n, features]. A knob that differs by a factor of two, or has another choice,
-        contributes a distance of one."""
+        """Return each layout as a point [n, features]. The distance of two points measures how different the layouts
+        are: a size that differs by a factor of two, or a knob with another value, adds a distance of one."""
         columns = []
         for name, values in self.knobs.items():
             if name in SIZES:

@@ -98,7 +98,8 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     core = core + np.where(is_apart, p.queries, 0)
     # In parallel blocks, the norms of attention and MLP read and keep the same tensor.
     read = np.where(model.parallel_residual, 1, model.norms) * p.residual
-    # A projection in 8 bits keeps an 8-bit copy of the attention kernel's output, which the kernel keeps in 16 bits.
+    # The attention kernel keeps its output in 16 bits. If the output projection is in 8 bits, it also keeps an 8-bit
+    # copy of this output.
     every = (1 + model.mlps) * tokens + np.where(model.has_latents, _kept_latents(work, tokens), 0)
     inputs = np.where(in_8, every / 2 + p.queries / 2, every)
     stream = read + model.norms * p.statistics + inputs + out

@@ -1,4 +1,4 @@
-"""Compute the time of a matmul and of a linear layer from the output tiles, their waves, and the depth of the sum.
+"""Compute the time of a matmul and of a linear layer, from the tiles of the output and the depth of the sum.
 
 A kernel gives every processor one tile of the output at a time. These tiles are a wave. If the last wave is not full,
 it costs as much as a full wave (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization).
