@@ -99,7 +99,8 @@ def parts_of(work: Workload, machine: Machine, constants: Constants) -> np.ndarr
 def search_candidates(
     base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits, on_gpu: bool = True
 ) -> Candidates:
-    """Return every legal layout within the limits that may fit into memory, or only the ``MOST`` fastest of them.
+    """Return every legal layout within the limits that may fit into memory. If there are more than ``MOST``, return
+    only the fastest.
 
     Args:
         on_gpu: Whether communication libraries take memory for each group, as they do on GPUs.

@@ -58,7 +58,7 @@ class RandomlyRounded(Reference):
         self.rounding = RandomRounding(seed, device)
 
     def step(self, step: int, batch: Sequences, max_grad_norm: float) -> Figures:
-        # The plain kernel of attention, because a fused kernel would be rounded as one operation.
+        # Use the plain kernel of attention, because a fused kernel would be rounded as one operation.
         with sdpa_kernel(SDPBackend.MATH), self.rounding:
             return super().step(step, batch, max_grad_norm)
 

@@ -72,9 +72,9 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
 def kept_by_block(work: Workload, selective: bool) -> Number:
     """Return the bytes that one block keeps for a micro-batch, either without recompute or with selective recompute.
 
-    As with the layers of ``fourfold.parallel``, autograd keeps the inputs of both norms, the gathered tokens for q, k,
-    and v and for up, the inputs and outputs of the attention kernel, and the MLP's gate, up, silu(gate), and their
-    product (for GELU, its input and output).
+    The layers of ``fourfold.parallel`` make autograd keep these tensors: the inputs of both norms, the gathered tokens
+    (once for q, k, and v, and once for up), the inputs and outputs of the attention kernel, and the MLP's gate, up,
+    silu(gate), and their product (for GELU, its input and output).
     """
     model, layout, program = work.model, work.layout, work.program
     p = tensor_bytes(work)

@@ -90,8 +90,8 @@ def log_sum_exp_bytes(work: Workload) -> Number:
 class CappedScores(NamedTuple):
     """Sizes of one block's attention with soft-capped scores, which runs as separate operations.
 
-    The fields are the number of heads (of all sequences) on the rank, the numbers of queries and keys whose scores
-    exist at the same time, the mean number of scores per query and head, and the number of pieces.
+    The fields are the number of heads on the rank (heads of all sequences), the number of queries and the number of
+    keys whose scores exist at the same time, the mean number of scores per query and head, and the number of pieces.
     """
 
     heads: Number
