@@ -66,7 +66,8 @@ class RandomlyRounded(Reference):
 def gradient_noise(
     first: Reference, weights: Parameters, steps: Mapping[int, float], exact: Figures
 ) -> dict[str, float]:
-    """Return how far rounding moves each gradient of the last step, at most, in ``SAMPLES`` randomly rounded runs.
+    """Return the largest distance that rounding moves each gradient of the last step, in ``SAMPLES`` runs with random
+    rounding.
 
     Args:
         first: A reference that has taken the steps. The runs use its model and its device.

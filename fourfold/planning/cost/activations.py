@@ -91,8 +91,8 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     # which is this rank's part of that input.
     gathers = (layout.y > 1) & ~shares
     out = np.where(gathers, p.whole_queries, p.queries) * model.values / model.queries
-    # With Ulysses, the projection reads the kernel's output after an exchange over cp, which is another tensor. So the
-    # kernel also keeps its own output.
+    # With Ulysses, the kernel's output is exchanged over cp before the projection reads it. The exchanged output is
+    # another tensor, so the kernel also keeps its own output.
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
     is_apart = (gathers | exchanged | copies_heads(work)) & ~model.has_latents
     core = core + np.where(is_apart, p.queries, 0)

@@ -108,8 +108,8 @@ def caps_scores(work: Workload) -> Flag:
 
 
 def capped_scores(work: Workload) -> CappedScores:
-    """Return the sizes and the number of pieces of attention with soft-capped scores.
-    ``parallel.attention.document_attention``, ``block_attention``, and the ring cut the attention into these pieces."""
+    """Return the sizes and the number of pieces of attention with soft-capped scores. The pieces are the ones that
+    ``document_attention``, ``block_attention``, and the ring in ``parallel.attention`` compute."""
     model, layout, seq = work.model, work.layout, work.step.seq_length
     shares_queries = attention_over_y(work) == "sequence"
     ring = is_ring(work)
