@@ -37,8 +37,8 @@ def with_preset(section: dict[str, Any], given_as: str = "model.preset =") -> di
 
 
 def filled(section: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return a ``[model]`` table with its missing keys filled from defaults. Missing keys of ``rope_scaling`` are
-    filled too if the type is the same."""
+    """Return a ``[model]`` table with its missing keys filled from defaults. If both have a table ``rope_scaling`` of
+    the same type, its missing keys are filled too."""
     both = {**defaults, **section}
     of_default, own = defaults.get("rope_scaling"), section.get("rope_scaling")
     if (

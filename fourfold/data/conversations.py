@@ -125,7 +125,7 @@ class PackedConversations:
 
 def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArray[np.int64]]:
     """Pack items into bins with the best-fit method: take the longest item first, and put each item into the fullest
-    bin in which it fits.
+    bin that has space for it.
 
     Args:
         lengths: Length of each item, at most `room`.

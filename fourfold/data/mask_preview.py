@@ -78,7 +78,8 @@ def mask_statistics(windows: Windows, masks: Sequence[LossMask], goldfish: Goldf
 
 @dataclass(frozen=True)
 class PreviewedSample:
-    """One training sequence [S]: target tokens, whether each is trained, and whether the goldfish mask drops it."""
+    """One training sequence: the target tokens [S], which of them are trained, and which of them the goldfish mask
+    drops."""
 
     tokens: NDArray[np.int64]
     trained: NDArray[np.bool_]

@@ -35,7 +35,7 @@ class DocumentStream(Protocol):
 
 @dataclass(frozen=True)
 class Position:
-    """Start of a window, with everything that is needed to read the window without reading earlier text."""
+    """Start of a window. With this information, the window can be read without reading any earlier text."""
 
     place: Any = None
     """Place of the document that has the first token of the window or of its look-back."""
@@ -105,8 +105,8 @@ class _Heard:
 class StreamedWindows:
     """Samples from streams of documents.
 
-    Reading is fast in ascending order. To read an earlier sample again, the stream is read from the last known position
-    before that sample.
+    Reading is fast in ascending order. To read an earlier sample again, the stream must be read from the last known
+    position before this sample.
 
     Args:
         name: Name of the dataset, for messages.
@@ -161,8 +161,8 @@ class StreamedWindows:
         for row, number in enumerate(numbers.tolist()):
             window = found[number]
             absent = length - len(window.tokens)
-            # Drop the tokens that a longer look-back needed. The run may resume from a position that was saved with
-            # one.
+            # Drop tokens that only a longer look-back needs. The position may have been saved by a run with a longer
+            # look-back.
             unseen = max(0, -absent)
             tokens[row, max(absent, 0) :] = window.tokens[unseen:]
             begins = absent + window.document_starts
@@ -175,7 +175,7 @@ class StreamedWindows:
 
         Args:
             steps: Number of finished steps.
-            mine: Indices of this process's samples. The result holds the streams whose last sample is among them.
+            mine: Indices of this process's samples. The result has only the streams whose last sample is among them.
         """
         count, places = len(self.streams), steps * self._of_a_step
         own = {number % count for number in mine if number // count == places - 1} if steps else set(range(count))

@@ -84,8 +84,8 @@ class HFTokenizer:
         3. the first special token among `eos_token_id` in generation_config.json, then in config.json
         4. the first special token with a usual name, such as <|endoftext|> or </s>
 
-    The end-of-document token is always special, so text never contains it. It is the padding token too. If a text
-    mentions a special token by name, such as <|endoftext|>, the name is encoded as plain characters, because the
+    The end-of-document token is always special, so text never contains it. It is also the padding token. If a text
+    contains the name of a special token, such as <|endoftext|>, the name is encoded as plain characters, because the
     document must not end there. The file's truncation and padding are switched off.
 
     Args:
@@ -129,7 +129,7 @@ class HFTokenizer:
         self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
 
     def as_usual(self) -> Self:
-        """If texts of this tokenizer usually begin with its beginning-of-text token, begin documents with it too.
+        """Begin documents with the tokenizer's beginning-of-text token, if its texts usually begin with this token.
         Return the tokenizer."""
         self.begins_documents = self.usually_begins
         self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
@@ -145,7 +145,7 @@ class HFTokenizer:
 
     @lru_cache(maxsize=8)  # noqa: B019 (a job opens few tokenizers)
     def eod_of(self, fingerprint: str) -> int | None:
-        """Return the token that ends the documents of a corpus with that fingerprint.
+        """Return the token that ends documents in a corpus whose manifest has this fingerprint.
 
         Returns None if another tokenizer made the corpus.
         """
@@ -229,7 +229,7 @@ def as_document(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def begin_of(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that come before the text of a document: either none, or the beginning-of-text token."""
+    """Return the ids that come before a document's text: only the beginning-of-text token, or none."""
     return [tokenizer.bos_id] if tokenizer.begins_documents and tokenizer.bos_id is not None else []
 
 

@@ -70,8 +70,8 @@ AnyTokenizer = Tokenizer | TransformersTokenizer
 
 
 def has_ids_of(tokenizer: AnyTokenizer, fingerprint: str) -> bool:
-    """Return whether a tokenizer may have made a corpus with this fingerprint, regardless of the token that ends its
-    documents."""
+    """Return whether the tokenizer may have made a corpus with this fingerprint. The token that ends documents may
+    differ."""
     ours = tokenizer.file if isinstance(tokenizer, TransformersTokenizer) else tokenizer
     if isinstance(ours, HFTokenizer):
         return ours.eod_of(fingerprint) is not None
@@ -79,7 +79,7 @@ def has_ids_of(tokenizer: AnyTokenizer, fingerprint: str) -> bool:
 
 
 def eod_of(tokenizer: AnyTokenizer, fingerprint: str | None) -> int | None:
-    """Return the token that ends the documents of a corpus with that fingerprint.
+    """Return the token that ends documents in a corpus whose manifest has this fingerprint.
 
     Without a fingerprint, return the token that `fourfold prepare` uses by default. Returns None if the tokenizer has
     no such token.
@@ -128,7 +128,8 @@ def open_tokenizer(name: str) -> Any:
 
 
 def needs_its_code(error: Exception) -> str | None:
-    """If transformers raised this error because the model needs its own code, return a sentence about it, else None."""
+    """Return a sentence if transformers raised this error because the model needs its own code. Otherwise return
+    None."""
     if REMOTE_CODE not in str(error):
         return None
     return "it needs Python code that comes with it, which fourfold never runs; use one that transformers has built in"

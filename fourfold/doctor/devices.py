@@ -19,7 +19,7 @@ SLOWED = {
     0x40: "slowed by heat",
     0x80: "slowed by its power supply",
 }
-"""nvidia-smi's reasons for lower clocks that indicate a problem. Idleness and the power cap do not."""
+"""nvidia-smi's reasons for lower clocks that indicate a problem. (Idleness and the power cap are no problem.)"""
 
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 """The name of this field in newer and in older drivers."""

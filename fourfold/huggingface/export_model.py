@@ -61,10 +61,10 @@ def export_huggingface(
     Args:
         checkpoint: The checkpoint's folder.
         out: The folder to write.
-        dtype: Dtype of the weights. "auto" uses the original model's dtype if there is an original model, and otherwise
-            the stored dtype.
-        kind: The model_type to write. The default is the original model's, or otherwise the first model_type that
-            computes the same.
+        dtype: Dtype of the weights. "auto" uses the dtype of the original model. If there is none, it uses the stored
+            dtype.
+        kind: The model_type to write. The default is the model_type of the original model. If there is none, it is the
+            first model_type that computes the same.
         tokenizer: A tokenizer.json. By default the original model's tokenizer files are copied, or the corpus's
             tokenizer if there is no original.
         merge: Whether to merge adapters into their base model.
@@ -118,7 +118,7 @@ def export_huggingface(
 
 
 def _with_trained_end(checkpoint: Path, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    with suppress(UserError):  # The run's corpora or its original model can be gone.
+    with suppress(UserError):  # The run's corpora or its original model may no longer exist.
         trained = _tokenizer_of(checkpoint)
         return config if trained is None else add_end_token(folder, config, trained.eod_id)
     return config

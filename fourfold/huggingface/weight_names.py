@@ -39,9 +39,9 @@ class TensorPiece:
         return parameter if self.expert is None else parameter[self.expert]
 
     def runs(self, rows: slice) -> Iterator[tuple[slice, slice]]:
-        """Divide ``rows`` of our parameter into runs that are evenly spaced in the Hugging Face tensor. For each run,
-        yield its rows relative to the start of ``rows``, and its rows in the Hugging Face tensor (every second row if
-        they are interleaved)."""
+        """Divide ``rows`` of our parameter into runs whose rows are evenly spaced in the Hugging Face tensor. For each
+        run, yield two slices: its rows relative to the start of ``rows``, and the same rows in the Hugging Face tensor
+        (with a step of two if they are interleaved)."""
         size, pairs = self.rows // self.groups, self.paired_rows
         if size == 1:
             first, last = (self.first + row * self.stride for row in (rows.start, rows.stop - 1))

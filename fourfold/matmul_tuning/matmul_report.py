@@ -21,8 +21,8 @@ from fourfold.processes import available_cores
 def tune_matmuls(run: RunConfig, again: bool) -> dict[str, Any]:
     """Measure the matmuls of one rank that this machine's table lacks, and report all of them.
 
-    On a CPU, a rank uses as many threads as ``fourfold train`` gives it on this machine: OMP_NUM_THREADS, or its share
-    of the cores.
+    On a CPU, a rank uses the number of threads that ``fourfold train`` gives it on this machine: OMP_NUM_THREADS, or
+    its share of the cores.
 
     Args:
         run: The run.

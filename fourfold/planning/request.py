@@ -63,7 +63,8 @@ def request_from_options(
         overrides: Overrides of the run file, ``section.key=value``.
         gpus: Number of GPUs. Default: the run file's number of processes.
         seq: Number of tokens per sequence. Default: the run file's, or the model's context length, but at most 8,192.
-        batch: Number of sequences per step. Default: the run file's, or as many as have about 4M tokens.
+        batch: Number of sequences per step. Default: the run file's. Without a run file, the number that has about 4M
+            tokens.
         precision: A key of ``BITS``, such as "bf16". Default: the run file's, or "bf16".
         optimizer: One of ``OPTIMIZERS``. Default: the run file's, or "adamw".
 

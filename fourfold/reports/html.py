@@ -1,4 +1,4 @@
-"""Build the skeleton of a report page. A page is one file with everything inline, which fetches nothing."""
+"""Build the skeleton of a report page. A page is one file with everything in it, and fetches nothing."""
 
 from collections.abc import Mapping, Sequence
 from html import escape

@@ -19,7 +19,8 @@ SHORT = {"Interleaved1F1B": "interleaved", "InterleavedZeroBubble": "zero bubble
 
 
 def choices(work: Workload) -> dict[str, str]:
-    """Return a layout's choices by the headers in ``CHOICES``. Only MoE models have ``ep``."""
+    """Return the texts that tables show for a layout's choices, by the headers in ``CHOICES``. Only MoE models have
+    ``ep``."""
     layout = work.layout
     cells = {axis: str(int(getattr(layout, axis))) for axis in (*GRID, *(["ep"] if work.model.num_experts else []))}
     blocks = f", 1 of {int(layout.recompute_every)}" if layout.recompute_every > 1 else ""
@@ -43,8 +44,8 @@ def schedule(work: Workload) -> str:
 
 
 def predicted(p: Prediction, factors: Sequence[float] | None) -> dict[str, str]:
-    """Return the figures of a prediction. ``factors`` on its seconds bound the measured time with a probability of
-    90 %."""
+    """Return the figures of a prediction. With a probability of 90 %, the measured time is between the predicted time
+    times the first and times the second of the ``factors``."""
     mfu = p.utilization(p.work.model_flops())
     return {
         **figures(p.machine, p.seconds, p.memory_bytes, p.p_oom, mfu, factors),

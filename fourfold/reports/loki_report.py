@@ -17,7 +17,7 @@ def rank_header(record: Record) -> list[str]:
 
 
 def rank_rows(record: Record) -> Rows:
-    """Return one row per layer: Rank@90 as the mean and for the worst head, and the recall of each kind."""
+    """Return one row per layer: the mean and the largest Rank@90 over the heads, and the recall of each kind."""
     rows = []
     for layer in range(len(record["best"])):
         row = [str(layer)]

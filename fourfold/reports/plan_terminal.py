@@ -32,8 +32,8 @@ SCORES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
         "fitted": ("fitting_rows", "{}"), "predicted to fit": ("fit_recall", "{:.0%}"),
     }),
 }  # fmt: skip
-"""Tables that a validation prints after its table of errors, by title. Each has its key in the record, and maps its
-headers to a value's key and format."""
+"""Tables that a validation prints after its table of errors, by title. Each has its key in the record. It maps each
+header to the key of a value and the format of this value."""
 COLUMNS = {"best": "best", "runner_up": "best on another grid", "yours": "yours"}
 """Headers for the explained layouts."""
 WORDS = ("", "recompute", "also")
@@ -88,8 +88,8 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
 
 
 def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the columns of the ranked layouts and the run file's own layout, by header, and the choices that all rows
-    share.
+    """Return the columns of the table by header, and the choices that all rows share. The rows are the ranked layouts
+    and the run file's own layout.
 
     In a narrow terminal, the choices that all rows share are removed from the table first and listed below it. Then
     some numbers are removed, but never P(OOM).
@@ -102,7 +102,7 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
     shared = [header for header in CHOICES if header != "also" and len(set(columns.get(header, []))) == 1]
     numbers = ("tokens/s/GPU", "HFU", "90 % interval", f"of {gigabytes(float(result.plan.machine.memory))}", "MFU")
     for place, header in enumerate([*shared, *(header for header in numbers if header in columns)]):
-        # Before removing one of the last three columns, let cells of words take a second line.
+        # Before one of the last three columns is removed, cells of words may take a second line.
         if least_width(columns, () if place < len(shared) + 2 else WORDS) <= width:
             break
         cells = columns.pop(header)

@@ -66,8 +66,8 @@ class RecordedRun:
     def headline(self, step: int | None = None, validated: int | None = None) -> dict[str, str | int | float | None]:
         """Return the most important numbers. None marks numbers that were not recorded.
 
-        The losses are from the last step and the last validation, or from ``step`` and from the validation after step
-        ``validated``.
+        By default, the losses are from the last step and the last validation. If ``step`` or ``validated`` is given,
+        they are from this step, or from the validation after this step.
         """
         last, speed = self.records[-1], self.numbers("tokens_per_second")
         memory, utilization = self.numbers("peak_memory_bytes"), self.numbers("mfu")

@@ -90,8 +90,7 @@ def _compared_at(runs: Sequence[RecordedRun], common: int | None, validated: int
 
 
 def _not_finite(run: RecordedRun, whose: str = "") -> list[str]:
-    """Return a note about steps whose loss was not a number, because their gaps in the curves can be too narrow to
-    see."""
+    """Return a note about steps whose loss was not a number. In the curves, their gaps can be too narrow to see."""
     steps = [record["step"] for record in run.records if number_of(record, "loss") is None]
     if not steps:
         return []

@@ -26,7 +26,8 @@ class CanaryGroup(BaseModel):
 
 
 class MemorizationRecord(BaseModel):
-    """A line of memorization.jsonl: canaries grouped by the number of times the model was trained on them, or "all"."""
+    """A line of memorization.jsonl. Its canaries are in groups, by the number of times that the model was trained on
+    them. There is also a group "all"."""
 
     by_count: dict[str, CanaryGroup]
 

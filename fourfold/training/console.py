@@ -27,11 +27,11 @@ _BAR_COLUMNS = 24
 class Progress:
     """Shows the steps of a run on standard output. Only rank 0 makes one.
 
-    In a terminal it redraws a progress bar and a line of numbers in place. Numbers that don't fit are left out.
-    In a log file it prints a line every `log_interval` steps, and for the first step, the last step, and each step with
-    a validation loss. The fields are in torchtitan's order (step, loss, grad_norm, memory, tokens/s, tflops, mfu),
-    followed by lr, ETA, and the share of trained tokens if masks leave some out. tokens/s is the sum over all devices
-    and tflops is per device. mfu is shown if the device has a published peak.
+    In a terminal it redraws a progress bar and a line of numbers in place. Numbers that don't fit are left out. In a
+    log file it prints a line every `log_interval` steps, and for the first step, the last step, and each step with a
+    validation loss. The fields are in torchtitan's order (step, loss, grad_norm, memory, tokens/s, tflops, mfu),
+    followed by lr, ETA, and the share of trained tokens if masks leave some out. The value of tokens/s is the sum over
+    all devices, and the value of tflops is for one device. If the device has a published peak, mfu is shown.
     """
 
     def __init__(self, total_steps: int, total_tokens: int, is_tty: bool | None = None, log_interval: int = 10) -> None:

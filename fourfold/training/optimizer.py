@@ -217,8 +217,7 @@ class ShardedOptimizer:
         _matrix_of(self.parameters[matrix.shard], matrix).copy_(stochastically_rounded(wide, generator))
 
     def moments(self, index: int) -> dict[str, Tensor]:
-        """Return the states of a shard by name, in the shape of its ``local``. Before the first step, the states are
-        0."""
+        """Return the states of a shard by name, in the shape of its ``local``. They are 0 before the first step."""
         parameter, names = self.parameters[index], STATES[self.rules[index]]
         if self.rules[index] != "adamw":
             return {name: self.shards[index].tile.as_tile(self._mean(index)) for name in names}

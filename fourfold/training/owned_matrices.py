@@ -40,7 +40,8 @@ class Matrix(NamedTuple):
 class Round:
     """One rank's share of a round.
 
-    Sizes count elements for each rank. Each part is a pair (index of an owned matrix, bounds).
+    A list of sizes has the number of elements for each rank. A part is a pair: the index of an owned matrix, and the
+    bounds in this matrix.
     """
 
     shape: tuple[int, int]

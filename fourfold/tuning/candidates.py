@@ -67,8 +67,8 @@ class Candidates:
 
     @cached_property
     def features(self) -> np.ndarray:
-        """Return the knobs as features [n, features]. A knob that differs by a factor of two, or has another choice,
-        contributes a distance of one."""
+        """Return each layout as a point [n, features]. The distance of two points measures how different the layouts
+        are: a size that differs by a factor of two, or a knob with another value, adds a distance of one."""
         columns = []
         for name, values in self.knobs.items():
             if name in SIZES:
@@ -99,7 +99,8 @@ def parts_of(work: Workload, machine: Machine, constants: Constants) -> np.ndarr
 def search_candidates(
     base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits, on_gpu: bool = True
 ) -> Candidates:
-    """Return every legal layout within the limits that may fit into memory, or only the ``MOST`` fastest of them.
+    """Return every legal layout within the limits that may fit into memory. If there are more than ``MOST``, return
+    only the fastest.
 
     Args:
         on_gpu: Whether communication libraries take memory for each group, as they do on GPUs.

@@ -1,7 +1,7 @@
 """Model log(measured / predicted) over all candidates from a few trials, with a Gaussian process.
 
 The covariance has three terms. The first is a factor shared by all layouts. The second is an error for each part of the
-predicted step, weighted by the part's share of the step, so a trial that mostly communicates over the axis x also
+predicted step, weighted by the part's share of the step. So if a trial mostly communicates over the axis x, it also
 corrects the time for x in all other layouts. The third is a smooth remainder over the layouts, for effects that are
 missing from the cost model.
 """

@@ -38,7 +38,8 @@ class Flights:
         """Start with an empty record.
 
         Args:
-            slowed: A hidden collective slows down concurrent computation by this fraction of its own duration.
+            slowed: A hidden collective slows down concurrent computation. The lost time is this fraction of the
+                collective's duration.
         """
         self.exposed: Counter[Line] = Counter()
         """Number of exposed bytes by line."""

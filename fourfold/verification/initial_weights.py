@@ -20,8 +20,8 @@ def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> floa
     It compares the moments of each tensor. It also compares the moments of all tensors with the same name in different
     layers, taken together.
 
-    The result is infinite in four cases: the grid's weights differ from the weights of one process, a constant has a
-    wrong value, rows repeat within a tensor or between two tensors, or the seed makes no difference.
+    The result is infinite in four cases: the weights of the grid and of one process differ, a constant has a wrong
+    value, rows repeat (in one tensor or in two), or another seed gives the same weights.
     """
     model = build_model(run)
     own = dict(model.named_parameters())

@@ -72,7 +72,8 @@ class Reference:
 
     @torch.no_grad()
     def evaluate(self, batch: Sequences, averaged: bool = False) -> dict[str, Tensor]:
-        """Return a batch's mean loss as ``loss``, computed as in validation (no expert capacity), and [dpo] metrics.
+        """Return the mean loss of a batch as ``loss``, and with [dpo] its metrics. As in validation, experts have no
+        capacity limit.
 
         Args:
             batch: The sequences.

@@ -58,7 +58,7 @@ class RandomlyRounded(Reference):
         self.rounding = RandomRounding(seed, device)
 
     def step(self, step: int, batch: Sequences, max_grad_norm: float) -> Figures:
-        # The plain kernel of attention, because a fused kernel would be rounded as one operation.
+        # Use the plain kernel of attention, because a fused kernel would be rounded as one operation.
         with sdpa_kernel(SDPBackend.MATH), self.rounding:
             return super().step(step, batch, max_grad_norm)
 
@@ -66,7 +66,8 @@ class RandomlyRounded(Reference):
 def gradient_noise(
     first: Reference, weights: Parameters, steps: Mapping[int, float], exact: Figures
 ) -> dict[str, float]:
-    """Return how far rounding moves each gradient of the last step, at most, in ``SAMPLES`` randomly rounded runs.
+    """Return the largest distance that rounding moves each gradient of the last step, in ``SAMPLES`` runs with random
+    rounding.
 
     Args:
         first: A reference that has taken the steps. The runs use its model and its device.

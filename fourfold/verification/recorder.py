@@ -334,8 +334,9 @@ def flash_backward_bytes(
 ) -> int:
     """Return the bytes that FlashAttention 2's backward allocates in addition to the gradients of q, k, and v.
 
-    The rule follows ``mha_bwd`` and ``mha_varlen_bwd`` in torch's aten/src/ATen/native/transformers/cuda/flash_attn/
-    flash_api.cpp: a float32 sum of dQ and a float32 number per query, and with grouped heads dK and dV per query head.
+    These are a float32 sum of dQ and a float32 number per query. With grouped heads, dK and dV for each query head are
+    added. The rule follows ``mha_bwd`` and ``mha_varlen_bwd`` in torch's
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
 
     Args:
         tokens: Number of queries in a sequence.

@@ -21,11 +21,10 @@ def rounding_error(
 ) -> float:
     """Return how far the rounding of the first step's weights is from random rounding, in standard errors.
 
-    Each weight should be one of the two neighbors of its exact value. The closer the exact value is to the upper
-    neighbor, the more probable should this neighbor be: its probability is the distance of the exact value from the
-    lower neighbor, divided by the distance between the two neighbors. So the mean of the errors should be zero, and the
-    correlation of the errors with this probability should be zero too. If weights are rounded to the nearest neighbor,
-    the correlation is large. Muon's matrices are left out, because Muon multiplies in bfloat16.
+    Each weight should be one of the two neighbors of its exact value. The probability of the upper neighbor should be
+    (exact value − lower neighbor) / (upper neighbor − lower neighbor). So the mean of the errors should be zero, and
+    the correlation of the errors with this probability should be zero too. If weights are rounded to the nearest
+    neighbor, the correlation is large. Muon's matrices are left out, because Muon multiplies in bfloat16.
 
     Args:
         run: The run. It must sum gradients in float32, so that clipping does not round them.

@@ -1,9 +1,9 @@
 """Run one decoding step on a CPU, compiled by Numba. Each thread computes whole heads, from scores to output.
 
 Keys are ranked while they are read. Nothing is sorted, and no chosen row is copied. The selection is the same radix
-search as in the Triton kernels: it maps each key's combined score to an unsigned integer with the same order, and finds
-the k-th largest integer by its leading 11 bits, the next 11 bits, and the last 10 bits. All sums are float32. A key
-with a NaN score is always chosen, so the NaN shows in the output.
+search as in the Triton kernels. It maps each key's combined score to an unsigned integer with the same order. Then it
+finds the k-th largest integer: first its leading 11 bits, then the next 11 bits, and then the last 10 bits. All sums
+are float32. A key with a NaN score is always chosen, so the NaN shows in the output.
 
 Shape letters as in attend.py. R = B · K rows, each a KV head of a sequence. H is the number of its G query heads,
 padded to a multiple of four, because four heads are multiplied at a time.

@@ -60,7 +60,7 @@ def attend_block(
         q_BNQD: Queries.
         k_BKSD: Keys. K divides N.
         v_BKSD: Values.
-        causal: Whether query i sees only keys up to i. There are then as many queries as keys.
+        causal: Whether query i sees only keys up to i. The numbers of queries and keys must then be equal.
         mask_B1QS: True if a query may see a key. None means that a query sees all keys, or if ``causal``, all keys up
             to itself.
         scores: Scale and cap of the scores.

@@ -300,8 +300,8 @@ def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], dep
     """While a layer computes, gather the weights of its experts and of the next ``depth`` layers (OAG in AxoNN).
 
     Every unit must name what to prefetch in the backward pass. Otherwise FSDP2 prefetches the unit that ran before it
-    in the forward pass, which may belong to another micro-batch. A unit that needs no prefetch names the root, which
-    has no weights of its own.
+    in the forward pass, which may belong to another micro-batch. If a unit needs no prefetch, it names the root,
+    because the root has no weights.
     """
     layers, nothing = [_fsdp(block) for block in units.blocks], [_fsdp(model)]
     for unit in model.modules():

@@ -23,7 +23,7 @@ COUNTS = "experts: counts of rows"
 
 
 class Traffic(NamedTuple):
-    """Numbers of rows that each rank sends and receives, on the host, and the order of the received rows."""
+    """How many rows each rank sends and receives (as numbers on the host), and the order of the received rows."""
 
     sent: list[int]
     """Number of rows of this rank's tokens that go to each ep rank."""

@@ -1,10 +1,10 @@
 """Count the load of the experts in every step, and use it to balance the router. Padding is not counted.
 
-With a balance loss, each token t adds E · Σ_e f_e P_te, with P its router probabilities (Fedus et al. 2021, arXiv
-2101.03961, eq. 4) and f_e the fraction of rows that went to e in the *last step's whole batch*. The loss is then a
-plain sum over tokens, like the cross-entropy. Its gradient is the same on every grid, with any number of micro-batches,
-and needs no collective. Without a loss, each expert's bias moves against the sign of its excess load (arXiv
-2408.15664).
+With a balance loss, each token t adds E · Σ_e f_e P_te to the loss (Fedus et al. 2021, arXiv 2101.03961, eq. 4). P_te
+is the token's router probability of expert e, and f_e is the fraction of rows that went to e in the *last step's whole
+batch*. The loss is then a plain sum over tokens, like the cross-entropy. Its gradient is the same on every grid, with
+any number of micro-batches, and needs no collective. Without a loss, each expert's bias moves against the sign of its
+excess load (arXiv 2408.15664).
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class ExpertLoad:
 
     @torch.no_grad()
     def advance(self, shards: Iterable[LocalShard]) -> None:
-        """After the optimizer step, save the counted rows as the last step's rows, and update the biases from them."""
+        """Call this after the optimizer step. The rows that this step has counted become the last step's rows, and the
+        biases are updated from them."""
         self.rows_LE.copy_(self._sums[:, : self.experts])
         rate = self.run.moe.bias_update_rate
         if rate:

@@ -83,7 +83,7 @@ class Grid:
     - ``batch``: processes that split the batch (dp and z, with z inside dp).
     - ``replicas``: processes that may hold the same weights (dp and cp).
     - ``tokens``: processes that split a step's tokens and sum its gradients (dp, cp, and z).
-    - ``ep``: neighbors on the tokens axis that share the experts.
+    - ``ep``: neighbors on the tokens axis that together hold one copy of the experts.
     - ``expert_replicas``: processes with the same experts.
 
     Every process of the job must create the grid with the same sizes, because this creates the process groups. In a

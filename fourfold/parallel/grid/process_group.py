@@ -227,11 +227,11 @@ def _device(device_type: str, place: Place) -> torch.device:
 def end_process_group(failed: bool) -> None:
     """Destroy all groups. If a job ``failed`` on several GPUs, leave the groups until the process ends.
 
-    In that case, NCCL would wait for peers that may never answer. gloo's groups must always be destroyed: if one of
-    their threads releases a tensor while the interpreter ends, it waits for the GIL and aborts the process
-    (github.com/pytorch/pytorch/issues/190489). torch cannot stop these threads. They stop when nothing refers to their
-    group any more. If a grid of the program still refers to the group at the program's end, wait a moment, so that the
-    threads release their tensors.
+    In that case, NCCL would wait for peers that may never answer. Groups of gloo must always be destroyed. Otherwise
+    one of their threads may release a tensor while the interpreter ends. It would then wait for the GIL and abort the
+    process (github.com/pytorch/pytorch/issues/190489). torch cannot stop these threads. They stop when nothing refers
+    to their group any more. If a grid of the program still refers to the group at the program's end, wait a moment, so
+    that the threads release their tensors.
     """
     if not dist.is_initialized() or (failed and dist.get_backend() != "gloo" and dist.get_world_size() > 1):
         return

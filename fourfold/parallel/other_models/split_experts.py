@@ -33,8 +33,8 @@ def is_stack(module: nn.Module) -> bool:
 def split_experts(module: Any, grid: Grid, name: str) -> None:
     """Keep this rank's experts of a module that transformers' decorator ``use_experts_implementation`` made.
 
-    Its input and output are whole on every rank. The module maps tokens [N, H], with the chosen experts and their
-    weights [N, K], to [N, H].
+    The module maps tokens [N, H], with the chosen experts and their weights [N, K], to outputs [N, H]. Every rank has
+    the whole input and the whole output.
 
     Raises:
         UserError: The module is not such a stack, or its experts do not divide evenly over x·y.

@@ -170,11 +170,12 @@ class BlockInParts(nn.Module):
 
 
 class JoinedAttention:
-    """Attention over whole sequences. Its inputs and outputs come in parts [B, ranks · t, features].
+    """Attention over whole sequences, for batch parts that each hold some tokens of every sequence. The inputs and
+    outputs of a part are [B, ranks · t, features].
 
     Args:
-        ranks: number of ranks that contribute t tokens each to a part of a sequence. Their tokens follow each other in
-            rank order.
+        ranks: number of ranks that split the tokens of a part. Each has t tokens of every sequence. First come the
+            tokens of rank 0, then the tokens of rank 1, and so on.
     """
 
     def __init__(self, attend: Callable[..., Tensor], context: AttentionContext, ranks: int) -> None:

@@ -141,7 +141,7 @@ def from_table(table: dict[str, dict[str, float]]) -> Calibration:
 
 
 def to_toml(calibration: Calibration) -> str:
-    """Return the factors on the priors as TOML, by level and constant. ``from_table`` reads their table."""
+    """Return the factors on the priors as TOML, by level and constant. ``from_table`` reads the parsed text."""
     lines = []
     for key, logs in calibration.offsets.items():
         factors = ", ".join(f"{name} = {factor:.4f}" for name, factor in zip(NAMES, np.exp(logs), strict=True))

@@ -72,9 +72,9 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
 def kept_by_block(work: Workload, selective: bool) -> Number:
     """Return the bytes that one block keeps for a micro-batch, either without recompute or with selective recompute.
 
-    As with the layers of ``fourfold.parallel``, autograd keeps the inputs of both norms, the gathered tokens for q, k,
-    and v and for up, the inputs and outputs of the attention kernel, and the MLP's gate, up, silu(gate), and their
-    product (for GELU, its input and output).
+    The layers of ``fourfold.parallel`` make autograd keep these tensors: the inputs of both norms, the gathered tokens
+    (once for q, k, and v, and once for up), the inputs and outputs of the attention kernel, and the MLP's gate, up,
+    silu(gate), and their product (for GELU, its input and output).
     """
     model, layout, program = work.model, work.layout, work.program
     p = tensor_bytes(work)
@@ -91,14 +91,15 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     # which is this rank's part of that input.
     gathers = (layout.y > 1) & ~shares
     out = np.where(gathers, p.whole_queries, p.queries) * model.values / model.queries
-    # With Ulysses, the projection reads the kernel's output after an exchange over cp, which is another tensor. So the
-    # kernel also keeps its own output.
+    # With Ulysses, the kernel's output is exchanged over cp before the projection reads it. The exchanged output is
+    # another tensor, so the kernel also keeps its own output.
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
     is_apart = (gathers | exchanged | copies_heads(work)) & ~model.has_latents
     core = core + np.where(is_apart, p.queries, 0)
     # In parallel blocks, the norms of attention and MLP read and keep the same tensor.
     read = np.where(model.parallel_residual, 1, model.norms) * p.residual
-    # A projection in 8 bits keeps an 8-bit copy of the attention kernel's output, which the kernel keeps in 16 bits.
+    # The attention kernel keeps its output in 16 bits. If the output projection is in 8 bits, it also keeps an 8-bit
+    # copy of this output.
     every = (1 + model.mlps) * tokens + np.where(model.has_latents, _kept_latents(work, tokens), 0)
     inputs = np.where(in_8, every / 2 + p.queries / 2, every)
     stream = read + model.norms * p.statistics + inputs + out

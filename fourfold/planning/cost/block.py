@@ -164,7 +164,7 @@ def _matmuls(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
     latents to heads. For the second layer, a mean number of inputs is used that gives the exact FLOPs.
     """
     model, layout = work.model, work.layout
-    mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Widths are means. Without an MLP, a block adds 0.
+    mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Widths are means, and a block without an MLP adds 0.
     to_heads = model.attention_weights - model.hidden_size * (model.latents + model.values)
     shapes = (
         (to_heads / model.projected / layout.y, model.projected / layout.x, 1),

@@ -80,10 +80,11 @@ def rows_of(work: Workload) -> Rows:
 
 
 def states_of_experts(work: Workload) -> Workload:
-    """Return a workload that has only the expert weights, with y·ep in place of y.
+    """Return a workload that has only the weights of the experts. Its y is y·ep.
 
-    The formulas for dense weights (split over x · y, sharded over z, copied over dp · cp) then also give the sizes of
-    the experts. z counts the ranks that shard the same experts, and dp counts their replicas.
+    With this workload, the formulas for dense weights (split over x · y, sharded over z, copied over dp · cp) give the
+    sizes for the experts. Its z is the number of ranks that shard the same experts, and its dp is the number of their
+    replicas.
     """
     model, layout, step = work.model, work.layout, work.step
     over_x = np.asarray(work.program.experts_over_x, bool)

@@ -47,12 +47,12 @@ exactly. For other programs, the ratios of measured to predicted bytes vary more
 
 def in_flight(work: Workload, rank: Number) -> Number:
     """Return for how many micro-batches a pipeline rank (0, 1, …) holds activations at the same time. A micro-batch
-    counts as 1 if it has activations in all layers of the rank.
+    counts as 1 if it has activations in all layers of the rank. There are p ranks, with v stages (chunks) each.
 
-    - 1F1B: one for each later stage, and one for its own stage.
+    - 1F1B: one for each later stage, and one for the rank's own stage.
     - Interleaved, with rounds of r micro-batches (r = p if p divides the number of micro-batches): (v − 1)·r + 2(p −
       rank) − 1 chunks, each with 1/v of the layers (Narayanan et al. 2021, arXiv 2104.04473).
-    - Zero-bubble schedules: (v − 1)·r + p, until the weight gradients exist.
+    - Zero-bubble schedules: (v − 1)·r + p chunks. Activations stay in memory until the weight gradients are computed.
     - ZBV: p, or fewer if the first micro-batch returns before p micro-batches have entered.
     - DualPipeV: p and a half.
     - GPipe and LoopedBFS: all.

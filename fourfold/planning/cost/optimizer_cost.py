@@ -179,7 +179,7 @@ def _turns(kinds: list[Matrices], ranks: Number) -> list[Number]:
 def moved_bytes(work: Workload) -> Number:
     """Return the bytes that a step moves for each entry that a rank updates.
 
-    A moving average adds one read and one write, and one more read of the weight.
+    A moving average adds a read and a write of the average, and another read of the weight.
     """
     moved: Number = np.array([MOVED_BYTES[name] for name in OPTIMIZERS])[np.asarray(work.step.optimizer, int)]
     return moved + np.where(work.step.averaged, 2 * AVERAGE_BYTES + work.step.weight_bytes, 0)

@@ -80,7 +80,7 @@ def _split(
 ) -> tuple[Number, ...]:  # fmt: skip
     """Return the numbers of a ``StageSplit`` as one row.
 
-    A rank is left out if an earlier rank has at least as many blocks of each kind and at least as many micro-batches.
+    If an earlier rank has no fewer blocks of each kind and no fewer micro-batches, the rank is left out.
     """
     ranks = blocks_of_ranks(int(layers), int(dense), int(pp), int(stages_per_rank), bool(v_shaped), ends, counts)
     fullest, between = {ranks[0]}, []

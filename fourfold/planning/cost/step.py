@@ -33,8 +33,8 @@ PARTS = (
     "compute", "recompute", "x", "y", "z", "cp", "ep", "dp", "pp", "bubble", "logits", "launch", "optimizer", "other",
 )  # fmt: skip
 """Parts of a step. x, y, z, cp, ep, and dp are exposed communication over this axis of the grid. If weights are sharded
-over z · dp · cp, their traffic is divided between z and dp: the part z is the time that the traffic would take over z
-alone, and the part dp is the remaining time."""
+over z · dp · cp, the part z is the time that their traffic would take over z alone. The remaining time of this traffic
+is in the part dp."""
 
 
 class _Layer(NamedTuple):

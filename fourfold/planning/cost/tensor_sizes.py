@@ -90,8 +90,8 @@ def log_sum_exp_bytes(work: Workload) -> Number:
 class CappedScores(NamedTuple):
     """Sizes of one block's attention with soft-capped scores, which runs as separate operations.
 
-    The fields are the number of heads (of all sequences) on the rank, the numbers of queries and keys whose scores
-    exist at the same time, the mean number of scores per query and head, and the number of pieces.
+    The fields are the number of heads on the rank (heads of all sequences), the number of queries and the number of
+    keys whose scores exist at the same time, the mean number of scores per query and head, and the number of pieces.
     """
 
     heads: Number
@@ -108,8 +108,8 @@ def caps_scores(work: Workload) -> Flag:
 
 
 def capped_scores(work: Workload) -> CappedScores:
-    """Return the sizes and the number of pieces of attention with soft-capped scores.
-    ``parallel.attention.document_attention``, ``block_attention``, and the ring cut the attention into these pieces."""
+    """Return the sizes and the number of pieces of attention with soft-capped scores. The pieces are the ones that
+    ``document_attention``, ``block_attention``, and the ring in ``parallel.attention`` compute."""
     model, layout, seq = work.model, work.layout, work.step.seq_length
     shares_queries = attention_over_y(work) == "sequence"
     ring = is_ring(work)

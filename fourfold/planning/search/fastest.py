@@ -204,8 +204,8 @@ def score(
 
 
 def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return three arrays over the points: the peak bytes of the rank that needs the most memory, the seconds of a
-    step, and a lower bound on the seconds for every possible number of batch parts.
+    """Return three arrays with one entry per point: the peak bytes of the rank that needs the most memory, the seconds
+    of a step, and a lower bound on the seconds, whatever the number of batch parts.
 
     Many points have the same block times and weight traffic, so each distinct one is computed only once.
 

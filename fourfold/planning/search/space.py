@@ -50,7 +50,8 @@ CHUNK = 1 << 15
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """Limits of the search: the largest sizes of axes, or a list of allowed sizes, and the choices to try."""
+    """Limits of the search. For each axis, there can be a largest size or a list of allowed sizes. For each other
+    choice, there is a list of values to try."""
 
     at_most: tuple[tuple[str, int], ...] = ()
     fixed: tuple[tuple[str, int | tuple[int, ...]], ...] = ()

@@ -75,7 +75,8 @@ def unfused_seconds(
 ) -> Number:
     """Return the seconds of one direction of the attention core with separate kernels.
 
-    Its two matmuls read or write all scores, and their depth (or width) is only ``head_dim``.
+    The core has two matmuls: one writes all scores, and one reads them. The first has an inner dimension of only
+    ``head_dim``, and the output of the second is only ``head_dim`` wide.
 
     Args:
         scores: Number of scores: sequences × heads × queries × keys.

@@ -30,9 +30,9 @@ def bubble_seconds(
     gradients until no weight gradients are left (Qi et al. 2024, arXiv 2401.10241, table 2). For DualPipeV the result
     is an upper bound.
 
-    With this bubble, a step takes as long as torch's list of operations (tests/planning/test_terms.py). There are two
-    exceptions, in which the two times differ by up to 3 % in the tests: ZBVZeroBubble, and zero-bubble schedules if F,
-    I, and W do not take equally long.
+    With this bubble, a step takes as long as torch's list of operations (tests/planning/test_terms.py). In two cases,
+    the two times differ by up to 3 % in the tests: ZBVZeroBubble, and zero-bubble schedules if F, I, and W do not take
+    equally long.
     """
     missing = np.maximum(pp - micro_batches, 0)
     whole = forward + inputs + weights

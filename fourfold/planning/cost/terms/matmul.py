@@ -1,9 +1,9 @@
-"""Compute the time of a matmul and of a linear layer from the output tiles, their waves, and the depth of the sum.
+"""Compute the time of a matmul and of a linear layer, from the tiles of the output and the depth of the sum.
 
-A kernel gives every processor one tile of the output at a time. These tiles are a wave. If the last wave is not full,
-it costs as much as a full wave (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization).
-Libraries choose among tile sizes, so the fastest tile size sets the time. Smaller tiles reuse less of the data that
-they load.
+A kernel computes the output in *waves*: in each wave, every processor computes one tile of the output. If the last wave
+is not full, it takes as long as a full wave (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave
+quantization). Libraries choose among tile sizes, so the fastest tile size sets the time. Smaller tiles reuse less of
+the data that they load.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.80))
 are the guide's figures for A100."""
 
 PROLOGUE = 128.0
-"""Depth of the sum that takes as long as setting up and writing out a tile: two to four steps of 32 or 64."""
+"""To set up and write a tile takes as long as a sum of this depth: two to four steps of 32 or 64."""
 
 
 def matmul_seconds(
@@ -26,7 +26,7 @@ def matmul_seconds(
 ) -> Number:
     """Return the seconds of [m, k] @ [k, n].
 
-    If ``groups`` is above 1, one grouped matmul computes this many such matmuls, and their tiles share the waves.
+    If ``groups`` is above 1, one grouped matmul computes this number of such matmuls, and their tiles share the waves.
 
     Args:
         m: Number of rows of the output.
@@ -55,8 +55,8 @@ def linear_seconds(
 ) -> tuple[Number, Number, Number]:
     """Return the seconds of a linear layer's forward, input gradient, and weight gradient.
 
-    If ``groups`` is above 1, this many layers with the same number of rows run as one grouped matmul. ``rate`` is the
-    rate of the best operand layout."""
+    If ``groups`` is above 1, this number of layers (with the same number of rows each) runs as one grouped matmul.
+    ``rate`` is the rate of the best operand layout."""
     how = {"units": rates.units, "bandwidth": rates.bandwidth, "item": item, "groups": groups}
     return (
         matmul_seconds(rows, out, inner, rate=rates.nt * rate, **how),

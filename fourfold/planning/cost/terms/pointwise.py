@@ -11,8 +11,8 @@ import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number
 
-# The following numbers, except BACKWARD, describe the forward pass of programs other than fourfold. They are the result
-# of counting the operations of a block.
+# The numbers up to BACKWARD describe the forward pass of programs other than fourfold. We have counted the operations
+# of a block.
 RESIDUAL_PASSES = 12.0
 """Passes over the residual stream: two norms (one read and one write each), two residual sums (two reads and one write
 each), and one copy of the two outputs."""
