@@ -13,6 +13,19 @@ from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 
 
+def changed(path: Path, was: str, now: str) -> UserError:
+    """Return the error for a run that differs from the steps before its checkpoint.
+
+    Args:
+        path: The checkpoint.
+        was: What the checkpoint has.
+        now: What the run file has.
+    """
+    return UserError(
+        f"the checkpoint {path} {was}, but the run file has {now}; set it back, or set checkpoint.resume = 'never'"
+    )
+
+
 def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> None:
     """Check that the checkpoint's model has the sizes of `model`.
 
@@ -22,10 +35,7 @@ def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> 
     # ModelConfig fills in keys that did not exist when the checkpoint was saved, including sizes that follow from other
     # sizes.
     for key, was, now in _differences(saved_model(ModelConfig(**state.model)), saved_model(model)):
-        raise UserError(
-            f"the checkpoint {path} belongs to another model: its model.{key} is {was!r}, but the run file has "
-            f"{now!r}; set it back, or set checkpoint.resume = 'never'"
-        )
+        raise changed(path, f"belongs to another model: its model.{key} is {was!r}", repr(now))
 
 
 def check_same_adapters(path: Path, state: CheckpointState, run: RunConfig) -> None:
@@ -38,10 +48,7 @@ def check_same_adapters(path: Path, state: CheckpointState, run: RunConfig) -> N
     if (saved.rank, wanted.rank) == (0, 0):
         return
     for key, was, now in _differences(saved.model_dump(), wanted.model_dump()):
-        raise UserError(
-            f"the checkpoint {path} was trained with lora.{key} = {was!r}, but the run file has {now!r}; set "
-            "it back, or set checkpoint.resume = 'never'"
-        )
+        raise changed(path, f"was trained with lora.{key} = {was!r}", repr(now))
     base, from_hf = (None if name is None else absolute_name(name) for name in (state.base, run.model.from_hf))
     if base != from_hf:
         raise UserError(
@@ -57,10 +64,7 @@ def check_same_optimizer(path: Path, state: CheckpointState, run: RunConfig) -> 
         UserError: The checkpoint has the states of another optimizer.
     """
     if state.optimizer != run.optimizer.name:
-        raise UserError(
-            f"the checkpoint {path} has the states of optimizer.name = '{state.optimizer}', but the run file has "
-            f"'{run.optimizer.name}'; set it back, or set checkpoint.resume = 'never'"
-        )
+        raise changed(path, f"has the states of optimizer.name = '{state.optimizer}'", repr(run.optimizer.name))
 
 
 def check_has_model(path: Path, state: CheckpointState) -> None:
@@ -81,10 +85,7 @@ def check_same_order(path: Path, state: CheckpointState, run: RunConfig) -> None
         UserError: The order differs.
     """
     for key, was, now in _differences(state.training, sample_order(run)):
-        raise UserError(
-            f"the checkpoint {path} was trained with training.{key} = {was}, but the run file has {now}, which would "
-            "repeat or skip samples; set it back, or set checkpoint.resume = 'never'"
-        )
+        raise changed(path, f"was trained with training.{key} = {was}", f"{now}, which would repeat or skip samples")
 
 
 def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:

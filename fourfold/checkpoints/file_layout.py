@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from fourfold.checkpoints.integrity import DamagedCheckpoint, check_small_file
+from fourfold.checkpoints.integrity import check_small_file, damaged
 from fourfold.config.run import AXES
 from fourfold.config.strict import Strict
 from fourfold.models.dtypes import SAFETENSORS_DTYPES
@@ -252,7 +252,7 @@ def read_layout(folder: Path) -> CheckpointTensors:
     try:
         return CheckpointTensors.model_validate_json(file.read_bytes())
     except ValueError:
-        raise DamagedCheckpoint(f"{file} is damaged: it is not a layout; resume from another checkpoint") from None
+        raise damaged(file, "it is not a layout") from None
 
 
 def intersection(some: Box, other: Box) -> Box:

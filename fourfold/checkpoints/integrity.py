@@ -37,6 +37,11 @@ class DamagedCheckpoint(UserError):
     """A checkpoint has changed since it was written."""
 
 
+def damaged(path: Path, reason: str) -> DamagedCheckpoint:
+    """Return the error for a damaged file or checkpoint."""
+    return DamagedCheckpoint(f"{path} is damaged: {reason}{ELSEWHERE}")
+
+
 def seal(folder: Path, written: Mapping[str, Written] | None = None) -> None:
     """Write the manifest of a folder once all its files are there.
 
@@ -59,7 +64,7 @@ def check_small_file(file: Path) -> None:
     """
     entry = _read_manifest(file.parent).get(file.name)
     if entry is None or not file.is_file():
-        raise _damaged(file, "it is missing")
+        raise damaged(file, "it is missing")
     _check_content(file, entry)
 
 
@@ -72,10 +77,10 @@ def check_listing(folder: Path) -> None:
     entries, found = _read_manifest(folder), {path.name for path in folder.iterdir()}
     for name in entries:
         if name not in found:
-            raise _damaged(folder / name, "it is missing")
+            raise damaged(folder / name, "it is missing")
     for name in sorted(found):
         if name not in entries and not name.startswith("manifest-") and name != BESIDE:
-            raise _damaged(folder / name, "it is not in the manifest of this checkpoint")
+            raise damaged(folder / name, "it is not in the manifest of this checkpoint")
 
 
 def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
@@ -94,11 +99,11 @@ def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
         try:
             found = file.lstat()
         except OSError:
-            raise _damaged(file, "it is missing") from None
+            raise damaged(file, "it is missing") from None
         if not stat.S_ISREG(found.st_mode):
-            raise _damaged(file, "it is a link, a folder or a pipe instead of a file")
+            raise damaged(file, "it is a link, a folder or a pipe instead of a file")
         if found.st_size != entry.size:
-            raise _damaged(file, f"it has {found.st_size:,} bytes, but {entry.size:,} were written")
+            raise damaged(file, f"it has {found.st_size:,} bytes, but {entry.size:,} were written")
         if file.suffix != TENSORS:
             _check_content(file, entry)
 
@@ -130,20 +135,20 @@ def size_of(folder: Path) -> tuple[int, int]:
 def _read_manifest(folder: Path) -> dict[str, Written]:
     manifests = list(folder.glob("manifest-*.json"))
     if len(manifests) != 1:
-        raise _damaged(folder, "it has no manifest" if not manifests else "it has several manifests")
+        raise damaged(folder, "it has no manifest" if not manifests else "it has several manifests")
     (manifest,) = manifests
     if manifest.is_symlink() or not manifest.is_file():
-        raise _damaged(manifest, "it is a link or a folder instead of a file")
+        raise damaged(manifest, "it is a link or a folder instead of a file")
     content = manifest.read_bytes()
     if manifest.stem.removeprefix("manifest-") != xxhash.xxh3_128_hexdigest(content):
-        raise _damaged(manifest, "its checksum differs from the one in its name")
+        raise damaged(manifest, "its checksum differs from the one in its name")
     try:
         entries = {name: Written(int(entry["size"]), str(entry["xxh3"])) for name, entry in parse_json(content).items()}
     except (ValueError, OverflowError, TypeError, KeyError, AttributeError):
-        raise _damaged(manifest, "it is not a list of files") from None
+        raise damaged(manifest, "it is not a list of files") from None
     for name in entries:
         if Path(name).name != name:
-            raise _damaged(manifest, f"it names a file outside the checkpoint, {name}")
+            raise damaged(manifest, f"it names a file outside the checkpoint, {name}")
     return entries
 
 
@@ -151,9 +156,9 @@ def _check_content(file: Path, entry: Written) -> None:
     try:
         same = _compute_checksum(file) == entry.xxh3
     except OSError as error:
-        raise _damaged(file, f"it cannot be read: {error.strerror or error}") from None
+        raise damaged(file, f"it cannot be read: {error.strerror or error}") from None
     if not same:
-        raise _damaged(file, "its content is not what was written (checksum)")
+        raise damaged(file, "its content is not what was written (checksum)")
 
 
 def _measure(file: Path) -> Written:
@@ -171,7 +176,3 @@ def _compute_checksum(file: Path) -> str:
                     checksum.update(view[begin : begin + piece])
                     content.madvise(mmap.MADV_DONTNEED, begin, piece)
     return checksum.hexdigest()
-
-
-def _damaged(path: Path, reason: str) -> DamagedCheckpoint:
-    return DamagedCheckpoint(f"{path} is damaged: {reason}{ELSEWHERE}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fourfold.checkpoints.file_layout import Box, CheckpointTensors, file_of, inside, intersection
 from fourfold.checkpoints.global_tensors import Parts
-from fourfold.checkpoints.integrity import DamagedCheckpoint
+from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, damaged
 from fourfold.errors import UserError
 from fourfold.heartbeat import doing
 from fourfold.models.dtypes import SAFETENSORS_DTYPES
@@ -140,12 +140,10 @@ def check_header(folder: Path, layout: CheckpointTensors, rank: int) -> None:
                 view = opened.get_slice(name)
                 found[name] = (view.get_shape(), view.get_dtype())
     except UserError as error:
-        raise DamagedCheckpoint(f"{error}; resume from another checkpoint") from None
+        raise DamagedCheckpoint(f"{error}{ELSEWHERE}") from None
     if found != expected:
         name = next(name for name in (*expected, *found) if found.get(name) != expected.get(name))
-        raise DamagedCheckpoint(
-            f"{file} is damaged: it does not hold {name} as the layout says; resume from another checkpoint"
-        )
+        raise damaged(file, f"it does not hold {name} as the layout says")
 
 
 def dtype_of(layout: CheckpointTensors, name: str) -> torch.dtype:

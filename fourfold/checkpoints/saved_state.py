@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, model_validator
 
 from fourfold.checkpoints.find import STATE_FILE, is_step_name, step_of
-from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_small_file
+from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_small_file, damaged
 from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.optimizer_rules import Rule
@@ -149,9 +149,7 @@ class CheckpointState(Strict):
         try:
             generator.set_state(torch.frombuffer(bytearray(base64.b64decode(self.rng)), dtype=torch.uint8))
         except (ValueError, RuntimeError) as error:
-            raise DamagedCheckpoint(
-                f"{path / STATE_FILE} is damaged: its random state is invalid{ELSEWHERE}"
-            ) from error
+            raise damaged(path / STATE_FILE, "its random state is invalid") from error
         return generator
 
 
@@ -203,7 +201,7 @@ def read_state(path: Path) -> CheckpointState:
     """
     file = path / STATE_FILE
     if file.exists() and not file.is_file():
-        raise DamagedCheckpoint(f"{file} is damaged: it is not a file{ELSEWHERE}")
+        raise damaged(file, "it is not a file")
     try:
         text = file.read_text(encoding="utf-8")
         check_small_file(file)
@@ -219,9 +217,9 @@ def read_state(path: Path) -> CheckpointState:
     except UserError:
         raise
     except ValueError:  # The file is not UTF-8, not JSON, or not a state.
-        raise DamagedCheckpoint(f"{file} is damaged{ELSEWHERE}") from None
+        raise damaged(file, "it is not a state") from None
     if is_step_name(path.name) and step_of(path) != state.step:
-        raise DamagedCheckpoint(f"{path} is damaged: it has the content of step {state.step}{ELSEWHERE}")
+        raise damaged(path, f"it has the content of step {state.step}")
     return state
 
 

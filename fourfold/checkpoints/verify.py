@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fourfold.checkpoints.file_layout import LAYOUT_FILE, CheckpointTensors, read_layout
 from fourfold.checkpoints.global_tensors import AVERAGE
-from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_contents, check_files, check_listing
+from fourfold.checkpoints.integrity import check_contents, check_files, check_listing, damaged
 from fourfold.checkpoints.rank_files import check_header
 from fourfold.checkpoints.saved_state import CheckpointState, read_state
 from fourfold.config.low_rank import LoRAConfig
@@ -100,9 +100,7 @@ def check_structure(path: Path, expected: Shapes, rank: int = 0, ranks: int = 1)
     for name, shape in expected.items():
         tensor = layout.tensors.get(name)
         if tensor is None or tensor.shape != tuple(shape):
-            raise DamagedCheckpoint(
-                f"{path / LAYOUT_FILE} is damaged: it does not have {name} with shape {list(shape)}{ELSEWHERE}"
-            )
+            raise damaged(path / LAYOUT_FILE, f"it does not have {name} with shape {list(shape)}")
     for writer in range(rank, layout.ranks, ranks):
         check_header(path, layout, writer)
     return layout

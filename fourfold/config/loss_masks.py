@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fourfold.config.strict import Strict
 
@@ -42,40 +42,11 @@ class GoldfishConfig(Strict):
         return self.h - 1 if self.strategy == "hash-table" and self.include_target else self.h
 
 
-class ResponsesConfig(Strict):
-    """Fine-tuning on responses: only the tokens between the markers, and the closing marker, are trained on.
-
-    A response lasts until the closing marker or the end of its document. If its opening marker lies before the start of
-    the sequence, the response is not trained on.
-    """
-
-    start: str | list[int] | None = None
-    """Text or token ids that open a response. By default, training is not limited to responses."""
-    end: str | list[int] | None = None
-    """Text or token ids that close a response. Default: the document's end."""
-
-    @model_validator(mode="after")
-    def _markers(self) -> ResponsesConfig:
-        if self.start is None and self.end is not None:
-            raise ValueError(
-                f"end = {self.end!r} closes a response that no masks.responses.start opens; give both, or leave end out"
-            )
-        for name, marker in (("start", self.start), ("end", self.end)):
-            if marker is not None and len(marker) == 0:
-                raise ValueError(
-                    f"{name} = {marker!r} is empty; give the text or the token ids of the marker, "
-                    f"such as {name} = '<|im_{name}|>'"
-                )
-        return self
-
-
 class MasksConfig(Strict):
     """Masks on the loss. A token is trained on if every mask keeps it. The first token of a document is never trained
     on, because no token of the document precedes it."""
 
     goldfish: GoldfishConfig = GoldfishConfig()
     """The goldfish loss against memorization, described below."""
-    responses: ResponsesConfig = ResponsesConfig()
-    """Training on responses only, described below."""
     functions: list[str] = Field([])
     """Your own masks as 'module:function'. Each function gets sequences and returns true for every token to keep."""

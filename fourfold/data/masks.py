@@ -7,7 +7,6 @@ same tokens. The run file names your own masks in `masks.functions`.
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,28 +34,6 @@ def answers_only(windows: Windows) -> NDArray[np.bool_]:
     return windows.answers[:, 1:]
 
 
-@dataclass(frozen=True)
-class Responses:
-    """Keeps the text after a `start` marker, up to and including an `end` marker or the end of the document.
-
-    The markers are token ids. With this mask, fine-tuning on conversations trains only the answers, not the questions.
-    """
-
-    start: tuple[int, ...]
-    end: tuple[int, ...] = ()
-
-    def __call__(self, windows: Windows) -> NDArray[np.bool_]:
-        """Return which targets of the windows stay in the loss [samples, S]."""
-        tokens, documents = windows.tokens, windows.documents
-        opened = _last_end_of(self.start, tokens)
-        closed = _last_end_of(self.end, tokens) if self.end else np.full_like(tokens, -1)
-        # With ">=", text after a marker that both opens and closes is kept.
-        inside = (opened >= 0) & (opened >= closed)
-        same = np.take_along_axis(documents, np.maximum(opened - 1, 0), axis=1) == documents
-        kept: NDArray[np.bool_] = (inside & same)[:, 1:]
-        return kept
-
-
 def labels_of(windows: Windows, masks: Sequence[LossMask]) -> NDArray[np.int64]:
     """Return the next token if every mask keeps it, and IGNORE_INDEX otherwise [samples, S]."""
     labels = windows.tokens[:, 1:].copy()
@@ -80,46 +57,12 @@ def build_masks(
         The masks without goldfish, which validation uses, and the goldfish mask (or None).
 
     Raises:
-        UserError: A marker is text but there is no tokenizer, a function cannot be imported, or `h` of the hash-table
-            strategy is not below the sequence length.
+        UserError: A function cannot be imported, or `h` of the hash-table strategy is not below the sequence length.
     """
     masks: list[LossMask] = [document_boundary, answers_only]
-    if config.responses.start is not None:
-        end = config.responses.end
-        masks.append(
-            Responses(
-                _encode_marker("start", config.responses.start, tokenizer),
-                () if end is None else _encode_marker("end", end, tokenizer),
-            )
-        )
     masks += [_wrap_in_check(name, _import_mask(name)) for name in config.functions]
     special = () if tokenizer is None else tokenizer.special_ids
     return masks, build_goldfish_mask(config.goldfish, special, seq_length, global_batch_size)
-
-
-def _last_end_of(marker: tuple[int, ...], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each token, find the last whole `marker` that ends before the token. Return the position after this marker,
-    or -1 if no marker ends before the token [samples, S + 1]."""
-    samples, length = tokens.shape
-    ends = np.full((samples, length), -1, dtype=np.int64)
-    places = length - len(marker)
-    if places > 0:
-        found = np.ones((samples, places), dtype=bool)
-        for offset, token in enumerate(marker):
-            found &= tokens[:, offset : offset + places] == token
-        ends[:, len(marker) :] = np.where(found, np.arange(len(marker), length), -1)
-    return np.maximum.accumulate(ends, axis=1)
-
-
-def _encode_marker(name: str, marker: str | list[int], tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    if not isinstance(marker, str):
-        return tuple(marker)
-    if tokenizer is None:
-        raise UserError(
-            f"masks.responses.{name} = {marker!r} is text, but the tokenizer of the corpus is not known; give "
-            "token ids, or set data.tokenizer"
-        )
-    return tuple(tokenizer.encode_batch([marker])[0])
 
 
 def _import_mask(name: str) -> LossMask:

@@ -35,7 +35,8 @@ def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
             f"the {data} has changed since the checkpoint {checkpoint} (a corpus, or the weight of one): "
             f"{_EFFECTS.get(data, 'the validation losses so far, also the lowest, are not comparable with later ones')}"
         )
-    if saved.masks not in (None, run.masks.model_dump(mode="json")):
+    masks, saved_masks = run.masks.model_dump(mode="json"), saved.masks or {}
+    if any(saved_masks.get(key, value) != value for key, value in masks.items()):
         _warn(
             f"[masks] has changed since the checkpoint {checkpoint}, so earlier steps were trained on other tokens; "
             "give the run another name to train all steps with the same masks"

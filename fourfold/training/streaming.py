@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fourfold.checkpoints.compatible import changed
 from fourfold.checkpoints.saved_state import StreamPosition, read_state
-from fourfold.errors import UserError
 from fourfold.parallel.grid.shared_failure import failing_together, from_all_ranks
 from fourfold.training.corpora import Corpora
 
@@ -52,18 +52,13 @@ def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> No
         source, count = (None, 0) if saved is None else (saved.source, len(saved.positions))
         if saved is None or source != stream.name or count != len(stream.streams):
             was = "corpora on disk" if saved is None else f"data.source = '{source}' in {count} streams"
-            raise UserError(
-                f"the checkpoint {checkpoint} was trained on {was}, but the run file has data.source = "
-                f"'{stream.name}' in {len(stream.streams)} streams; set it back, or set checkpoint.resume = 'never'"
-            )
+            now = f"data.source = '{stream.name}' in {len(stream.streams)} streams"
+            raise changed(checkpoint, f"was trained on {was}", now)
         for key, before, now in (
             ("text_key", saved.text_key, stream.text_key),
             ("tokenizer", saved.tokenizer, stream.tokenizer.fingerprint),
             ("shuffle_buffer", saved.shuffle_buffer, stream.shuffle_buffer),
         ):
             if before != now:
-                raise UserError(
-                    f"the checkpoint {checkpoint} was trained with data.{key} = '{before}', not '{now}'; set it back, "
-                    "or set checkpoint.resume = 'never'"
-                )
+                raise changed(checkpoint, f"was trained with data.{key} = '{before}'", f"'{now}'")
         stream.go_to(steps, saved.positions)

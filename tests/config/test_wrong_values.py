@@ -25,7 +25,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "data": {"train": [{"path": "c"}], "validation": [{"path": "c"}]},
     "training": {"global_batch_size": 8, "seq_length": 128, "train_steps": 2},
     "optimizer": {"groups": [{"parameters": ["*"], "lr_ratio": 0.5}]},
-    "masks": {"goldfish": {}, "responses": {}},
+    "masks": {"goldfish": {}},
 }
 Path = tuple[str | int, ...]
 
@@ -114,8 +114,6 @@ def test_a_wrong_value_is_refused_with_one_that_works(path: Path) -> None:
          "lora.targets = 'q_proj': must be a list of 'q_proj', 'k_proj', 'v_proj', 'o_proj', "
          "'gate_proj', 'up_proj', 'down_proj', 'q_a_proj', 'kv_a_proj', 'q_nope_proj', 'q_rope_proj', 'k_nope_proj' or "
          "'k_rope_proj', not empty, such as ['q_proj']"),
-        (("masks", "responses", "start"), 3,
-         "masks.responses.start = 3: must be a string or list of integers, such as [3]"),
         (("training", "seed"), 2**63,
          "training.seed = 9223372036854775808: must be an integer ≥ 0 and < 2^63, such as 0"),
     ],

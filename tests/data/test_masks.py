@@ -1,4 +1,4 @@
-"""Response masks, the user's own masks, and the effect of masks on the user's data."""
+"""The user's own masks, and the effect of masks on the user's data."""
 
 from __future__ import annotations
 
@@ -7,42 +7,18 @@ import errno
 import numpy as np
 import pytest
 
-from fourfold.config.loss_masks import GoldfishConfig, MasksConfig, ResponsesConfig
+from fourfold.config.loss_masks import GoldfishConfig, MasksConfig
 from fourfold.data.dataset import Windows
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.mask_preview import MaskStatistics, longest_run, mask_statistics
-from fourfold.data.masks import Responses, answers_only, build_masks, document_boundary, labels_of
+from fourfold.data.masks import answers_only, build_masks, document_boundary, labels_of
 from fourfold.data.tokenizer import ByteTokenizer
 from fourfold.errors import UserError
-
-USER, ANSWER, END = 90, 91, 92
 
 
 def windows_of(*rows: list[int], documents: list[list[int]] | None = None) -> Windows:
     tokens = np.array(rows)
     return Windows(tokens, np.zeros_like(tokens) if documents is None else np.array(documents), np.arange(len(rows)))
-
-
-def trained(mask: Responses, windows: Windows) -> list[list[int]]:
-    return [[int(t) for t in row if t != -100] for row in labels_of(windows, [document_boundary, mask])]
-
-
-def test_only_responses_are_trained() -> None:
-    conversation = [USER, 1, 2, END, ANSWER, 3, 4, END, USER, 5, END, ANSWER, 6, END, 7]
-    assert trained(Responses((ANSWER,), (END,)), windows_of(conversation)) == [[3, 4, END, 6, END]]
-    assert trained(Responses((ANSWER,), (USER,)), windows_of(conversation)) == [[3, 4, END, USER, 6, END, 7]]
-    assert trained(Responses((ANSWER,)), windows_of(conversation)) == [[3, 4, END, USER, 5, END, ANSWER, 6, END, 7]]
-    assert trained(Responses((END, ANSWER), (END,)), windows_of(conversation)) == [[3, 4, END, 6, END]]
-    assert trained(Responses((ANSWER,), (END,)), windows_of([1, 2, END, 3, 4])) == [[]]
-
-
-def test_a_response_ends_with_its_document() -> None:
-    windows = windows_of([1, ANSWER, 2, 3, 4, 5], documents=[[0, 0, 0, 0, 1, 1]])
-    assert trained(Responses((ANSWER,), (END,)), windows) == [[2, 3]]
-
-
-def test_a_marker_longer_than_the_window_never_matches() -> None:
-    assert trained(Responses(tuple(range(9))), windows_of([1, 2, 3])) == [[]]
 
 
 def no_ones(windows: Windows) -> np.ndarray:
@@ -60,13 +36,12 @@ def fills_the_disk(windows: Windows) -> np.ndarray:
 def test_masks_of_the_run_file() -> None:
     config = MasksConfig(
         goldfish=GoldfishConfig(strategy="hash"),
-        responses=ResponsesConfig(start="A:", end=[10]),
         functions=[f"{__name__}:no_ones"],
     )
     masks, goldfish = build_masks(config, ByteTokenizer(), 32, 4)
-    assert masks[:3] == [document_boundary, answers_only, Responses((65, 58), (10,))]
-    labels = labels_of(windows_of([65, 58, 1, 2, 10, 3]), masks)
-    assert labels.tolist() == [[-100, -100, 2, 10, -100]]
+    assert masks[:2] == [document_boundary, answers_only]
+    labels = labels_of(windows_of([65, 58, 1, 2, 10, 3], documents=[[0, 0, 0, 0, 1, 1]]), masks)
+    assert labels.tolist() == [[58, -100, 2, -100, 3]]
     assert goldfish.exempt == (256,)
     assert goldfish.look_back == 13
 
@@ -96,11 +71,6 @@ def test_an_os_error_in_a_users_function_names_the_function() -> None:
     masks, _ = build_masks(MasksConfig(functions=[f"{__name__}:fills_the_disk"]), None, 32, 4)
     with pytest.raises(UserError, match=r"masks\.functions: '.*fills_the_disk' failed: .*No space left .* 'cache.npy'"):
         labels_of(windows_of([1, 2, 3]), masks)
-
-
-def test_a_marker_of_text_needs_a_tokenizer() -> None:
-    with pytest.raises(UserError, match=r"give token ids, or set data\.tokenizer"):
-        build_masks(MasksConfig(responses=ResponsesConfig(start="A:")), None, 32, 4)
 
 
 def test_longest_run() -> None:

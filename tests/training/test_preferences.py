@@ -16,6 +16,7 @@ from tiny_chat import CHATML, TALK, make_chat_tokenizer, write_rows
 from tiny_runs import LLAMA, tiny_run
 
 from fourfold.config.run import RunConfig
+from fourfold.data.dataset import Windows
 from fourfold.data.loader import Loader
 from fourfold.data.masks import answers_only, document_boundary
 from fourfold.data.preferences import PreferencePairs
@@ -160,13 +161,17 @@ def test_a_resumed_run_keeps_a_reference_that_left_pairs_out(tmp_path: Path) -> 
     assert len(train(longer)) == 2
 
 
+def without_v(windows: Windows) -> np.ndarray:
+    return windows.tokens[:, 1:] != ord("v")
+
+
 def test_a_resumed_run_refuses_the_reference_of_other_masks_or_pairs(tmp_path: Path) -> None:
     pairs, corpus = tmp_path / "rows.jsonl", str(tmp_path / "c")
     prepare_conversations([write_rows(pairs, ROWS)], corpus, tokenizer="bytes", format="preferences")
     train(run_of(corpus, tmp_path, training={"train_steps": 1}))
-    longer, after_v = {"train_steps": 2}, {"responses": {"start": [ord("v")]}}
+    longer, without_v = {"train_steps": 2}, {"functions": [f"{__name__}:without_v"]}
     with pytest.raises(UserError, match=r"reference.json was computed for other pairs"):
-        train(run_of(corpus, tmp_path, training=longer, masks=after_v))
+        train(run_of(corpus, tmp_path, training=longer, masks=without_v))
     last = {**ROWS[-1], "chosen": "odd!"}
     prepare_conversations([write_rows(pairs, [*ROWS[:-1], last])], corpus, tokenizer="bytes", format="preferences")
     with pytest.raises(UserError, match=r"reference.json was computed for other pairs"):

@@ -106,9 +106,9 @@ def test_a_checkpoint_goes_on_in_its_own_data_only(tmp_path: Path) -> None:
     assert (saved.source, len(saved.positions)) == (f"{dataset}:train", 2)
     with pytest.raises(UserError, match=r"in 2 streams, but the run file has .* in 4 streams; set it back"):
         train(make(tmp_path / "run", dataset, data__streams=4))
-    with pytest.raises(UserError, match=r"data\.text_key = 'text', not 'title'; set it back"):
+    with pytest.raises(UserError, match=r"data\.text_key = 'text', but the run file has 'title'; set it back"):
         train(make(tmp_path / "run", dataset, data__text_key="title"))
-    with pytest.raises(UserError, match=r"data\.shuffle_buffer = '0', not '8'; set it back"):
+    with pytest.raises(UserError, match=r"data\.shuffle_buffer = '0', but the run file has '8'; set it back"):
         train(make(tmp_path / "run", dataset, data__shuffle_buffer=8))
     other = make_dataset(tmp_path / "others", documents=400)
     with pytest.raises(UserError, match=rf"was trained on data.source = '{dataset}:train' in 2 streams"):
