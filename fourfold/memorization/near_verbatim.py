@@ -82,13 +82,16 @@ class _Search:
     def bounds(self, log_p_suffix: float) -> tuple[LogP, LogP]:
         """Return the lower and the upper bound of ln p_ε for every ε.
 
-        The suffix itself counts with its known probability, even if the search has dropped it.
+        The suffix itself counts with its known probability, even if the search has dropped it. So both bounds of p_0
+        are exact.
         """
         found = np.full(self.tolerance + 1, -math.inf)
         np.logaddexp.at(found, self.rows_BS[:, -1], self.log_p_B)
         found[0] = log_p_suffix
         lower = np.minimum(0.0, np.logaddexp.accumulate(found))
-        return lower, np.minimum(0.0, np.logaddexp(lower, np.logaddexp.accumulate(self.dropped)))
+        upper = np.minimum(0.0, np.logaddexp(lower, np.logaddexp.accumulate(self.dropped)))
+        upper[0] = lower[0]
+        return lower, upper
 
     def _next_rows(self, ids_BK: Tokens) -> Tokens:
         differs_BKS = ids_BK[:, :, None] != self.suffix
