@@ -80,6 +80,15 @@ def test_the_tutorial_shows_the_effect(workplace: Path) -> None:
     assert [json.loads(line)["step"] for line in audited.splitlines()] == [20, 40]
 
 
+def test_the_table_of_near_verbatim_leaks_is_what_was_measured() -> None:
+    results = json.loads((REPOSITORY / "docs" / "figures" / "near_verbatim.json").read_text(encoding="utf-8"))
+    study = script(REPOSITORY / "examples" / "memorization" / "near_verbatim.py")
+    (rows,) = tables_of(DOCS / "goldfish-near-verbatim.md").values()
+    expected = [study.row_of(arm, results[arm.name]) for arm in study.ARMS if arm.name in results]
+    assert [[cell.strip() for cell in row.strip("|").split("|")] for row in expected] == rows
+    assert len(expected) == len(results)
+
+
 def script(path: Path) -> ModuleType:
     """Import a module outside the package, which imports modules in its own folder."""
     with pytest.MonkeyPatch.context() as patch:
