@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from fourfold.cli.options import SITES, Overrides, RunFile
 from fourfold.errors import given_as
-
-if TYPE_CHECKING:
-    from fourfold.config.run import RunConfig
 
 launch = typer.Typer(no_args_is_help=True, help="Write the script that starts a run on a cluster.")
 
@@ -56,6 +53,7 @@ def slurm(
 
     Example: fourfold launch slurm RUN.toml --site frontier --nodes 64 --time 06:00:00 --account ABC123 --output job.sh
     """
+    from fourfold.data.files import write_output
     from fourfold.launch.job_scripts.slurm_script import SlurmJob, render_slurm_script
     from fourfold.launch.job_scripts.slurm_site import load_site
     from fourfold.run_file.load import load_run
@@ -64,12 +62,7 @@ def slurm(
     limits = (save_seconds, max_crashes)
     job = SlurmJob(nodes, time, account, partition, sbatch, srun, setup_file, wrapper, *limits, overrides)
     run = load_run(run_file, overrides)
-    _write(render_slurm_script(str(run_file), run, load_site(site), job), run, output)
-
-
-def _write(script: str, run: RunConfig, output: Path | None) -> None:
-    from fourfold.data.files import write_output
-
+    script = render_slurm_script(str(run_file), run, load_site(site), job)
     if not run.checkpoint.interval:
         print(
             "warning: checkpoint.interval = 0 saves only when the run ends or is stopped, and a crash loses all steps "

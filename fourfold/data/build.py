@@ -1,6 +1,5 @@
 """Open the corpora that a run file names. The built-in corpus is prepared on first use."""
 
-import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,7 @@ from fourfold.config.data_section import DataConfig
 from fourfold.config.run import RunConfig
 from fourfold.data.conversations import PackedConversations
 from fourfold.data.dataset import Samples, SourceMixture, TokenWindows
-from fourfold.data.files import locked, temporary_folder, writing
+from fourfold.data.files import locked, writing
 from fourfold.data.hub import HubDataset
 from fourfold.data.manifest import corpus_tokenizer, open_as_made, read_manifest
 from fourfold.data.preferences import PreferencePairs
@@ -109,7 +108,13 @@ def ensure_builtin(tokenizer: str | Path | None = None, cache_dir: str | Path = 
     if read_manifest(prefix) is None:
         with writing(cache), locked(cache / f"{stem}.lock", wait=True):
             if read_manifest(prefix) is None:
-                _prepare_into(prefix, tokenizer, vocab_size)
+                prepare(
+                    [PYTHON_STDLIB],
+                    prefix,
+                    tokenizer=tokenizer,
+                    train_tokenizer_vocab=vocab_size if tokenizer is None else None,
+                    validation_fraction=_VALIDATION_FRACTION,
+                )
     return str(prefix)
 
 
@@ -147,22 +152,6 @@ def open_run_tokenizer(run: RunConfig) -> Tokenizer | None:
             "leave it out to use the corpus's own, or prepare the corpus again"
         )
     return tokenizer
-
-
-def _prepare_into(prefix: Path, tokenizer: str | Path | None, vocab_size: int) -> None:
-    """Prepare the corpus in a private folder, then move its files into place, so that no process sees an incomplete
-    corpus."""
-    with temporary_folder(prefix.parent, f".{prefix.name}-") as private:
-        summary = prepare(
-            [PYTHON_STDLIB],
-            private / prefix.name,
-            tokenizer=tokenizer,
-            train_tokenizer_vocab=vocab_size if tokenizer is None else None,
-            validation_fraction=_VALIDATION_FRACTION,
-        )
-        last = f"{prefix.name}.json"  # The manifest marks the corpus as complete.
-        for path in sorted(summary.files, key=lambda path: path.name == last):
-            os.replace(path, prefix.with_name(path.name))
 
 
 def check_one_tokenizer(prefixes: Sequence[str | Path]) -> None:

@@ -208,11 +208,6 @@ class IndexedWriter:
         self._temporary = temporary_name(self._bin)
         self._lengths = array.array("i")  # Use compact arrays, because a corpus can have a hundred million documents.
 
-    @property
-    def documents(self) -> int:
-        """Return the number of documents written so far."""
-        return len(self._lengths)
-
     def __enter__(self) -> Self:
         self._file = self._temporary.open("wb")
         return self

@@ -48,11 +48,6 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
     return FlopCount(matrices, forward, 3 * forward - (2 * matrices if frozen else 0))
 
 
-def model_tflops_per_device(training_flops_per_token: int, tokens_per_second: float, num_devices: int) -> float:
-    """Compute the model TFLOP/s per device from the tokens per second of all devices."""
-    return training_flops_per_token * tokens_per_second / num_devices / 1e12
-
-
 class PeakFlops(NamedTuple):
     """The dense peak of one device, as PyTorch counts devices."""
 

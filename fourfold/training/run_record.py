@@ -21,7 +21,7 @@ from fourfold.models.lora import trained_shapes
 from fourfold.run_file.dump import to_toml
 from fourfold.training.console import Fact, Progress
 from fourfold.training.corpora import Corpora
-from fourfold.training.flops import FLOP_FORMULA, flops_per_token, mfu, model_tflops_per_device, peak_flops
+from fourfold.training.flops import FLOP_FORMULA, flops_per_token, mfu, peak_flops
 from fourfold.training.job import Job
 from fourfold.training.metrics import EXPERTS_FILE, MetricsWriter, StepMetrics, add_record, peak_memory_bytes
 from fourfold.training.outcome import Outcome
@@ -92,7 +92,7 @@ class RunRecord:
         """
         # A batch that is left out takes no time, so a rate would be meaningless.
         tokens_per_second = self.tokens_per_step / seconds if figures.kept else 0.0
-        tflops = model_tflops_per_device(self.flops.training, tokens_per_second, self.run.parallel.world_size)
+        tflops = self.flops.training * tokens_per_second / self.run.parallel.world_size / 1e12
         load = self.job.expert_load if figures.kept else None
         metrics = StepMetrics(
             step=step + 1,

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,7 @@ def test_without_masks_every_token_counts(windows: TokenWindows) -> None:
 
 def test_prefetch_changes_nothing_and_ends(windows: TokenWindows) -> None:
     plain = Loader(windows, SEQ_LENGTH, 8, 2, 1, 2)
-    with Loader(windows, SEQ_LENGTH, 8, 2, 1, 2, prefetch=True) as ahead:
+    with closing(Loader(windows, SEQ_LENGTH, 8, 2, 1, 2, prefetch=True)) as ahead:
         for step in (0, 1, 2, 7, 8, 3):  # also after jumps
             assert all(map(same, plain.step(step), ahead.step(step)))
     assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
