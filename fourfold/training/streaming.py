@@ -52,8 +52,8 @@ def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> No
         source, count = (None, 0) if saved is None else (saved.source, len(saved.positions))
         if saved is None or source != stream.name or count != len(stream.streams):
             was = "corpora on disk" if saved is None else f"data.source = '{source}' in {count} streams"
-            now = f"data.source = '{stream.name}' in {len(stream.streams)} streams"
-            raise changed(checkpoint, f"was trained on {was}", now)
+            wanted = f"data.source = '{stream.name}' in {len(stream.streams)} streams"
+            raise changed(checkpoint, f"was trained on {was}", wanted)
         for key, before, now in (
             ("text_key", saved.text_key, stream.text_key),
             ("tokenizer", saved.tokenizer, stream.tokenizer.fingerprint),
