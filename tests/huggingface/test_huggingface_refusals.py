@@ -35,7 +35,8 @@ def refusal(folder: Path) -> str:
     ("changes", "names"),
     [
         ({"model_type": "phimoe"}, ["phimoe", "sparsemixer"]),
-        ({"model_type": "falcon"}, ["falcon", "side by side"]),
+        ({"model_type": "phi"}, ["phi", "side by side"]),
+        ({"model_type": "falcon"}, ["new_decoder_architecture = False"]),
         ({"model_type": "gemma3"}, ["gemma3", "images beside text"]),
         ({"model_type": "mamba"}, ["mamba", "llama"]),
         ({"model_type": ["llama"]}, ["model_type = ['llama']"]),
