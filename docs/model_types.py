@@ -53,9 +53,9 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 96, "max_position_embeddings": 64, "head_dim": 8, "initializer_range": 0.2,
     "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
     "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
-    "n_shared_experts": 1, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48, "num_mtp_layers": 0, "rotary_dim": 8,
+    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48, "num_mtp_layers": 0, "rotary_dim": 8,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-    "new_decoder_architecture": True, "num_kv_heads": 4,
+    "n_shared_experts": 1, "num_kv_heads": 4, "new_decoder_architecture": True,
 }  # fmt: skip
 """Sizes of a tiny model. Classes ignore the keys that they do not have."""
 LATENT = {"num_key_value_heads": 8, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}

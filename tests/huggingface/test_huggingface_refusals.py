@@ -36,7 +36,7 @@ def refusal(folder: Path) -> str:
     [
         ({"model_type": "phimoe"}, ["phimoe", "sparsemixer"]),
         ({"model_type": "phi"}, ["phi", "side by side"]),
-        ({"model_type": "falcon"}, ["new_decoder_architecture = False"]),
+        ({"model_type": "falcon", "architectures": None}, ["new_decoder_architecture = False"]),
         ({"model_type": "gemma3"}, ["gemma3", "images beside text"]),
         ({"model_type": "mamba"}, ["mamba", "llama"]),
         ({"model_type": ["llama"]}, ["model_type = ['llama']"]),
