@@ -55,6 +55,7 @@ NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 NEVER_0 = dict.fromkeys(NONE_IS_0[:2], "divides by zero; null is no cap") | {
     "q_lora_rank": "is not a width; null computes queries without latents",
     "kv_lora_rank": "is not a width; 512 works",
+    "shared_expert_intermediate_size": "is not a width; 512 works",
     "swiglu_limit": "cuts every gate; 7.0 works",
     "attention_multiplier": "gives all keys the same score; 0.125 works",
 }

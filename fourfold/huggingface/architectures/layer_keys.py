@@ -34,10 +34,16 @@ def types_of_gpt_neo(given: Mapping[str, Any], where: str) -> list[str]:
     """Return the attention types of the layers. GPT-Neo's files have lists of types and how often each repeats."""
     kinds = {"global": FULL, "local": SLIDING}
     try:
-        return [kinds[kind] for listed, count in given["attention_types"] for kind in count * list(listed)]
+        names = [name for listed, count in given["attention_types"] for name in count * list(listed)]
+        found = [kinds[name] for name in names]
     except (TypeError, ValueError, KeyError):
         shown_types = shown(given["attention_types"])
         raise UserError(f"{where}: attention_types = {shown_types}; [[['global', 'local'], 6]] works") from None
+    if given.get("attention_layers", names) != names:
+        raise UserError(
+            f"{where}: attention_layers = {given['attention_layers']} differs from attention_types; drop it"
+        )
+    return found
 
 
 def _thetas_of_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
