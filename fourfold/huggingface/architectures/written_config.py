@@ -46,15 +46,9 @@ def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:
 def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
     family = FAMILIES[kind]
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": kind}
-<<<<<<< HEAD
     # Without these keys, transformers would use the ids of the family's first model. This model's vocabulary may not
     # have them.
-    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-=======
-    # Without these keys, transformers would use the ids of the family's first model, which may be beyond this model's
-    # vocabulary.
     config |= {key: family.defaults.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
->>>>>>> 113e29f0df50ef90468912d4ae02c79ef95ef3e4
     config |= {theirs: getattr(model, ours) for ours, theirs in family.keys.items()}
     config |= {key: None for key in NONE_IS_0 if config.get(key) == 0}
     config |= {key: values[0] for key, values in family.required.items()}
