@@ -14,8 +14,8 @@ from fourfold.training.corpora import Corpora
 def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
     """Return the position of the streamed dataset after ``steps``, for any grid. Every process calls this.
 
-    The position of each stream comes from the process that has read the stream's last sample. Returns None if the data
-    is not streamed.
+    The process that has read the last sample of a stream knows the stream's position. Returns None if the data is not
+    streamed.
     """
     stream = corpora.stream
     if stream is None:
@@ -52,8 +52,8 @@ def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> No
         source, count = (None, 0) if saved is None else (saved.source, len(saved.positions))
         if saved is None or source != stream.name or count != len(stream.streams):
             was = "corpora on disk" if saved is None else f"data.source = '{source}' in {count} streams"
-            instead = f"data.source = '{stream.name}' in {len(stream.streams)} streams"
-            raise changed(checkpoint, f"was trained on {was}", instead)
+            wanted = f"data.source = '{stream.name}' in {len(stream.streams)} streams"
+            raise changed(checkpoint, f"was trained on {was}", wanted)
         for key, before, now in (
             ("text_key", saved.text_key, stream.text_key),
             ("tokenizer", saved.tokenizer, stream.tokenizer.fingerprint),
