@@ -56,31 +56,25 @@ _LLAMA = _OUTSIDE | _weight_and_bias(
         "mlp.down_proj": "layers.{i}.mlp.down_proj",
     },
 )
-_OUTPUT_NORMS: Table = {
-    "model.layers.{i}.post_attention_layernorm.weight": ("layers.{i}.attention_output_layernorm.weight",),
-    "model.layers.{i}.post_feedforward_layernorm.weight": ("layers.{i}.mlp_output_layernorm.weight",),
-}
+
+
+def _output_norms(attention: str, mlp: str) -> Table:
+    """Return rows for the norms of the outputs of attention and MLP, given their Hugging Face names."""
+    ours = {f"layers.{{i}}.{attention}": "attention", f"layers.{{i}}.{mlp}": "mlp"}
+    return _weight_and_bias("model.", {name: f"layers.{{i}}.{part}_output_layernorm" for name, part in ours.items()})
+
+
+_OUTPUT_NORMS = _output_norms("post_attention_layernorm", "post_feedforward_layernorm")
 _OLMO2 = _without(_LLAMA, "input_layernorm") | _OUTPUT_NORMS
-_GEMMA2 = (
-    _LLAMA
-    | _OUTPUT_NORMS
-    | {"model.layers.{i}.pre_feedforward_layernorm.weight": ("layers.{i}.post_attention_layernorm.weight",)}
-)
+_GEMMA2 = _LLAMA | _OUTPUT_NORMS | {
+    "model.layers.{i}.pre_feedforward_layernorm.weight": ("layers.{i}.post_attention_layernorm.weight",)
+}  # fmt: skip
 _GLM = _without(_LLAMA, "mlp.gate", "mlp.up") | {
     "model.layers.{i}.mlp.gate_up_proj.weight": tuple(f"layers.{{i}}.mlp.up.{p}_proj.weight" for p in ("gate", "up"))
 }
-_GLM4 = _GLM | {
-    "model.layers.{i}.post_self_attn_layernorm.weight": ("layers.{i}.attention_output_layernorm.weight",),
-    "model.layers.{i}.post_mlp_layernorm.weight": ("layers.{i}.mlp_output_layernorm.weight",),
-}
-_PHI3 = _OUTSIDE | _weight_and_bias(
-    "model.layers.{i}.",
-    {
-        "self_attn.qkv_proj": _QKV,
-        "self_attn.o_proj": "layers.{i}.self_attn.o_proj",
-        "mlp.gate_up_proj": ("layers.{i}.mlp.up.gate_proj", "layers.{i}.mlp.up.up_proj"),
-        "mlp.down_proj": "layers.{i}.mlp.down_proj",
-    },
+_GLM4 = _GLM | _output_norms("post_self_attn_layernorm", "post_mlp_layernorm")
+_PHI3 = _without(_GLM, "q_proj", "k_proj", "v_proj") | _weight_and_bias(
+    "model.layers.{i}.", {"self_attn.qkv_proj": _QKV}
 )
 _GPT2: Table = {
     "transformer.wte.weight": ("embed_tokens.weight",),
@@ -146,9 +140,7 @@ _GPT_OSS = (
     | _weight_and_bias("model.layers.{i}.mlp.", {"router": "layers.{i}.mlp.gate"})
     | _SINKS
     | {
-        f"model.layers.{{i}}.mlp.experts.{theirs}{kind}": tuple(
-            f"layers.{{i}}.mlp.experts.{name}{kind}" for name in ours
-        )
+        f"model.layers.{{i}}.mlp.experts.{theirs}{kind}": tuple(f"layers.{{i}}.mlp.experts.{n}{kind}" for n in ours)
         for theirs, ours in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items()
         for kind in ("", "_bias")
     }
@@ -166,10 +158,6 @@ _LATENT = _without(_QWEN_MOE_SHARED, "self_attn.q_proj", "self_attn.k_proj", "se
     }.items()
 }
 _SHARED_GATE: Table = {"model.layers.{i}.mlp.shared_expert_gate.weight": ("layers.{i}.mlp.shared_expert_gate.weight",)}
-_HYPERCLOVAX = _LLAMA | {
-    f"model.layers.{{i}}.{theirs}.weight": (f"layers.{{i}}.{ours}_output_layernorm.weight",)
-    for theirs, ours in {"post_norm1": "attention", "post_norm2": "mlp"}.items()
-}
 _EXAONE = _renamed(_LLAMA, {
     "model.embed_tokens": "transformer.wte", "model.layers": "transformer.h", "model.norm": "transformer.ln_f",
     "self_attn.o_proj": "self_attn.out_proj", "self_attn": "attn.attention", "input_layernorm": "ln_1",
@@ -199,16 +187,14 @@ _FALCON = _renamed(_GPT_NEOX, {
     "gpt_neox.final_layer_norm": "transformer.ln_f", ".attention.": ".self_attention.", "input_layernorm": "ln_attn",
     "post_attention_layernorm": "ln_mlp",
 })  # fmt: skip
-_HY_V3 = _renamed(
-    _QWEN_MOE | _shared_expert("shared_mlp"),
-    {"mlp.gate.weight": "mlp.router.gate.weight", "gate.e_score_correction_bias": "expert_bias"},
-)
-_SARVAM_MOE = _renamed(
-    _without(_QWEN_MOE_SHARED, "q_proj", "k_proj", "v_proj")
-    | _weight_and_bias("model.layers.{i}.", {"self_attn.query_key_value": _QKV}),
-    {"self_attn.o_proj": "self_attn.dense", "q_norm": "query_layernorm", "k_norm": "key_layernorm"}
-    | {"self_attn": "attention", "embed_tokens": "word_embeddings", "e_score_correction_bias": "expert_bias"},
-)
+_HY_V3 = _renamed(_QWEN_MOE | _shared_expert("shared_mlp"), {
+    "mlp.gate.weight": "mlp.router.gate.weight", "gate.e_score_correction_bias": "expert_bias",
+})  # fmt: skip
+_SARVAM = _QWEN_MOE_SHARED | _weight_and_bias("model.layers.{i}.", {"self_attn.query_key_value": _QKV})
+_SARVAM_MOE = _renamed(_without(_SARVAM, "q_proj", "k_proj", "v_proj"), {
+    "self_attn.o_proj": "self_attn.dense", "q_norm": "query_layernorm", "k_norm": "key_layernorm",
+    "self_attn": "attention", "embed_tokens": "word_embeddings", "e_score_correction_bias": "expert_bias",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -276,7 +262,7 @@ FORMATS = dict.fromkeys(_OF_LLAMA, Format(_LLAMA)) | {
         ("granitemoe", "granitemoeshared"),
         Format(_GRANITE_MOE, stacked=(".block_sparse_moe.input_linear", ".block_sparse_moe.output_linear")),
     ),
-    "hyperclovax": Format(_HYPERCLOVAX),
+    "hyperclovax": Format(_LLAMA | _output_norms("post_norm1", "post_norm2")),
     "exaone": Format(_EXAONE, prefix="transformer."),
     "gpt_neo": Format(_GPT_NEO, prefix="transformer."),
     "gpt_bigcode": Format(_GPT2, prefix="transformer."),

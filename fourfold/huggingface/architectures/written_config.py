@@ -78,7 +78,8 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
 
 def _their_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
     config: dict[str, Any] = {family.rope_theta: model.rope_theta}
-    config["head_dim"] = model.qk_rope_head_dim or model.head_dim
+    if family.architecture != "FalconForCausalLM":  # transformers derives it there, and refuses the key.
+        config["head_dim"] = model.qk_rope_head_dim or model.head_dim
     if family.partial_rotary_factor is not None:
         config[family.partial_rotary_factor] = model.partial_rotary_factor
     if model.rope_scaling is not None:
@@ -100,7 +101,8 @@ def _their_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
         kinds = ["local" if model.is_sliding(layer) else "global" for layer in range(model.num_hidden_layers)]
         return {"attention_types": [[kinds, 1]]}
     # Models with layer_types need a window size even if no layer uses it, unless a window turns rotation off.
-    unused = family.defaults["sliding_window"] if family.lists_layer_types and family.rotating_layers == "all" else None
+    is_kept = family.lists_layer_types and family.rotating_layers != "sliding"
+    unused = family.defaults["sliding_window"] if is_kept else None
     config: dict[str, Any] = {"sliding_window": model.sliding_window if slides else unused}
     if "use_sliding_window" in family.defaults:
         config["use_sliding_window"] = slides
