@@ -145,9 +145,9 @@ CONFIG_FAULTS: dict[str, tuple[str, dict[str, Any], tuple[str, str, str]]] = {
         (f"{LAYERS}:types_of_gpt_neo", "{'global': FULL, 'local': SLIDING}", "{'global': FULL, 'local': FULL}"),
     ),
     "full-attention layers rotate, although only sliding layers do": (
-        "flint full",
+        "exaone_moe sparse",
         {},
-        (f"{CONFIG}:_windows", "none['no_rope_layers'] = [0]", "pass"),
+        (f"{CONFIG}:_windows", "family.rotating_layers in ('sliding', 'only_sliding')", "False"),
     ),
 }
 """Family, keys of config.json, and a fault of our reader."""
