@@ -59,7 +59,7 @@ def in_modules(model: Any, rows: Mapping[str, Rows], tensors: Mapping[str, Tenso
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    found = {name: tensors[name] for name in dict(model.named_buffers()) if name in tensors}
+    found = {n: tensors[min(rows[n])] for n, _ in model.named_buffers() if n in rows and min(rows[n]) in tensors}
     others = {}
     for name, parameter in model.named_parameters():
         in_order = sorted(rows[name], key=lambda theirs: rows[name][theirs].start)
