@@ -90,12 +90,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
     device = choose_device(place, run.training.device if run is not None else "auto")
     goldfish = _goldfish(request, run)
     other_model = None if request.reference is None else find_model(request.reference, request, "--reference")
-    for each in (run, None if other_model is None else other_model.run):
-        if request.offset and each is not None and each.data.mask_documents:
-            raise UserError(
-                f"--offset {request.offset} puts other documents before each document, and a model trained with "
-                "data.mask_documents never sees other documents; leave --offset out"
-            )
+    _check_offset(request, run, None if other_model is None else other_model.run)
     tokenizer = find_tokenizer(request, model)
     scorer = open_scorer(model, request, device)
     documents, truncated = _documents(request, scorer, tokenizer)
@@ -137,6 +132,15 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
             truncated=truncated,
         )
     )
+
+
+def _check_offset(request: AuditRequest, *runs: RunConfig | None) -> None:
+    """Raise ``UserError`` if unrelated documents before a document are something that a model never saw."""
+    if request.offset and any(run is not None and run.data.mask_documents for run in runs):
+        raise UserError(
+            f"--offset {request.offset} puts other documents before each document, and a model trained with "
+            "data.mask_documents never sees other documents; leave --offset out"
+        )
 
 
 def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | None:
