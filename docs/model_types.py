@@ -55,6 +55,7 @@ SIZES: dict[str, Any] = {
     "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48, "num_mtp_layers": 0, "rotary_dim": 8,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "n_shared_experts": 1, "num_kv_heads": 4, "new_decoder_architecture": True,
 }  # fmt: skip
 """Sizes of a tiny model. Classes ignore the keys that they do not have."""
 LATENT = {"num_key_value_heads": 8, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}

@@ -141,6 +141,56 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteConfig",
         MULTIPLIERS | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rope_parameters": YARN},
     ),
+    "granite_swa": (
+        "GraniteSWAConfig",
+        MULTIPLIERS | {"num_key_value_heads": 2, "sliding_window": 7, "layer_rope_theta": [0, 3e3]},
+    ),
+    "granite_swa biases": (
+        "GraniteSWAConfig",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "layer_types": [S, F]}
+        | {"sliding_window": 9, "rope_parameters": YARN},
+    ),
+    "granitemoe": ("GraniteMoeConfig", MULTIPLIERS | {"num_key_value_heads": 2, "num_local_experts": 6}),
+    "granitemoe biases": ("GraniteMoeConfig", {"attention_bias": True, "tie_word_embeddings": True}),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        MULTIPLIERS | {"num_key_value_heads": 2, "num_local_experts": 6, "shared_intermediate_size": 40},
+    ),
+    "granitemoe_swa": (
+        "GraniteMoeSWAConfig",
+        MULTIPLIERS
+        | {"num_key_value_heads": 2, "sliding_window": 7, "shared_intermediate_size": 40, "layer_rope_theta": [0, 3e3]},
+    ),
+    "hyperclovax": ("HyperCLOVAXConfig", MULTIPLIERS | {"num_key_value_heads": 2}),
+    "hyperclovax biases": (
+        "HyperCLOVAXConfig",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 16},
+    ),
+    "cwm": ("CwmConfig", {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 7}),
+    "cwm biases": (
+        "CwmConfig",
+        {"num_key_value_heads": 2, "head_dim": 8, "mlp_bias": True, "layer_types": [S, F], "sliding_window": 9}
+        | {"rope_parameters": YARN},
+    ),
+    "exaone": ("ExaoneConfig", {"num_key_value_heads": 2}),
+    "exaone biases": (
+        "ExaoneConfig",
+        {"num_key_value_heads": 8, "head_dim": 16, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
+    ),
+    "internlm3": ("InternLM3Config", {"num_key_value_heads": 2, "head_dim": 16}),
+    "internlm3 biases": ("InternLM3Config", {"head_dim": 8, "qkv_bias": True, "bias": True}),
+    "iquestcoder": ("IQuestCoderConfig", {"num_key_value_heads": 2, "head_dim": 16, "attention_bias": True}),
+    "jais2": ("Jais2Config", {"num_key_value_heads": 2}),
+    "jais2 no biases": ("Jais2Config", {"head_dim": 16, "attention_bias": False, "mlp_bias": False}),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        {"num_hidden_layers": 3, "attention_types": [[["local", "global"], 1], [["local"], 1]], "window_size": 7},
+    ),
+    "gpt_neo untied": (
+        "GPTNeoConfig",
+        {"attention_types": [[["global"], 2]], "intermediate_size": None, "tie_word_embeddings": False},
+    ),
+    "gpt_bigcode": ("GPTBigCodeConfig", {}),
     "arcee": ("ArceeConfig", {"num_key_value_heads": 2}),
     "arcee biases": (
         "ArceeConfig",
@@ -199,6 +249,67 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe": ("OlmoeConfig", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3}),
     "glm4_moe": ("Glm4MoeConfig", GLM | {"head_dim": 16, "routed_scaling_factor": 2.5, "num_mtp_layers": 0}),
+    "solar_open": ("SolarOpenConfig", GLM | {"head_dim": 16, "routed_scaling_factor": 2.5, "n_shared_experts": 2}),
+    "solar_open biases": ("SolarOpenConfig", GLM | {"head_dim": 8, "attention_bias": True, "norm_topk_prob": False}),
+    "dots1": (
+        "Dots1Config",
+        GLM | {"n_shared_experts": 2, "first_k_dense_replace": 1, "sliding_window": 7, "layer_types": [F, S]},
+    ),
+    "dots1 biases": (
+        "Dots1Config",
+        GLM | {"n_shared_experts": 1, "attention_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    ),
+    "sarvam_moe": ("SarvamMoEConfig", GLM | {"head_dim": 16, "n_shared_experts": 2}),
+    "sarvam_moe biases": ("SarvamMoEConfig", GLM | {"head_dim": 8, "attention_bias": True, "use_qk_norm": False}),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        EXPERTS
+        | {"num_experts": 8, "num_shared_experts": 2, "n_group": 2, "topk_group": 1}
+        | {"sliding_window": 7, "layer_types": [S, F]},
+    ),
+    "exaone_moe sparse": (
+        "ExaoneMoeConfig",
+        EXPERTS | {"mlp_layer_types": ["sparse", "sparse"], "norm_topk_prob": False, "sliding_window_pattern": 2},
+    ),
+    "hy_v3": ("HYV3Config", EXPERTS | {"head_dim": 16, "num_shared_experts": 2}),
+    "hy_v3 biases": (
+        "HYV3Config",
+        EXPERTS | {"head_dim": 8, "attention_bias": True, "mlp_layer_types": ["sparse", "sparse"]},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
+    ),
+    "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon biases": (
+        "FalconConfig",
+        {"new_decoder_architecture": True, "num_kv_heads": 4, "bias": True, "tie_word_embeddings": False}
+        | {"ffn_hidden_size": 80, "rope_parameters": YARN},
+    ),
+    "flint": (
+        "FlintConfig",
+        EXPERTS | {"num_hidden_layers": 4, "head_dim": 16, "shared_expert_intermediate_size": 40, "sliding_window": 7},
+    ),
+    "flint full": (
+        "FlintConfig",
+        EXPERTS
+        | {"head_dim": 16, "shared_expert_intermediate_size": 40, "attention_bias": True, "norm_topk_prob": False}
+        | {"layer_types": [F, F], "mlp_only_layers": [0]},
+    ),
+    "mellum": (
+        "MellumConfig",
+        EXPERTS | {"head_dim": 16, "layer_types": [F, S], "sliding_window": 7, "mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "mellum biases": (
+        "MellumConfig",
+        EXPERTS
+        | {"head_dim": 8, "attention_bias": True, "norm_topk_prob": False, "layer_types": [S, F], "sliding_window": 9}
+        | {"rope_parameters": {F: YARN, S: {"rope_type": "default", "rope_theta": 300.0}}},
+    ),
+    "flex_olmo": ("FlexOlmoConfig", EXPERTS),
+    "flex_olmo biases": ("FlexOlmoConfig", EXPERTS | {"attention_bias": True, "norm_topk_prob": True, "head_dim": 16}),
+    "aria_text": ("AriaTextConfig", {"num_key_value_heads": 2, "moe_num_experts": 6}),
+    "aria_text biases": ("AriaTextConfig", {"attention_bias": True, "head_dim": 16, "moe_num_shared_experts": 1}),
     "gpt_oss": ("GptOssConfig", GPT_OSS),
     "gpt_oss no biases": (
         "GptOssConfig",
@@ -211,6 +322,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3 no query latents": (
         "DeepseekV3Config",
         LATENTS | GROUPED | {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
+    "sarvam_mla": ("SarvamMLAConfig", LATENTS | GROUPED | {"q_lora_rank": None}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", LATENTS | GROUPED),
+    "glm4_moe_lite sparse": (
+        "Glm4MoeLiteConfig",
+        LATENTS
+        | GROUPED
+        | {"mlp_layer_types": ["sparse", "sparse"], "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},
     ),
     "deepseek_v2": ("DeepseekV2Config", LATENTS | GROUPED | {"topk_method": "group_limited_greedy", "mlp_bias": False}),
     "deepseek_v2 greedy": (

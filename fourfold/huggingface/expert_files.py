@@ -4,6 +4,7 @@ the Hub, each expert has its own matrices."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,11 +36,15 @@ def rows_in_files(model: Any) -> dict[str, Rows]:
         numbers = torch.arange(len(rows)).view(*counts, *(1 for _ in inner))
         # The converters only copy rows, so two columns are enough to find the order of the rows.
         parts = revert_weight_conversion(model, {name: numbers.expand(*counts, *(min(size, 2) for size in inner))})
-        firsts = {theirs: part.reshape(len(part), -1)[:, 0].tolist() for theirs, part in parts.items() if part.numel()}
+        places = {theirs: part.flatten(0, part.ndim - len(inner) - 1) for theirs, part in parts.items() if part.numel()}
+        firsts = {theirs: part.reshape(len(part), -1)[:, 0].tolist() for theirs, part in places.items()}
         runs = {theirs: range(rows_of[0], rows_of[-1] + 1) for theirs, rows_of in firsts.items()}
         if runs and all([*runs[theirs]] == rows_of for theirs, rows_of in firsts.items()):
             found[name] = runs
-    return found
+    # Several parameters that files join keep their own names.
+    uses = Counter(theirs for runs in found.values() for theirs in runs)
+    joined = [name for name, runs in found.items() if any(uses[theirs] > 1 for theirs in runs)]
+    return found | {name: {name: range(sum(map(len, found[name].values())))} for name in joined}
 
 
 def in_modules(model: Any, rows: Mapping[str, Rows], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -52,8 +57,22 @@ def in_modules(model: Any, rows: Mapping[str, Rows], tensors: Mapping[str, Tenso
         rows: The result of ``rows_in_files`` for the model.
         tensors: The tensors, by their names in files.
     """
-    found = {name: tensors[name] for name in dict(model.named_buffers()) if name in tensors}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = {n: tensors[min(rows[n])] for n, _ in model.named_buffers() if n in rows and min(rows[n]) in tensors}
+    others = {}
     for name, parameter in model.named_parameters():
         in_order = sorted(rows[name], key=lambda theirs: rows[name][theirs].start)
-        found[name] = torch.cat([tensors[theirs] for theirs in in_order]).view_as(parameter)
-    return found
+        if in_order[0] in tensors:
+            found[name] = torch.cat([tensors[theirs] for theirs in in_order]).view_as(parameter)
+        else:
+            others[name] = parameter
+    if not others:
+        return found
+    # Files join or transpose the other parameters, so transformers' own table must find the place of every element.
+    sizes = [parameter.numel() for parameter in others.values()]
+    numbers = zip(others, torch.arange(sum(sizes)).split(sizes), strict=True)
+    parts = revert_weight_conversion(model, {name: part.view_as(others[name]) for name, part in numbers})
+    places = torch.cat([part.flatten() for part in parts.values()]).argsort()
+    elements = torch.cat([tensors[theirs].flatten() for theirs in parts])[places].split(sizes)
+    return found | {name: part.view_as(others[name]) for name, part in zip(others, elements, strict=True)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 Table = dict[str, tuple[str, ...]]
@@ -22,6 +23,16 @@ def _weight_and_bias(prefix: str, modules: Mapping[str, str | tuple[str, ...]]) 
         for theirs, ours in modules.items()
         for kind in ("weight", "bias")
     }
+
+
+def _renamed(table: Table, names: Mapping[str, str]) -> Table:
+    """Return a table in which parts of the Hugging Face names are replaced, one after another."""
+    return {reduce(lambda name, pair: name.replace(*pair), names.items(), theirs): table[theirs] for theirs in table}
+
+
+def _without(table: Table, *parts: str) -> Table:
+    """Return a table without the rows whose Hugging Face names have one of these parts."""
+    return {theirs: ours for theirs, ours in table.items() if not any(part in theirs for part in parts)}
 
 
 _QKV = tuple(f"layers.{{i}}.self_attn.qkv.{part}_proj" for part in "qkv")
@@ -45,31 +56,25 @@ _LLAMA = _OUTSIDE | _weight_and_bias(
         "mlp.down_proj": "layers.{i}.mlp.down_proj",
     },
 )
-_OUTPUT_NORMS: Table = {
-    "model.layers.{i}.post_attention_layernorm.weight": ("layers.{i}.attention_output_layernorm.weight",),
-    "model.layers.{i}.post_feedforward_layernorm.weight": ("layers.{i}.mlp_output_layernorm.weight",),
-}
-_OLMO2 = {theirs: ours for theirs, ours in _LLAMA.items() if "input_layernorm" not in theirs} | _OUTPUT_NORMS
-_GEMMA2 = (
-    _LLAMA
-    | _OUTPUT_NORMS
-    | {"model.layers.{i}.pre_feedforward_layernorm.weight": ("layers.{i}.post_attention_layernorm.weight",)}
-)
-_GLM = {theirs: ours for theirs, ours in _LLAMA.items() if "mlp.gate" not in theirs and "mlp.up" not in theirs} | {
+
+
+def _output_norms(attention: str, mlp: str) -> Table:
+    """Return rows for the norms of the outputs of attention and MLP, given their Hugging Face names."""
+    ours = {f"layers.{{i}}.{attention}": "attention", f"layers.{{i}}.{mlp}": "mlp"}
+    return _weight_and_bias("model.", {name: f"layers.{{i}}.{part}_output_layernorm" for name, part in ours.items()})
+
+
+_OUTPUT_NORMS = _output_norms("post_attention_layernorm", "post_feedforward_layernorm")
+_OLMO2 = _without(_LLAMA, "input_layernorm") | _OUTPUT_NORMS
+_GEMMA2 = _LLAMA | _OUTPUT_NORMS | {
+    "model.layers.{i}.pre_feedforward_layernorm.weight": ("layers.{i}.post_attention_layernorm.weight",)
+}  # fmt: skip
+_GLM = _without(_LLAMA, "mlp.gate", "mlp.up") | {
     "model.layers.{i}.mlp.gate_up_proj.weight": tuple(f"layers.{{i}}.mlp.up.{p}_proj.weight" for p in ("gate", "up"))
 }
-_GLM4 = _GLM | {
-    "model.layers.{i}.post_self_attn_layernorm.weight": ("layers.{i}.attention_output_layernorm.weight",),
-    "model.layers.{i}.post_mlp_layernorm.weight": ("layers.{i}.mlp_output_layernorm.weight",),
-}
-_PHI3 = _OUTSIDE | _weight_and_bias(
-    "model.layers.{i}.",
-    {
-        "self_attn.qkv_proj": _QKV,
-        "self_attn.o_proj": "layers.{i}.self_attn.o_proj",
-        "mlp.gate_up_proj": ("layers.{i}.mlp.up.gate_proj", "layers.{i}.mlp.up.up_proj"),
-        "mlp.down_proj": "layers.{i}.mlp.down_proj",
-    },
+_GLM4 = _GLM | _output_norms("post_self_attn_layernorm", "post_mlp_layernorm")
+_PHI3 = _without(_GLM, "q_proj", "k_proj", "v_proj") | _weight_and_bias(
+    "model.layers.{i}.", {"self_attn.qkv_proj": _QKV}
 )
 _GPT2: Table = {
     "transformer.wte.weight": ("embed_tokens.weight",),
@@ -104,11 +109,6 @@ _GPT_NEOX: Table = {
 )
 
 
-def _renamed(table: Table, **names: str) -> Table:
-    """Return a table with other Hugging Face names for some modules."""
-    return {".".join(names.get(part, part) for part in theirs.split(".")): ours for theirs, ours in table.items()}
-
-
 def _experts(block: str, **matrices: str) -> Table:
     """Return rows for a router and its experts.
 
@@ -131,40 +131,70 @@ def _shared_expert(name: str) -> Table:
 
 
 _MIXTRAL = _LLAMA | _experts("block_sparse_moe", gate_proj="w1", up_proj="w3", down_proj="w2")
-_QWEN_MOE = _LLAMA | _experts("mlp", gate_proj="gate_proj", up_proj="up_proj", down_proj="down_proj")
+_EXPERTS = _experts("mlp", gate_proj="gate_proj", up_proj="up_proj", down_proj="down_proj")
+_QWEN_MOE = _LLAMA | _EXPERTS
+_QWEN_MOE_SHARED = _QWEN_MOE | _shared_expert("shared_experts")
+_SINKS: Table = {"model.layers.{i}.self_attn.sinks": ("layers.{i}.self_attn.core.sinks",)}
 _GPT_OSS = (
-    {theirs: ours for theirs, ours in _LLAMA.items() if ".mlp." not in theirs}
+    _without(_LLAMA, ".mlp.")
     | _weight_and_bias("model.layers.{i}.mlp.", {"router": "layers.{i}.mlp.gate"})
-    | {"model.layers.{i}.self_attn.sinks": ("layers.{i}.self_attn.core.sinks",)}
+    | _SINKS
     | {
-        f"model.layers.{{i}}.mlp.experts.{theirs}{kind}": tuple(
-            f"layers.{{i}}.mlp.experts.{name}{kind}" for name in ours
-        )
+        f"model.layers.{{i}}.mlp.experts.{theirs}{kind}": tuple(f"layers.{{i}}.mlp.experts.{n}{kind}" for n in ours)
         for theirs, ours in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items()
         for kind in ("", "_bias")
     }
 )
-_LATENT = (
-    {
-        theirs: ours
-        for theirs, ours in _QWEN_MOE.items()
-        if not any(f"self_attn.{part}_proj" in theirs for part in "qkv")
-    }
-    | _shared_expert("shared_experts")
-    | {
-        f"model.layers.{{i}}.self_attn.{theirs}.weight": tuple(f"layers.{{i}}.self_attn.{name}.weight" for name in ours)
-        for theirs, ours in {
-            "q_a_proj": ("down.q_a_proj",),
-            "q_a_layernorm": ("q_a_layernorm",),
-            "q_b_proj": ("q.q_nope_proj", "q.q_rope_proj"),
-            "q_proj": ("q.q_nope_proj", "q.q_rope_proj"),
-            "kv_a_proj_with_mqa": ("down.kv_a_proj", "down.k_rope_proj"),
-            "kv_a_layernorm": ("kv_a_layernorm",),
-            "kv_b_proj": ("kv.k_nope_proj", "kv.v_proj"),
-        }.items()
-    }
-)
+_LATENT = _without(_QWEN_MOE_SHARED, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj") | {
+    f"model.layers.{{i}}.self_attn.{theirs}.weight": tuple(f"layers.{{i}}.self_attn.{name}.weight" for name in ours)
+    for theirs, ours in {
+        "q_a_proj": ("down.q_a_proj",),
+        "q_a_layernorm": ("q_a_layernorm",),
+        "q_b_proj": ("q.q_nope_proj", "q.q_rope_proj"),
+        "q_proj": ("q.q_nope_proj", "q.q_rope_proj"),
+        "kv_a_proj_with_mqa": ("down.kv_a_proj", "down.k_rope_proj"),
+        "kv_a_layernorm": ("kv_a_layernorm",),
+        "kv_b_proj": ("kv.k_nope_proj", "kv.v_proj"),
+    }.items()
+}
 _SHARED_GATE: Table = {"model.layers.{i}.mlp.shared_expert_gate.weight": ("layers.{i}.mlp.shared_expert_gate.weight",)}
+_EXAONE = _renamed(_LLAMA, {
+    "model.embed_tokens": "transformer.wte", "model.layers": "transformer.h", "model.norm": "transformer.ln_f",
+    "self_attn.o_proj": "self_attn.out_proj", "self_attn": "attn.attention", "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2", "gate_proj": "c_fc_0", "up_proj": "c_fc_1", "down_proj": "c_proj",
+})  # fmt: skip
+_GPT_NEO = _renamed(_EXAONE, {"c_fc_1": "c_fc"}) | {"transformer.wpe.weight": ("embed_positions.weight",)}
+_GRANITE_MOE = _LLAMA | _SINKS | {
+    f"model.layers.{{i}}.{theirs}.weight": tuple(f"layers.{{i}}.mlp.{name}" for name in ours)
+    for theirs, ours in {
+        "block_sparse_moe.router.layer": ("gate.weight",),
+        "block_sparse_moe.input_linear": ("experts.gate_proj", "experts.up_proj"),
+        "block_sparse_moe.output_linear": ("experts.down_proj",),
+        "shared_mlp.input_linear": ("shared_expert.up.gate_proj.weight", "shared_expert.up.up_proj.weight"),
+        "shared_mlp.output_linear": ("shared_expert.down_proj.weight",),
+    }.items()
+}  # fmt: skip
+_GRANITE_SWA = _renamed(_GRANITE_MOE, {
+    "moe.router.layer": "moe.router", "moe.input_linear.weight": "moe.experts.gate_up_proj",
+    "moe.output_linear.weight": "moe.experts.down_proj",
+})  # fmt: skip
+_ARIA = _shared_expert("shared_experts") | _renamed(_without(_GRANITE_MOE, "shared_mlp"), {
+    "block_sparse_moe.router.layer": "mlp.router", "block_sparse_moe.input_linear": "mlp.experts.fc1",
+    "block_sparse_moe.output_linear": "mlp.experts.fc2",
+})  # fmt: skip
+_FALCON = _renamed(_GPT_NEOX, {
+    "gpt_neox.embed_in": "transformer.word_embeddings", "embed_out": "lm_head", "gpt_neox.layers": "transformer.h",
+    "gpt_neox.final_layer_norm": "transformer.ln_f", ".attention.": ".self_attention.", "input_layernorm": "ln_attn",
+    "post_attention_layernorm": "ln_mlp",
+})  # fmt: skip
+_HY_V3 = _renamed(_QWEN_MOE | _shared_expert("shared_mlp"), {
+    "mlp.gate.weight": "mlp.router.gate.weight", "gate.e_score_correction_bias": "expert_bias",
+})  # fmt: skip
+_SARVAM = _QWEN_MOE_SHARED | _weight_and_bias("model.layers.{i}.", {"self_attn.query_key_value": _QKV})
+_SARVAM_MOE = _renamed(_without(_SARVAM, "q_proj", "k_proj", "v_proj"), {
+    "self_attn.o_proj": "self_attn.dense", "q_norm": "query_layernorm", "k_norm": "key_layernorm",
+    "self_attn": "attention", "embed_tokens": "word_embeddings", "e_score_correction_bias": "expert_bias",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -188,16 +218,20 @@ class Format:
     layers_beyond: str | None = None
     """Key of config.json with the number of extra layers that predict tokens further ahead. They are not imported."""
 
+    ignored: tuple[str, ...] = ()
+    """Beginnings of names of modules that predict tokens further ahead and are not imported."""
+
     def names_beyond(self, last: int, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the name prefixes of layers after the ``last`` layer. These layers are not imported."""
+        """Return the name prefixes of tensors that are not imported, such as the layers after the ``last`` layer."""
         count = config.get(self.layers_beyond) if self.layers_beyond is not None else 0
-        return tuple(f"model.layers.{n}." for n in range(last, last + count)) if isinstance(count, int) else ()
+        layers = range(last, last + count) if isinstance(count, int) else ()
+        return self.ignored + tuple(f"model.layers.{n}." for n in layers)
 
 
 _PAIRS = (".q_proj.", ".k_proj.")
 _OF_LLAMA = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "ministral", "seed_oss", "granite", "arcee", "stablelm",
-    "smollm3",
+    "smollm3", "internlm3", "iquestcoder", "cwm", "jais2",
 )  # fmt: skip
 FORMATS = dict.fromkeys(_OF_LLAMA, Format(_LLAMA)) | {
     "phi3": Format(_PHI3),
@@ -212,14 +246,36 @@ FORMATS = dict.fromkeys(_OF_LLAMA, Format(_LLAMA)) | {
     "qwen3_moe": Format(_QWEN_MOE),
     "qwen2_moe": Format(_QWEN_MOE | _shared_expert("shared_expert") | _SHARED_GATE),
     "olmoe": Format(_QWEN_MOE),
-    "glm4_moe": Format(_QWEN_MOE | _shared_expert("shared_experts"), layers_beyond="num_nextn_predict_layers"),
+    **dict.fromkeys(
+        ("glm4_moe", "solar_open", "dots1"),
+        Format(_QWEN_MOE_SHARED, layers_beyond="num_nextn_predict_layers"),
+    ),
     "gpt_oss": Format(_GPT_OSS, transposed=(".experts.",), by_row=(".gate_up_proj",), stacked=(".experts.",)),
-    "vaultgemma": Format(_renamed(_LLAMA, post_attention_layernorm="pre_feedforward_layernorm")),
-    "starcoder2": Format(_renamed(_LLAMA, up_proj="c_fc", down_proj="c_proj")),
+    "falcon": Format(_FALCON, prefix="transformer.", by_head=(".query_key_value.",)),
+    "flint": Format(_renamed(_QWEN_MOE | _SINKS | _shared_expert("shared_expert"), {"sinks": "softmax_offset"})),
+    "mellum": Format(_QWEN_MOE, ignored=("mtp.",)),
+    "flex_olmo": Format(_OLMO2 | _EXPERTS),
+    "vaultgemma": Format(_renamed(_LLAMA, {"post_attention_layernorm": "pre_feedforward_layernorm"})),
+    "granite_swa": Format(_LLAMA | _SINKS),
+    "granitemoe_swa": Format(_GRANITE_SWA, stacked=(".block_sparse_moe.experts.",)),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoeshared"),
+        Format(_GRANITE_MOE, stacked=(".block_sparse_moe.input_linear", ".block_sparse_moe.output_linear")),
+    ),
+    "hyperclovax": Format(_LLAMA | _output_norms("post_norm1", "post_norm2")),
+    "exaone": Format(_EXAONE, prefix="transformer."),
+    "gpt_neo": Format(_GPT_NEO, prefix="transformer."),
+    "gpt_bigcode": Format(_GPT2, prefix="transformer."),
+    "exaone_moe": Format(_renamed(_QWEN_MOE_SHARED, {"gate.e_score": "e_score"}), ignored=("mtp.",)),
+    "minimax_m2": Format(_renamed(_MIXTRAL, {"gate.e_score": "e_score"})),
+    "hy_v3": Format(_HY_V3, layers_beyond="num_nextn_predict_layers"),
+    "sarvam_moe": Format(_SARVAM_MOE, layers_beyond="num_nextn_predict_layers"),
+    "aria_text": Format(_ARIA, transposed=(".experts.",), stacked=(".experts.",)),
+    "starcoder2": Format(_renamed(_LLAMA, {"up_proj": "c_fc", "down_proj": "c_proj"})),
     "helium": Format(_LLAMA, rotated_in_pairs=_PAIRS),
     "ernie4_5": Format(_LLAMA, rotated_in_pairs=_PAIRS),
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "youtu"),
+        ("deepseek_v2", "deepseek_v3", "youtu", "glm4_moe_lite", "sarvam_mla"),
         Format(
             _LATENT,
             by_head=(".q_proj.", ".q_b_proj.", ".kv_b_proj."),

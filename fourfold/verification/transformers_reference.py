@@ -11,7 +11,6 @@ from torch.func import functional_call
 
 from fourfold.config.run import RunConfig
 from fourfold.data.transformers_tokenizer import import_transformers
-from fourfold.huggingface.architectures.families import FAMILIES
 from fourfold.huggingface.architectures.rope_keys import FULL, SLIDING
 from fourfold.huggingface.architectures.written_config import config_of
 from fourfold.huggingface.expert_files import in_modules, rows_in_files
@@ -45,12 +44,14 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
     def masks(documents_BS: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """Return the mask for transformers, or one mask per attention type if the model has several types.
 
-        A mask that is passed in replaces the model's own windows.
+        In most families, a mask that is passed in replaces the model's own windows.
         """
         windows = {kind: run.model.sliding_window * (kind == SLIDING) for kind in (FULL, SLIDING)}
         by_kind = {kind: _block_diagonal(documents_BS, dtype, window) for kind, window in windows.items()}
-        knows_kinds = FAMILIES[config["model_type"]].lists_layer_types
-        return by_kind if knows_kinds else by_kind[SLIDING if run.model.sliding_window else FULL]
+        if "layer_types" in config:
+            return by_kind
+        adds_windows = "attention_types" in config  # GPT-Neo applies its windows in addition to the mask.
+        return by_kind[SLIDING if run.model.sliding_window and not adds_windows else FULL]
 
     def logits(parameters: Parameters, batch: Sequences) -> Tensor:
         # Padding comes last, so no data token attends to it, and it needs no mask.

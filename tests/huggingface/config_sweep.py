@@ -77,10 +77,11 @@ class Sweep:
         return None if any(name in ours for name in names) else f"{change} is refused by another name: {ours}"
 
     def _our_names(self, change: dict[str, Any]) -> set[str]:
-        """Return the names that the keys of a change have in the run file."""
+        """Return the names that the keys of a change have in the run file, and the keys that they override in
+        config.json."""
         family = FAMILIES[self.raw["model_type"]]
         theirs = {family.other_names.get(key, key) for key in change}
-        return {ours for ours, key in family.keys.items() if key in theirs}
+        return theirs | {ours for ours, key in family.keys.items() if key in theirs}
 
     def _changes_nothing(self, change: dict[str, Any]) -> bool:
         found = self._theirs(change)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from parallelized_models import make
@@ -41,6 +43,30 @@ def test_a_matrix_that_files_transpose_keeps_its_name(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(core_model_loading, "revert_weight_conversion", transposed)
     assert rows_in_files(make("llama"))["lm_head.weight"] == {"lm_head.weight": range(208)}
+
+
+def test_a_stack_of_experts_may_have_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Granite's files stack experts as the modules do."""
+
+    def renamed(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {f"their.{name}": tensor for name, tensor in tensors.items()}
+
+    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", renamed)
+    assert rows_in_files(make("olmoe"))[DOWN] == {f"their.{DOWN}": range(4 * 64)}
+
+
+def test_parameters_that_files_join_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sarvam's files join queries, keys, and values, so none of these parameters is a tensor of the files."""
+
+    def joined(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {re.sub("[qkv]_proj", "query_key_value", name): tensor for name, tensor in tensors.items()}
+
+    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", joined)
+    model = make("llama")
+    rows = rows_in_files(model)
+    for part in "qkvo":
+        name = f"model.layers.0.self_attn.{part}_proj.weight"
+        assert rows[name] == {name: range(len(model.get_parameter(name)))}
 
 
 def test_a_parameter_without_dims_keeps_its_name() -> None:

@@ -25,6 +25,7 @@ from fourfold.data.prepare import prepare
 from fourfold.data.tokenizer import train_bpe
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import model_of, read_config
+from fourfold.huggingface.architectures.families import FAMILIES
 from fourfold.huggingface.architectures.written_config import config_of
 from fourfold.huggingface.export_model import export_huggingface
 from fourfold.huggingface.import_model import import_huggingface, load_pretrained
@@ -138,6 +139,14 @@ def test_the_preset_of_gpt_oss_is_its_config_json() -> None:
         "tie_word_embeddings": False, "quantization_config": {"quant_method": "mxfp4"},
     }  # fmt: skip
     assert model_of(published, "config.json") == ModelConfig(**PRESETS["gpt-oss-20b"])
+
+
+@pytest.mark.parametrize("name", ["exaone", "internlm3", "iquestcoder", "sarvam_moe", "sarvam_mla"])
+def test_published_files_may_name_the_class_of_their_own_code(name: str, tmp_path: Path) -> None:
+    config = read_config(make_model(tmp_path / "hf", name))
+    published = {"architectures": [FAMILIES[config["model_type"]].published_as]}
+    assert published["architectures"] != config["architectures"]
+    assert model_of(config | published, "config.json") == model_of(config, "config.json")
 
 
 def test_other_cuts_of_the_files_are_read(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ def refusal(folder: Path) -> str:
     ("changes", "names"),
     [
         ({"model_type": "phimoe"}, ["phimoe", "sparsemixer"]),
-        ({"model_type": "falcon"}, ["falcon", "side by side"]),
+        ({"model_type": "phi"}, ["phi", "side by side"]),
+        ({"model_type": "falcon", "architectures": None}, ["new_decoder_architecture = False"]),
         ({"model_type": "gemma3"}, ["gemma3", "images beside text"]),
         ({"model_type": "mamba"}, ["mamba", "llama"]),
         ({"model_type": ["llama"]}, ["model_type = ['llama']"]),
@@ -87,6 +88,17 @@ def test_what_would_be_silently_wrong_is_refused(changes: dict[str, Any], names:
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0; the decoder here computes only None"),
         ("glm4_moe", {"n_group": 2}, "n_group = 2; the decoder here computes only 1"),
         ("glm4_moe", {"n_shared_experts": "one"}, "n_shared_experts = 'one' is not an integer"),
+        ("exaone_moe", {"num_shared_experts": None}, "num_shared_experts = None is not an integer"),
+        ("hy_v3", {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types = ['sparse', 'dense']; the decoder here"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"] * 2}, "mlp_layer_types = ['dense', 'dense'] with num_hidden_"),
+        ("granite_swa", {"layer_rope_theta": [1e4, 1e5]}, "layer_rope_theta = [10000.0, 100000.0]; 2 layers need 0 or"),
+        ("granite_swa", {"layer_rope_theta": [1e4]}, "layer_rope_theta = [10000.0]; 2 layers need 0 or one common"),
+        ("gpt_neo", {"attention_types": [["global", "x"]]}, "attention_types = "),
+        ("hyperclovax", {"logits_scaling": 0}, "logits_scaling = 0 is not a positive number"),
+        ("hyperclovax", {"use_post_norm": False}, "use_post_norm = False; the decoder here computes only True"),
+        ("minimax_m2", {"rotary_dim": "8"}, "rotary_dim = '8' is not an integer"),
+        ("falcon", {"num_ln_in_parallel_attn": 1}, "num_ln_in_parallel_attn = 1; the decoder here computes only 2"),
+        ("gpt_bigcode", {"multi_query": False}, "multi_query = False; the decoder here computes only True"),
     ],
 )
 def test_mixtures_that_are_not_computed_are_refused(

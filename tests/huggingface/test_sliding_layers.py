@@ -25,6 +25,19 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 S, F = "sliding_attention", "full_attention"
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 4]]},
+    "mellum": {"layer_types": [F, S] * 4},  # Without the list, no layer slides.
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "max_window_layers": 4},
+}
+"""Keys with which some of 8 layers slide, in families whose defaults are for another number of layers."""
+ONE_FULL_LAYER: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global"], 1]]},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
+    "flint": {"mlp_only_layers": []},
+    "exaone_moe": {"mlp_layer_types": ["sparse"]},
+}
+"""Keys of a model whose only layer has full attention, and experts if it is of a family with experts."""
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 
 
@@ -61,7 +74,7 @@ def test_layers_slide_as_in_transformers(kind: str, keys: dict[str, Any]) -> Non
 @pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.slides])
 def test_use_sliding_window_counts_only_in_families_in_which_transformers_reads_it(kind: str) -> None:
     """In a Mistral model, for example, every layer slides, whatever this key says."""
-    config = {"model_type": kind, **SIZES, "sliding_window": 8, "use_sliding_window": False}
+    config = {"model_type": kind, **SIZES, "sliding_window": 8, "use_sliding_window": False, **OF_FAMILY.get(kind, {})}
     is_read = hasattr(transformers.CONFIG_MAPPING[kind](), "use_sliding_window")
     assert (model_of(config, "config.json").sliding_layers == 0) == is_read
 
@@ -71,7 +84,8 @@ def test_models_without_sliding_layers_are_written_for_transformers(kind: str) -
     """For some families, transformers always makes the masks of both types of layers, and needs a window size for
     that."""
     sizes = {**SIZES, "num_hidden_layers": 1, "layer_types": [F], "vocab_size": 32, "moe_intermediate_size": 8}
-    model = model_of({"model_type": kind, **sizes, "sliding_window": None}, "config.json")
+    config = {"model_type": kind, **sizes, "sliding_window": None, **ONE_FULL_LAYER.get(kind, {})}
+    model = model_of(config, "config.json")
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config_of(model, kind)))
     assert theirs(torch.arange(4)[None]).logits.shape == (1, 4, 32)
 

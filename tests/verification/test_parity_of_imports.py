@@ -46,6 +46,30 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "deepseek_v3": ({"x": 2, "y": 2}, {}),
     "deepseek_v2": ({"y": 2}, {}),
     "youtu": ({"x": 2}, {"lora": {"rank": 2}}),
+    "granite_swa": ({"x": 2, "y": 2}, {"data": {"mask_documents": True}}),
+    "granitemoe_swa": ({"x": 2}, {}),
+    "granitemoeshared": ({"ep": 2, "dp": 2}, {}),
+    "hyperclovax": ({"y": 2}, {}),
+    "cwm": ({"cp": 2}, {"data": {"mask_documents": True}}),
+    "exaone": ({"z": 2}, {}),
+    "internlm3 biases": ({"x": 2}, {}),
+    "iquestcoder": ({"dp": 2}, {}),
+    "jais2": ({"x": 2, "y": 2}, {}),
+    "gpt_neo": ({"cp": 2}, {"data": {"mask_documents": True}}),
+    "gpt_bigcode": ({"y": 2}, {}),
+    "falcon biases": ({"x": 2, "y": 2}, {}),
+    "flint": ({"x": 2}, {}),
+    "mellum": ({"pp": 2}, {}),
+    "flex_olmo": ({"x": 2, "z": 2}, {}),
+    "aria_text": ({"ep": 2, "dp": 2}, {}),
+    "solar_open": ({"x": 2}, {}),
+    "dots1": ({"pp": 2}, {}),
+    "sarvam_moe": ({"y": 2}, {"lora": {"rank": 2}}),
+    "exaone_moe": ({"ep": 2, "dp": 2}, {}),
+    "hy_v3": ({"x": 2, "y": 2}, {}),
+    "minimax_m2": ({"x": 2}, {}),
+    "glm4_moe_lite": ({"x": 2, "y": 2}, {}),
+    "sarvam_mla": ({"y": 2}, {}),
 }
 """Family, grid, and further sections of the run file."""
 
@@ -79,6 +103,7 @@ def test_an_imported_model_computes_what_the_library_computes(pool: Pool, tmp_pa
 
 
 CONFIG = "fourfold.huggingface.architectures.config_json"
+LAYERS = "fourfold.huggingface.architectures.layer_keys"
 CONFIG_FAULTS: dict[str, tuple[str, dict[str, Any], tuple[str, str, str]]] = {
     "the base of the rotary embedding is not read": (
         "llama",
@@ -98,6 +123,31 @@ CONFIG_FAULTS: dict[str, tuple[str, dict[str, Any], tuple[str, str, str]]] = {
             "given.get(theirs) is not None",
             "given.get(theirs) is not None and 'eps' not in ours",
         ),
+    ),
+    "the factor on the logits divides them": (
+        "hyperclovax",
+        {},
+        (f"{CONFIG}:model_keys", "keys[key] = 1 / keys[key]", "pass"),
+    ),
+    "the layers without rotary embeddings rotate": (
+        "granite_swa",
+        {},
+        (f"{LAYERS}:rotating_layers", "return _thetas_of_layers(given, family, where)", "return {}"),
+    ),
+    "the rotary bases of the layers are not read": (
+        "granite_swa",
+        {},
+        (f"{LAYERS}:_thetas_of_layers", "{'rope_theta': float(bases.pop())}", "{}"),
+    ),
+    "layers with local attention attend to all tokens": (
+        "gpt_neo",
+        {},
+        (f"{LAYERS}:types_of_gpt_neo", "{'global': FULL, 'local': SLIDING}", "{'global': FULL, 'local': FULL}"),
+    ),
+    "full-attention layers rotate, although only sliding layers do": (
+        "exaone_moe sparse",
+        {},
+        (f"{CONFIG}:_windows", "family.rotating_layers in ('sliding', 'only_sliding')", "False"),
     ),
 }
 """Family, keys of config.json, and a fault of our reader."""

@@ -19,7 +19,14 @@ from fourfold.errors import UserError, first_line
 from fourfold.extras import import_extra
 from fourfold.huggingface.architectures.families import FAMILIES, MISSING
 from fourfold.huggingface.architectures.family import LAYER_NUMBERS, REQUIRED, TOPK_METHOD, Family
-from fourfold.huggingface.architectures.rope_keys import FULL, SLIDING, rope_keys
+from fourfold.huggingface.architectures.layer_keys import (
+    check_count,
+    count_layers,
+    expert_keys,
+    rotating_layers,
+    types_of_gpt_neo,
+)
+from fourfold.huggingface.architectures.rope_keys import FULL, SLIDING, check_number, rope_keys
 from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_model_folder, check_no_adapter, check_regular
 
@@ -36,9 +43,6 @@ DECISIVE_KEYS = (
 )  # fmt: skip
 """Keys of [model] that determine which families a model can belong to."""
 
-MOST_LAYERS = 10_000
-"""Largest number of layers whose types are listed one by one. No model has more layers."""
-
 NEVER_NULL = (
     "swiglu_limit", "num_experts_per_tok", "norm_topk_prob", "first_k_dense_replace", "n_group", "topk_group",
     "routed_scaling_factor", "kv_lora_rank",
@@ -51,6 +55,7 @@ NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 NEVER_0 = dict.fromkeys(NONE_IS_0[:2], "divides by zero; null is no cap") | {
     "q_lora_rank": "is not a width; null computes queries without latents",
     "kv_lora_rank": "is not a width; 512 works",
+    "shared_expert_intermediate_size": "is not a width; 512 works",
     "swiglu_limit": "cuts every gate; 7.0 works",
     "attention_multiplier": "gives all keys the same score; 0.125 works",
 }
@@ -88,7 +93,7 @@ def family_of(config: Mapping[str, Any], where: str) -> str:
     if kind not in FAMILIES:
         raise UserError(f"{where}: model_type {kind!r} is unknown here; there are {', '.join(FAMILIES)}")
     for architecture in config.get("architectures") or [FAMILIES[kind].architecture]:
-        if architecture != FAMILIES[kind].architecture:
+        if architecture not in (FAMILIES[kind].architecture, FAMILIES[kind].published_as):
             raise UserError(
                 f"{where}: the architecture is {architecture}; a language model of this family is "
                 f"{FAMILIES[kind].architecture}"
@@ -102,10 +107,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raise ``UserError`` if the decoder cannot compute the model.
     """
     family = FAMILIES[family_of(config, where)]
-    renamed = {theirs: config[other] for other, theirs in family.other_names.items() if other in config}
-    given = {**family.defaults, **config, **renamed}
-    if given.get("rope_parameters") is None:
-        given["rope_parameters"] = family.defaults.get("rope_parameters")
+    given = _with_defaults(config, family, where)
     for key in NEVER_NULL:
         if key in config and config[key] is None and family.defaults.get(key, 0) is not None:
             raise UserError(f"{where}: {key} is null; a number works, and without the key the family's default applies")
@@ -124,29 +126,42 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         if given.get(theirs) is not None:
             keys[ours] = given[theirs]
     for ours in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-        if ours not in keys and family.keys[ours] != "n_inner":  # In GPT-2's files, the default is 4 × n_embd.
+        # If the default is null, ModelConfig derives the size from other sizes.
+        if ours not in keys and family.defaults.get(family.keys[ours], 0) is not None:
             raise UserError(f"{where}: {family.keys[ours]} is missing")
     _check_head_dim(keys, family, given.get("head_dim"), where)
     _check_zeros(given, keys, family, where)
     # In these families, attention_bias also determines whether the output projection has a bias.
     if "attention_bias" in family.keys and "attention_output_bias" not in {**family.keys, **family.fixed}:
         keys["attention_output_bias"] = keys.get("attention_bias", False)
-    if family.lists_dense_layers:
-        keys["first_k_dense_replace"] = _first_dense(given, family, where)
-    if family.counts_shared_experts:
-        for key in ("n_shared_experts", "moe_intermediate_size"):
-            _check_count(key, given[key], 1, where)
-        keys["shared_expert_intermediate_size"] = given["n_shared_experts"] * given["moe_intermediate_size"]
+    keys |= expert_keys(given, family, where)
     if TOPK_METHOD in family.required and given[TOPK_METHOD] == family.required[TOPK_METHOD][0]:
         keys["n_group"] = keys["topk_group"] = 1
     if keys["position_embedding"] == "rope":
         keys |= rope_keys(given, family, where)
+    for key in family.reciprocals:
+        check_number(f"{where}: {key}", keys.setdefault(key, 1.0), positive=True)
+        keys[key] = 1 / keys[key]
     keys |= _windows(given, family, where)
-    if family.rotating_layers == "listed":
-        keys["no_rope_layers"] = _rotating_layers(given, family, where)
+    keys |= rotating_layers(given, family, where)
     if not keys["sliding_window"]:
         keys.pop("rope_local_base_freq", None)
     return keys
+
+
+def _with_defaults(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """Return a config.json with the defaults of its family, under the names that the family's keys have."""
+    renamed = {theirs: config[other] for other, theirs in family.other_names.items() if other in config}
+    given = {**family.defaults, **config, **renamed}
+    if given.get("rope_parameters") is None:
+        given["rope_parameters"] = family.defaults.get("rope_parameters")
+    if "attention_types" in family.defaults:
+        given |= {"layer_types": types_of_gpt_neo(given, where), "sliding_window": given["window_size"]}
+    if "rotary_dim" in family.defaults and given["rotary_dim"] is not None:
+        for key in ("rotary_dim", "head_dim"):
+            check_count(key, given[key], 1, where)
+        given.setdefault("partial_rotary_factor", given["rotary_dim"] / given["head_dim"])
+    return given
 
 
 def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
@@ -182,9 +197,11 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
     kinds = given.get("layer_types")
     if window is None and family.lists_layer_types and is_used and SLIDING in (kinds or []):
         raise UserError(f"{where}: sliding_window is null, and layer_types has '{SLIDING}' layers; they need a window")
+    if family.rotating_layers == "only_sliding":
+        none["no_rope_layers"] = [0]
     if family.slides is None or window is None or not is_used:
         return none
-    layers = _count_layers(given, family, where)
+    layers = count_layers(given, family, where)
     if kinds is not None and not family.lists_layer_types and kinds != [SLIDING] * layers:
         # Refuse such a Mistral file, because transformers reads it as a Ministral model.
         raise UserError(
@@ -193,7 +210,7 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
         )
     if kinds is None:
         for key in LAYER_NUMBERS.keys() & family.defaults.keys():
-            _check_count(key, given[key], LAYER_NUMBERS[key], where)
+            check_count(key, given[key], LAYER_NUMBERS[key], where)
         kinds = [SLIDING if family.slides(layer, given) else FULL for layer in range(layers)]
     if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
         raise UserError(f"{where}: layer_types = {kinds!r}; the decoder here has '{FULL}' and '{SLIDING}' layers")
@@ -203,49 +220,11 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
             "one for each layer"
         )
     if SLIDING in kinds:
-        _check_count("sliding_window", window, 1, where)
+        check_count("sliding_window", window, 1, where)
     found = {"sliding_window": window, "layer_types": kinds} if SLIDING in kinds else none
-    if family.rotating_layers == "sliding":
+    if family.rotating_layers in ("sliding", "only_sliding"):
         found["no_rope_layers"] = [int(kind == SLIDING) for kind in kinds]
     return found
-
-
-def _rotating_layers(given: Mapping[str, Any], family: Family, where: str) -> list[int]:
-    """Return 1 for each layer that rotates queries and keys, and 0 for all other layers."""
-    count, listed = _count_layers(given, family, where), given["no_rope_layers"]
-    if listed is None:
-        interval = given["no_rope_layer_interval"]
-        _check_count("no_rope_layer_interval", interval, 1, where)
-        return [int((layer + 1) % interval > 0) for layer in range(count)]
-    if not isinstance(listed, list) or len(listed) < count or any(each not in (0, 1) for each in listed):
-        raise UserError(f"{where}: no_rope_layers = {listed!r} is not a list of 0 or 1 for each of {count} layers")
-    return [int(each) for each in listed[:count]]
-
-
-def _count_layers(given: Mapping[str, Any], family: Family, where: str) -> int:
-    """Return the number of layers. Refuse a number that is too large to list the layers one by one."""
-    name = family.keys["num_hidden_layers"]
-    count: int = given[name]
-    _check_count(name, count, 1, where)
-    if count > MOST_LAYERS:
-        raise UserError(f"{where}: {name} = {count}; a model whose layers differ has at most {MOST_LAYERS} here")
-    return count
-
-
-def _first_dense(given: Mapping[str, Any], family: Family, where: str) -> int:
-    """Return the number of layers with a dense MLP. These must be the first layers."""
-    layers = given.get("mlp_only_layers") or []
-    if not isinstance(layers, list) or layers != list(range(len(layers))):
-        raise UserError(
-            f"{where}: mlp_only_layers = {layers}; the decoder here computes dense MLPs only in the first layers"
-        )
-    count = _count_layers(given, family, where)
-    if len(layers) >= count:
-        raise UserError(
-            f"{where}: mlp_only_layers = {layers} with num_hidden_layers = {count}; an MoE model needs a layer "
-            "with experts"
-        )
-    return len(layers)
 
 
 def _check_head_dim(keys: Mapping[str, Any], family: Family, size: Any, where: str) -> None:
@@ -263,11 +242,6 @@ def _check_head_dim(keys: Mapping[str, Any], family: Family, size: Any, where: s
         raise UserError(
             f"{where}: head_dim = {size!r}; a head of this family has hidden_size / num_attention_heads channels"
         )
-
-
-def _check_count(name: str, value: Any, least: int, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(f"{where}: {name} = {value!r} is not an integer of at least {least}")
 
 
 def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:

@@ -1,5 +1,5 @@
-"""The transformers architectures that the decoder can compute. The tables of ``variants.py`` describe some of them by
-their differences from another architecture."""
+"""The transformers architectures that the decoder can compute. ``variants.toml`` describes some of them by their
+differences from another architecture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fourfold.huggingface.architectures.family import Family
-from fourfold.huggingface.architectures.variants import variants_of
+from fourfold.huggingface.architectures.variants import with_variants
 
 
 def _every(layer: int, given: Mapping[str, Any]) -> bool:
@@ -59,7 +59,7 @@ _GPT2_KEYS = {key: key for key in ("vocab_size", "tie_word_embeddings", "initial
     "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
     "intermediate_size": "n_inner", "max_position_embeddings": "n_positions", "norm_eps": "layer_norm_epsilon",
 }  # fmt: skip
-_GPT2_DEFAULTS = {"n_positions": 1024, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}
+_GPT2_DEFAULTS = {"n_positions": 1024, "n_inner": None, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}
 _GPT2_FIXED = dict.fromkeys(_NO_BIASES, True) | {"norm": "layernorm", "position_embedding": "learned", "qk_norm": False}
 _GPT_NEOX_KEYS = {key: key for key in (*_SAME_NAMES, "attention_bias")} | {
     "norm_eps": "layer_norm_eps",
@@ -218,7 +218,7 @@ FAMILIES: dict[str, Family] = {
         _SWIGLU,
         required={"decoder_sparse_step": (1,)},
         other_names={"num_local_experts": "num_experts"},
-        lists_dense_layers=True,
+        dense_layers="mlp_only_layers",
         slides=_every,
     ),
     "qwen2_moe": Family(
@@ -234,7 +234,7 @@ FAMILIES: dict[str, Family] = {
         _LLAMA_FIXED | {"attention_output_bias": False, "mlp_bias": False, "shared_expert_gate": True},
         _SWIGLU,
         required={"decoder_sparse_step": (1,)},
-        lists_dense_layers=True,
+        dense_layers="mlp_only_layers",
         slides=lambda layer, given: layer % 2 == 0 and layer < given["max_window_layers"],
         lists_layer_types=True,
     ),
@@ -267,7 +267,7 @@ FAMILIES: dict[str, Family] = {
         required={"n_group": (1,), "topk_group": (1,)},
         partial_rotary_factor="partial_rotary_factor",
         other_names={"num_local_experts": "n_routed_experts"},
-        counts_shared_experts=True,
+        shared_experts="n_shared_experts",
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -287,12 +287,11 @@ FAMILIES: dict[str, Family] = {
         quantization={"quant_method": "mxfp4"},
     ),
 }
-FAMILIES |= variants_of(FAMILIES)
+FAMILIES = with_variants(FAMILIES)
 
 MISSING: dict[str, str] = {
     "phi": "one norm for attention and MLP side by side, and a bias of the head",
     "gemma3": "images beside text (its text model alone, 'gemma3_text', is computed)",
-    "falcon": "one norm for attention and MLP side by side",
     "phimoe": "sparsemixer, its choice of experts",
     "llama4": "experts whose inputs are scaled, and attention in chunks",
 }

@@ -44,17 +44,18 @@ class Family:
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys of config.json that must have one of these values, because the decoder cannot compute any other."""
     rope_theta: str = "rope_theta"
-    """Name of this key in files of transformers 4."""
+    """Name of this key in files of transformers 4. Empty if transformers reads only rope_parameters."""
     partial_rotary_factor: str | None = None
     """Name of this key in files of transformers 4. None if rotary embeddings always rotate whole heads."""
     rope_types: tuple[str, ...] = tuple(ROPE_KEYS)
     """The types of rotary scaling that the family supports."""
     other_names: Mapping[str, str] = field(default_factory=dict)
     """Alternative names that transformers also reads or writes. Each maps to the key that it overrides."""
-    lists_dense_layers: bool = False
-    """Whether mlp_only_layers lists the layers without experts. The decoder requires that these layers come first."""
-    counts_shared_experts: bool = False
-    """Whether n_shared_experts gives the shared expert's width as a multiple of moe_intermediate_size."""
+    dense_layers: Literal["mlp_only_layers", "mlp_layer_types"] | None = None
+    """Name of the key that lists the layers without experts, or the kinds of all layers ("dense" and "sparse"). The
+    decoder requires that the layers without experts come first."""
+    shared_experts: str | None = None
+    """Name of the key that gives the shared expert's width as a multiple of an expert's width."""
     slides: Callable[[int, Mapping[str, Any]], bool] | None = None
     """Function that returns whether a layer uses the config's sliding_window. None if the family has no sliding
     window."""
@@ -64,9 +65,13 @@ class Family:
     """Default rotary base of sliding-window layers. None if they use the same base as all other layers."""
     reads_local_theta: bool = False
     """Whether the key rope_local_base_freq sets this base."""
-    rotating_layers: Literal["all", "sliding", "listed"] = "all"
-    """Layers with rotary embeddings: all of them, only sliding-window layers if there is a window, or the layers that
-    no_rope_layers lists."""
+    rotating_layers: Literal["all", "sliding", "only_sliding", "listed", "with_theta"] = "all"
+    """Layers with rotary embeddings: all of them, only sliding-window layers if there is a window, only sliding-window
+    layers in any case, the layers that no_rope_layers lists, or the layers for which layer_rope_theta is not 0."""
+    reciprocals: tuple[str, ...] = ()
+    """Keys of [model] whose reciprocals are in config.json."""
+    published_as: str | None = None
+    """Another name of the class, in published files whose own code has been replaced by a class of transformers."""
     quantization: Mapping[str, Any] = field(default_factory=dict)
     """Keys and values of the quantization_config of files whose quantized weights can be read."""
 

@@ -19,6 +19,8 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
     A file can have both. transformers prefers rope_scaling, which model cards recommend adding for long texts.
     """
     tables = {key: given.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
+    if not family.rope_theta and tables["rope_scaling"]:
+        raise UserError(f"{where}: rope_scaling is not read here; rope_parameters with a table per kind works")
     for key, table in tables.items():
         if not isinstance(table, Mapping):
             raise UserError(f"{where}: {key} = {table!r} is not a table of the rotary embeddings' type and factors")
@@ -33,8 +35,8 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
     theta = _first(rope.pop("rope_theta", None), given.get(family.rope_theta), 10000.0)
     part = given.get(family.partial_rotary_factor or "partial_rotary_factor")
     part = _first(rope.pop("partial_rotary_factor", None), part, 1.0)
-    _check_number(f"{where}: rope_theta", theta)
-    _check_number(f"{where}: partial_rotary_factor", part)
+    check_number(f"{where}: rope_theta", theta)
+    check_number(f"{where}: partial_rotary_factor", part)
     if part != 1.0 and family.partial_rotary_factor is None:
         raise UserError(f"{where}: partial_rotary_factor = {part}; models of this family rotate whole heads")
     always = {"rope_theta": float(theta), "partial_rotary_factor": float(part), **local}
@@ -69,7 +71,7 @@ def _scaling(rope: dict[str, Any], kind: str, given: Mapping[str, Any], family: 
         if key == "truncate" and not isinstance(value, bool):
             raise UserError(f"{where}.truncate = {value!r} is neither true nor false")
         if key != "truncate":
-            _check_number(f"{where}.{key}", value, positive=True)
+            check_number(f"{where}.{key}", value, positive=True)
             scaling[key] = value if key == "original_max_position_embeddings" else float(value)
     return scaling
 
@@ -90,15 +92,15 @@ def _local_rope(
         raise UserError(f"{where}: the rotary embeddings of full layers are {full!r}, not a table")
     base = given.get("rope_local_base_freq") if family.reads_local_theta else None
     if not family.reads_local_theta and "rope_theta" in full:
-        base = given["rope_theta"]
+        base = given.get("rope_theta")
     base = _first(own.get("rope_theta"), base, family.rope_local_theta)
-    _check_number(f"{where}: the rope_theta of sliding layers", base)
+    check_number(f"{where}: the rope_theta of sliding layers", base)
     if base <= 1:
         raise UserError(f"{where}: the rope_theta of sliding layers, {base}, is not above 1")
     return {"rope_local_base_freq": float(base)}, {**full, **scaling}
 
 
-def _check_number(key: str, value: Any, positive: bool = False) -> None:
+def check_number(key: str, value: Any, positive: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or (positive and not value > 0):
         raise UserError(f"{key} = {value!r} is not a {'positive ' * positive}number")
 

@@ -48,23 +48,29 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": kind}
     # Without these keys, transformers would use the ids of the family's first model. This model's vocabulary may not
     # have them.
-    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config |= {key: family.defaults.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config |= {theirs: getattr(model, ours) for ours, theirs in family.keys.items()}
     config |= {key: None for key in NONE_IS_0 if config.get(key) == 0}
     config |= {key: values[0] for key, values in family.required.items()}
     for activation, ours in family.activations.items():
         if all(getattr(model, key) == value for key, value in ours.items()):
             config.setdefault(family.activation_key, activation)
-    if family.lists_dense_layers:
+    config |= {family.keys[key]: 1 / getattr(model, key) for key in family.reciprocals}
+    layers = range(model.num_hidden_layers)
+    if family.dense_layers == "mlp_only_layers":
         config["mlp_only_layers"] = list(range(model.first_k_dense_replace))
-    if family.counts_shared_experts and model.num_experts:
-        config["n_shared_experts"] = model.shared_expert_intermediate_size // model.moe_intermediate_size
+    if family.dense_layers == "mlp_layer_types":
+        config["mlp_layer_types"] = ["sparse" if model.is_sparse(layer) else "dense" for layer in layers]
+    if family.shared_experts is not None and model.num_experts:
+        config[family.shared_experts] = model.shared_expert_intermediate_size // model.moe_intermediate_size
     if TOPK_METHOD in family.required and model.n_group > 1:
         config[TOPK_METHOD] = family.required[TOPK_METHOD][1]
     if model.position_embedding == "rope":
         config |= _their_rope(model, family)
     if family.rotating_layers == "listed":
-        config["no_rope_layers"] = [int(model.rotates(layer)) for layer in range(model.num_hidden_layers)]
+        config["no_rope_layers"] = [int(model.rotates(layer)) for layer in layers]
+    if family.rotating_layers == "with_theta":
+        config["layer_rope_theta"] = [model.rope_theta * model.rotates(layer) for layer in layers]
     if family.slides is not None:
         config |= _their_windows(model, family)
     return config
@@ -72,7 +78,8 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
 
 def _their_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
     config: dict[str, Any] = {family.rope_theta: model.rope_theta}
-    config["head_dim"] = model.qk_rope_head_dim or model.head_dim
+    if family.architecture != "FalconForCausalLM":  # transformers derives it there, and refuses the key.
+        config["head_dim"] = model.qk_rope_head_dim or model.head_dim
     if family.partial_rotary_factor is not None:
         config[family.partial_rotary_factor] = model.partial_rotary_factor
     if model.rope_scaling is not None:
@@ -90,8 +97,12 @@ def _their_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 def _their_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     slides = model.sliding_layers > 0
+    if "attention_types" in family.defaults:
+        kinds = ["local" if model.is_sliding(layer) else "global" for layer in range(model.num_hidden_layers)]
+        return {"attention_types": [[kinds, 1]]}
     # Models with layer_types need a window size even if no layer uses it, unless a window turns rotation off.
-    unused = family.defaults["sliding_window"] if family.lists_layer_types and family.rotating_layers == "all" else None
+    is_kept = family.lists_layer_types and family.rotating_layers != "sliding"
+    unused = family.defaults["sliding_window"] if is_kept else None
     config: dict[str, Any] = {"sliding_window": model.sliding_window if slides else unused}
     if "use_sliding_window" in family.defaults:
         config["use_sliding_window"] = slides

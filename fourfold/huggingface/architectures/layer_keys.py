@@ -1,0 +1,100 @@
+"""Read how the layers of a Hugging Face config.json differ: which have experts, windows, or rotary embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fourfold.config.expected_values import shown
+from fourfold.errors import UserError
+from fourfold.huggingface.architectures.family import Family
+from fourfold.huggingface.architectures.rope_keys import FULL, SLIDING
+
+MOST_LAYERS = 10_000
+"""Largest number of layers whose types are listed one by one. No model has more layers."""
+
+
+def rotating_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """Return no_rope_layers, with 1 for each layer that rotates queries and keys, if a key lists these layers."""
+    if family.rotating_layers == "with_theta" and given["layer_rope_theta"] is not None:
+        return _thetas_of_layers(given, family, where)
+    if family.rotating_layers != "listed":
+        return {}
+    count, listed = count_layers(given, family, where), given["no_rope_layers"]
+    if listed is None:
+        interval = given["no_rope_layer_interval"]
+        check_count("no_rope_layer_interval", interval, 1, where)
+        return {"no_rope_layers": [int((layer + 1) % interval > 0) for layer in range(count)]}
+    if not isinstance(listed, list) or len(listed) < count or any(each not in (0, 1) for each in listed):
+        raise UserError(f"{where}: no_rope_layers = {listed!r} is not a list of 0 or 1 for each of {count} layers")
+    return {"no_rope_layers": [int(each) for each in listed[:count]]}
+
+
+def types_of_gpt_neo(given: Mapping[str, Any], where: str) -> list[str]:
+    """Return the attention types of the layers. GPT-Neo's files have lists of types and how often each repeats."""
+    kinds = {"global": FULL, "local": SLIDING}
+    try:
+        names = [name for listed, count in given["attention_types"] for name in count * list(listed)]
+        found = [kinds[name] for name in names]
+    except (TypeError, ValueError, KeyError):
+        shown_types = shown(given["attention_types"])
+        raise UserError(f"{where}: attention_types = {shown_types}; [[['global', 'local'], 6]] works") from None
+    if given.get("attention_layers", names) != names:
+        raise UserError(
+            f"{where}: attention_layers = {given['attention_layers']} differs from attention_types; drop it"
+        )
+    return found
+
+
+def _thetas_of_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """Return the rotary base of all layers that rotate, and the list of these layers."""
+    listed, count = given["layer_rope_theta"], count_layers(given, family, where)
+    thetas = listed[:count] if isinstance(listed, list) else []
+    bases = {theta for theta in thetas if isinstance(theta, int | float) and theta != 0}
+    if len(thetas) < count or len(bases) > 1 or any(theta != 0 and theta not in bases for theta in thetas):
+        raise UserError(f"{where}: layer_rope_theta = {listed!r}; {count} layers need 0 or one common base each")
+    base = {"rope_theta": float(bases.pop())} if bases else {}
+    return base | {"no_rope_layers": [int(theta != 0) for theta in thetas]}
+
+
+def count_layers(given: Mapping[str, Any], family: Family, where: str) -> int:
+    """Return the number of layers. Refuse a number that is too large to list the layers one by one."""
+    name = family.keys["num_hidden_layers"]
+    count: int = given[name]
+    check_count(name, count, 1, where)
+    if count > MOST_LAYERS:
+        raise UserError(f"{where}: {name} = {count}; a model whose layers differ has at most {MOST_LAYERS} here")
+    return count
+
+
+def expert_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """Return the keys of [model] for the layers without experts and for the shared expert."""
+    keys = {}
+    if family.dense_layers is not None and given.get(family.dense_layers) is not None:
+        keys["first_k_dense_replace"] = _first_dense_layers(given, family, family.dense_layers, where)
+    if family.shared_experts is not None:
+        count, width = family.shared_experts, family.keys["moe_intermediate_size"]
+        for key in (count, width):
+            check_count(key, given.get(key), 1, where)
+        keys["shared_expert_intermediate_size"] = given[count] * given[width]
+    return keys
+
+
+def _first_dense_layers(given: Mapping[str, Any], family: Family, name: str, where: str) -> int:
+    """Return the number of layers with a dense MLP. These must be the first layers."""
+    layers = listed = given[name]
+    if name == "mlp_layer_types" and isinstance(listed, list):
+        layers = [layer for layer, kind in enumerate(listed) if kind != "sparse"]
+    if not isinstance(layers, list) or layers != list(range(len(layers))):
+        raise UserError(f"{where}: {name} = {listed}; the decoder here computes dense MLPs only in the first layers")
+    count = count_layers(given, family, where)
+    if len(layers) >= count:
+        raise UserError(
+            f"{where}: {name} = {listed} with num_hidden_layers = {count}; an MoE model needs a layer with experts"
+        )
+    return len(layers)
+
+
+def check_count(name: str, value: Any, least: int, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(f"{where}: {name} = {value!r} is not an integer of at least {least}")
