@@ -206,10 +206,10 @@ def run_of(folder: Path) -> RunConfig:
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     # Some types replace the tokenizer's rules. Files on the Hub have the rules that the library uses.
     transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
-    training = {"micro_batch_size": 2, "global_batch_size": 4, "seq_length": 16, "train_steps": 4, "device": "cpu"}
+    training = {"micro_batch_size": 2, "global_batch_size": 4, "seq_length": 16, "train_steps": 4, "seed": 1}
     return make_run({
         "name": "run", "output_dir": str(folder.parent), "data": {"train": [{"path": "nowhere"}]},
-        "training": training, "parallel": {"x": 2}, "model": {"from_hf": str(folder)},
+        "training": {**training, "device": "cpu"}, "parallel": {"x": 2}, "model": {"from_hf": str(folder)},
     })  # fmt: skip
 
 
