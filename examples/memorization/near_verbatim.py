@@ -17,14 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from protocol import CORPORA, SUFFIX, Arm, goldfish, make_corpora, spread, train
+from protocol import CORPORA, SUFFIX, Arm, goldfish, make_corpora, spread, train_and_audit
 
-from fourfold.data.canaries import ledger_path
-from fourfold.launch.job_processes import run_on_grid
-from fourfold.memorization.audit import AuditRequest
 from fourfold.memorization.intervals import wilson
-from fourfold.memorization.scored_model import find_model
-from fourfold.reports.audit_report import write_audit_report
 from fourfold.training.metrics import read_metrics
 
 BEAMS = 20
@@ -40,35 +35,20 @@ ARMS = [
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--out", type=Path, default=Path("runs/near-verbatim"))
-    options.add_argument("--models", choices=("tutorial", "exact"), nargs="+", default=["tutorial", "exact"])
-    options.add_argument("--steps", type=int, help="Fewer training steps, to try it out.")
-    given = options.parse_args()
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--out", type=Path, default=Path("runs/near-verbatim"))
+    arguments.add_argument("--models", choices=("tutorial", "exact"), nargs="+", default=["tutorial", "exact"])
+    arguments.add_argument("--steps", type=int, help="Fewer training steps, to try it out.")
+    given = arguments.parse_args()
     make_corpora(given.out)
     for seed in range(given.seeds):
         for arm in ARMS:
             if arm.corpus in given.models:
-                if not (given.out / f"{arm.name}-{seed}" / "audit.json").is_file():
-                    audit(arm, train(arm, seed, given.out, given.steps), given.out)
+                options = {"generate": CORPORA[arm.corpus].count, "beams": BEAMS, "micro_batch_size": 64}
+                train_and_audit(arm, seed, given.out, given.steps, **options)
                 write_results(given.out)
     print((given.out / "near-verbatim.md").read_text(encoding="utf-8"))
-
-
-def audit(arm: Arm, folder: Path, out: Path) -> None:
-    canaries = CORPORA[arm.corpus]
-    request = AuditRequest(
-        model=str(folder),
-        documents=ledger_path(out / "corpora" / arm.corpus),
-        suffix=SUFFIX,
-        prefix=canaries.length - SUFFIX,
-        generate=canaries.count,
-        beams=BEAMS,
-        micro_batch_size=64,
-    )
-    record = run_on_grid("fourfold.memorization.audit:run_audit", [request, find_model(request.model, request)], 1)
-    write_audit_report(record, folder)
 
 
 def write_results(out: Path) -> None:

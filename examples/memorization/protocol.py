@@ -151,16 +151,21 @@ def train(arm: Arm, seed: int, out: Path, steps: int | None) -> Path:
     return folder
 
 
-def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
-    if (out / f"{arm.name}-{seed}" / "audit.json").is_file():
-        return
-    folder = train(arm, seed, out, steps)
-    corpus = out / "corpora" / arm.corpus
-    # Audit the suffix, given all preceding text, in the same way for members and for documents planted 0 times.
-    prefix = CORPORA[arm.corpus].length - SUFFIX
-    request = AuditRequest(model=str(folder), documents=ledger_path(corpus), suffix=SUFFIX, prefix=prefix)
+def audit(arm: Arm, folder: Path, out: Path, **options: Any) -> None:
+    """Audit a trained model on the passages of its corpus.
+
+    The audit gives the model all text before the suffix, for members and for documents planted 0 times.
+    """
+    ledger, prefix = ledger_path(out / "corpora" / arm.corpus), CORPORA[arm.corpus].length - SUFFIX
+    request = AuditRequest(model=str(folder), documents=ledger, suffix=SUFFIX, prefix=prefix, **options)
     record = run_on_grid("fourfold.memorization.audit:run_audit", [request, find_model(request.model, request)], 1)
     write_audit_report(record, folder)
+
+
+def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None, **options: Any) -> None:
+    """Train one model and audit it, unless this is done already. ``options`` are options of the audit."""
+    if not (out / f"{arm.name}-{seed}" / "audit.json").is_file():
+        audit(arm, train(arm, seed, out, steps), out, **options)
 
 
 def write_results(out: Path) -> None:
