@@ -48,7 +48,6 @@ class RunRecord:
         self.losses_per_step = training.global_batch_size // 2 if run.dpo.beta else self.tokens_per_step
         """Number of losses that a step averages over if no token is masked: one per token, or one per pair of
         answers."""
-        total_tokens = training.train_steps * self.tokens_per_step
         # With a frozen model (LoRA), weight gradients are not computed, which saves a third of the FLOPs.
         self.flops = flops_per_token(run.model, training.seq_length, frozen=run.lora.rank > 0)
         on_gpu = job.device.type == "cuda"
@@ -58,9 +57,9 @@ class RunRecord:
         self.peak = peak_flops(self.device_name, *of_run) if on_gpu else None
         check_trackers(run)
         self.writer = MetricsWriter(run_dir, resume_step=first_step)
-        self.progress = Progress(training.train_steps, total_tokens, log_interval=run.metrics.log_interval)
+        self.progress = Progress(training.train_steps, log_interval=run.metrics.log_interval)
         goldfish = corpora.goldfish_statistics()
-        self.facts = self._facts(corpora, goldfish, total_tokens)
+        self.facts = self._facts(corpora, goldfish)
         self.prediction = PredictionCheck(run, run_dir, on_gpu)
         self.progress.print_facts("Run", self.facts)
         _warn_about_data(corpora, goldfish, training.seq_length)
@@ -175,7 +174,7 @@ class RunRecord:
             return f"{best.since} validations without a {lowest}"
         return "the last step"
 
-    def _facts(self, corpora: Corpora, masked: MaskStatistics | None, total_tokens: int) -> dict[str, Fact]:
+    def _facts(self, corpora: Corpora, masked: MaskStatistics | None) -> dict[str, Fact]:
         run, model = self.run, self.run.model
         facts: dict[str, Fact] = {"run": run.name, "parameters": num_parameters(model)}
         if run.lora.rank:
@@ -186,7 +185,7 @@ class RunRecord:
             "grid": f"{run.parallel.describe()} ({run.parallel.world_size} × {self.device_name})",
             "batch": f"{run.training.global_batch_size} sequences = {self.tokens_per_step:,} tokens a step, "
             f"gradient_accumulation_steps {run.gradient_accumulation_steps}",
-            "tokens": total_tokens,
+            "tokens": run.training.train_steps * self.tokens_per_step,
             "model FLOPs per token": self.flops.training,
             "FLOP formula": FLOP_FORMULA,
             "peak": "n/a: no published figure for this device, so no MFU" if self.peak is None else self.peak.source,
