@@ -28,13 +28,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fourfold.checkpoints.compatible import (
-    check_has_model,
-    check_same_adapters,
-    check_same_model,
-    check_same_optimizer,
-    check_same_order,
-)
+from fourfold.checkpoints.compatible import check_can_resume, check_has_model, check_same_model
 from fourfold.checkpoints.disk_space import check_room
 from fourfold.checkpoints.file_layout import CheckpointTensors, write_layout
 from fourfold.checkpoints.find import best_checkpoint, list_checkpoints, mark_best, step_of
@@ -274,11 +268,7 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
     """
     with failing_together():
         state = read_state(path)
-        check_same_model(path, state, job.run.model)
-        check_same_adapters(path, state, job.run)
-        if not state.weights_only:
-            check_same_optimizer(path, state, job.run)
-            check_same_order(path, state, job.run)
+        check_can_resume(path, state, job.run)
         generator = state.generator(path)
     if state.weights_only:
         _load_weights(path, job, state)

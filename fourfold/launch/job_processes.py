@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
+import pkgutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -109,18 +109,12 @@ def run_in_group(
         timeout: Longest time to wait for another process, in seconds.
     """
     with importing():
-        call = import_object(function)
+        call = pkgutil.resolve_name(function)
     with lossy_output(any_error=True), _default_group(place, meeting_point, choose_device(place, wanted), timeout):
         try:
             return call(place, *args)
         except SystemExit as end:  # A library raised this, so its exit code says nothing about the job.
             raise RuntimeError(f"something called sys.exit({end.code!r}) before the job had finished") from end
-
-
-def import_object(function: str) -> Any:
-    """Import the function or class "package.module:name"."""
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def choose_device(place: Place, wanted: WantedDevice) -> torch.device:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from fourfold.checkpoints.checkpoint import Checkpointer, load_newest
 from fourfold.checkpoints.find import step_of
-from fourfold.errors import UserError
 from fourfold.parallel.grid.communicate import purpose
 from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_together
 from fourfold.training.bad_steps import (
@@ -54,11 +53,6 @@ class Verdict(NamedTuple):
 
     action: Literal["update", "skip", "roll_back", "stop"]
     reason: str = ""
-
-    def raise_stop(self) -> None:
-        """Raise ``UserError`` if the run is to stop."""
-        if self.action == "stop":
-            raise UserError(self.reason)
 
 
 GOOD = Verdict("update")
@@ -144,7 +138,8 @@ class StepChecks:
         recent, window, sigmas = self.job.recent, self.config.spike_window, self.config.spike_sigma
         for name, value, before in (("loss", loss, recent.losses), ("gradient norm", grad_norm, recent.grad_norms)):
             if len(before) >= window:
-                mean, deviation = _mean_and_deviation(before[-window:])
+                # These are exact sums, so they are the same on every processor.
+                mean, deviation = fmean(before[-window:]), pstdev(before[-window:])
                 if value > mean + sigmas * deviation:
                     return (
                         f"the {name} is {value:.6g}, more than {sigmas:g} standard deviations ({deviation:.3g}) over "
@@ -216,12 +211,6 @@ def _done(line: dict[str, Any]) -> str:
     if line["action"] == "skip":
         return "its update is skipped"
     return f"the run returns to step {line['back_to']}, and will skip {len(line['skips'])} of the next batches"
-
-
-def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean and standard deviation from exact sums, which are the same on every processor."""
-    mean = math.fsum(values) / len(values)
-    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
 
 
 def _not_finite(loss: float, grad_norm: float) -> str | None:
