@@ -34,7 +34,7 @@ from fourfold.errors import UserError
 from fourfold.exit_codes import CRASH, HANG, STOPPED
 from fourfold.run_file.load import load_run
 from fourfold.training.attempts import note_start
-from fourfold.training.bad_steps import read_bad_steps
+from fourfold.training.bad_steps import BadSteps
 from fourfold.training.job import Job
 from fourfold.training.metrics import read_metrics
 
@@ -99,7 +99,7 @@ def test_a_step_that_always_fails_is_found(tmp_path: Path, prefix: str, start: S
     assert process.returncode == 0 and f"{named}: its batch is left out; see" in errors, errors
     records = read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")
     assert [record["step"] for record in records if record.get("skipped")] == [4]
-    (line,) = read_bad_steps(tmp_path / "runs" / "run")
+    (line,) = BadSteps(tmp_path / "runs" / "run").read()
     assert (line["action"], line["samples"], line["skips"]) == ("leave_out", [12, 13, 14, 15], [4])
     (tmp_path / "without").mkdir()
     without = load_run(run_file(tmp_path / "without", prefix, **changes))
@@ -116,7 +116,7 @@ def test_a_step_that_fails_again_ends_the_job(tmp_path: Path, prefix: str, answe
     with pytest.raises(UserError, match=f"step 1 failed {message}"):
         for restarts in range(4):
             note_start(tmp_path, restarts, run, 0)
-    assert [line["skips"] for line in read_bad_steps(tmp_path)] == [[1]] * (answer == "skip")
+    assert [line["skips"] for line in BadSteps(tmp_path).read()] == [[1]] * (answer == "skip")
 
 
 @pytest.mark.slow
