@@ -114,17 +114,13 @@ class Progress:
 
     def print_facts(self, title: str, facts: Facts) -> None:
         """Print labels and values under a title, above the live display."""
+        width = max(map(len, facts), default=0)
+        rows = [f"  {label:<{width}}  {format_fact(value)}" for label, value in facts.items()]
+        text = "\n".join([title, *rows])
         if self._console is None:
-            width = max(map(len, facts), default=0)
-            rows = [f"  {label:<{width}}  {format_fact(value)}" for label, value in facts.items()]
-            print("\n".join([title, *rows]), flush=True)
-            return
-        table = Table(title=title, title_justify="left", show_header=False)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        for label, value in facts.items():
-            table.add_row(Text(label), Text(format_fact(value)))
-        (self._console if self._live is None else self._live.console).print(table)
+            print(text, flush=True)
+        else:
+            self._console.print(Text(text))
 
 
 def format_fact(value: str | int | float | None) -> str:

@@ -16,7 +16,6 @@ from fourfold.config.run import RunConfig
 from fourfold.data.files import WriteFailed, write_output
 from fourfold.data.mask_preview import MaskStatistics
 from fourfold.environment import Place
-from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import trained_shapes
 from fourfold.run_file.dump import to_toml
 from fourfold.training.console import Fact, Progress
@@ -53,8 +52,7 @@ class RunRecord:
         on_gpu = job.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"
         # MFU is relative to the dense peak of the run's precision, also with float8.
-        of_run = (DTYPES[training.precision], training.float8 != "none")
-        self.peak = peak_flops(self.device_name, *of_run) if on_gpu else None
+        self.peak = peak_flops(self.device_name, training.precision, training.float8 != "none") if on_gpu else None
         check_trackers(run)
         self.writer = MetricsWriter(run_dir, resume_step=first_step)
         self.progress = Progress(training.train_steps, log_interval=run.metrics.log_interval)

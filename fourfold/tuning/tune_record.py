@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -38,7 +37,6 @@ class TrialRecord:
     knobs: dict[str, float]
     predicted_seconds: float
     """Predicted step time in seconds, with the constants that the search started with."""
-    predicted_bytes: float
     result: Result
     why: str
 
@@ -68,9 +66,6 @@ class TuneRecord:
     """Expected step time of the run file's own layout in seconds, according to the model that was fitted to all trials.
     None if this layout is not a candidate."""
     end: Proposal
-    error_before: float
-    """Root mean square of log(measured / predicted) over the trials, after subtracting the mean. Only this error
-    changes the order of the layouts."""
     held_out_error: float | None
     """Mean error of the calibrated planner on trials that were held out of the fit. None if no trials were held out."""
     files: dict[str, str]
@@ -143,7 +138,6 @@ def _record(
         own="" if own is None else layout_of(candidates, own),
         own_seconds=None if own is None else float(np.exp(belief.mean[own])),
         end=end,
-        error_before=_error_of_order(candidates, done),
         held_out_error=fitted.held_out["mean_abs_error"],
         files=files,
     )
@@ -157,7 +151,6 @@ def _trial_records(search: Search, trials: Sequence[Trial]) -> list[TrialRecord]
             layout_of(candidates, trial.index),
             {name: float(values[trial.index]) for name, values in candidates.knobs.items()},
             float(candidates.seconds[trial.index]),
-            float(candidates.needed[trial.index]),
             trial.result,
             search.ledger.reason(trial.number),
         )
@@ -190,10 +183,3 @@ def _own_index(search: Search) -> int | None:
     for name, values in candidates.knobs.items():
         same &= values == getattr(own.layout, name)
     return int(np.argmax(same)) if same.any() else None
-
-
-def _error_of_order(candidates: Candidates, done: Sequence[Trial]) -> float:
-    ratios = [
-        math.log(trial.result.seconds / candidates.seconds[trial.index]) for trial in done if trial.result.seconds
-    ]
-    return float(np.std(ratios))
