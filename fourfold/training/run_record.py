@@ -56,7 +56,7 @@ class RunRecord:
         check_trackers(run)
         self.writer = MetricsWriter(run_dir, resume_step=first_step)
         self.progress = Progress(training.train_steps, log_interval=run.metrics.log_interval)
-        goldfish = corpora.goldfish_statistics()
+        goldfish = None if corpora.goldfish is None else corpora.preview().statistics
         self.facts = self._facts(corpora, goldfish)
         self.prediction = PredictionCheck(run, run_dir, on_gpu)
         self.progress.print_facts("Run", self.facts)
@@ -192,7 +192,7 @@ class RunRecord:
         for packed in corpora.packing():
             facts["conversations"] = (
                 f"{packed.conversations:,} in {packed.windows:,} sequences, {packed.filled:.1%} filled; "
-                f"{corpora.trained_share():.1%} of the tokens trained"
+                f"{corpora.preview().trained_share:.1%} of the tokens trained"
             )
         for source in corpora.pairs()[:1]:
             facts["pairs of answers"] = (
