@@ -108,7 +108,7 @@ def run_workers(
                     workers.send(RELAYED[signal.Signals(signum)])
             return _return_or_raise(_collect_reports(workers), world_size, received)
     finally:
-        with _interrupt_ignored():
+        with _handler(signal.SIGINT, signal.SIG_IGN):
             workers.kill()
             _show_cursor()
 
@@ -223,11 +223,6 @@ def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[in
             if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup ignores SIGHUP.
                 handlers.enter_context(_handler(signum, relay))
         yield received
-
-
-def _interrupt_ignored() -> contextlib.AbstractContextManager[None]:
-    """Ignore Ctrl-C while workers end."""
-    return _handler(signal.SIGINT, signal.SIG_IGN)
 
 
 def _signals_blocked() -> contextlib.AbstractContextManager[None]:

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
@@ -70,10 +69,6 @@ class TuneRecord:
     """Mean error of the calibrated planner on trials that were held out of the fit. None if no trials were held out."""
     files: dict[str, str]
 
-    def record(self) -> dict[str, Any]:
-        """Return the record as JSON values."""
-        return asdict(self)
-
 
 def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
     """Write the best run file, the calibration, and the record of a search into the search's folder.
@@ -88,7 +83,9 @@ def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
     best = best_of(search.subject.candidates, trials)
     if best is None:
         raise UserError(_nothing_done(search, trials, end))
-    fitted = _calibrated(search, base, [trial.number for trial in trials if trial.result.outcome == "done"])
+    done = [f"{trial.number:04d}" for trial in trials if trial.result.outcome == "done"]
+    metrics = [search.folder / TRIALS / number / RUN_FOLDER / METRICS_FILE for number in done]
+    fitted = fit_machine(metrics, base, search.folder.name)
     files = {"run file": search.folder / BEST_FILE, "machine file": search.folder / MACHINE_FILE}
     record = _record(search, trials, best, end, fitted, {name: str(path) for name, path in files.items()})
     comment = (
@@ -98,7 +95,7 @@ def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
     write_output(files["run file"], comment + to_toml(search.subject.run(best)))
     title = f"{base.name}, calibrated on {fitted.rows} trials of `fourfold tune`"
     write_output(files["machine file"], machine_toml(fitted.machine, title, base))
-    write_output(search.folder / RECORD_FILE, json.dumps(record.record(), indent=1) + "\n")
+    write_output(search.folder / RECORD_FILE, json.dumps(asdict(record), indent=1) + "\n")
     return record
 
 
@@ -166,12 +163,6 @@ def _median(done: Sequence[Trial], index: int) -> float | None:
 
 def layout_of(candidates: Candidates, index: int) -> str:
     return describe_layout(candidates.point(index))
-
-
-def _calibrated(search: Search, base: Machine, numbers: list[int]) -> FittedMachine:
-    """Fit the constants to the finished trials."""
-    folders = [search.folder / TRIALS / f"{number:04d}" / RUN_FOLDER for number in numbers]
-    return fit_machine([folder / METRICS_FILE for folder in folders], base, search.folder.name)
 
 
 def _own_index(search: Search) -> int | None:
