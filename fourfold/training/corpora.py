@@ -113,8 +113,7 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
     """
     train, validation = _prefixes(run)
     for prefix, _ in [*train, *validation]:
-        _check_vocabulary(prefix, run)
-        _check_format(prefix, run)
+        _check_corpus(prefix, run)
     check_one_tokenizer([prefix for prefix, _ in [*train, *validation]])
     tokenizer = _tokenizer(run)
     if run.data.is_streamed:
@@ -148,7 +147,7 @@ def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, T
     and no model."""
     train, _ = _prefixes(run)
     for prefix, _ in train:
-        _check_format(prefix, run)
+        _check_corpus(prefix, run)
     tokenizer = _tokenizer(run)
     dataset, masks, goldfish = _training_data(run, train, tokenizer)
     try:
@@ -225,19 +224,15 @@ def _loader(run: RunConfig, dataset: Samples, batch: Axis, masks: list[LossMask]
     return Loader(dataset, *sizes, batch.rank, batch.size, masks, prefetch=prefetch)
 
 
-def _check_vocabulary(prefix: str, run: RunConfig) -> None:
-    manifest = read_manifest(prefix)
-    if manifest is not None and manifest.vocab_size > run.model.vocab_size:
-        beyond = added_beyond(run.model) if run.model.from_hf is not None else 0
-        _check_fits(f"the corpus {prefix} was made with", manifest.vocab_size - beyond, run)
-
-
-def _check_format(prefix: str, run: RunConfig) -> None:
-    """Refuse a corpus of another format than the run file's. For example, if conversations were read as text, the run
-    would train on the prompts too."""
+def _check_corpus(prefix: str, run: RunConfig) -> None:
+    """Refuse a corpus whose vocabulary is too large, or whose format differs from the run file's. For example, if
+    conversations were read as text, the run would train on the prompts too."""
     manifest = read_manifest(prefix)
     if manifest is None:
         check_exists(prefix)
+    elif manifest.vocab_size > run.model.vocab_size:
+        beyond = added_beyond(run.model) if run.model.from_hf is not None else 0
+        _check_fits(f"the corpus {prefix} was made with", manifest.vocab_size - beyond, run)
     made = "text" if manifest is None else manifest.format
     if made != run.data.format:
         remedy = f"set data.format = '{made}'"
