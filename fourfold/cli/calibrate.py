@@ -59,7 +59,7 @@ def calibrate(
         printed = (f"Rows: {fitted.rows}. Mean error before the fit: {_mean_error(fitted.before)}; on held-out rows: "
                    f"{_mean_error(fitted.held_out)}. Written: {out}")  # fmt: skip
     else:
-        from fourfold.tuning.start import microbenchmark
+        from fourfold.tuning.microbenchmark import microbenchmark
 
         with working("Measuring this machine"):
             measured = microbenchmark(processes)

@@ -28,7 +28,7 @@ def tune_matmul(
 
     run = load_run(run_file, overrides)
     # Import torch late, so that a mistake in the run file is reported immediately.
-    from fourfold.matmul_tuning.matmul_report import tune_matmuls
+    from fourfold.matmul_tuning.matmul_choice import tune_matmuls
 
     with working("Timing the matmuls"):
         record = tune_matmuls(run, again)

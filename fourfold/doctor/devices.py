@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from fourfold.doctor.finding import Finding, error, ok, warning
-from fourfold.doctor.nvidia_smi import query_gpus
 from fourfold.processes import available_cores
 from fourfold.training.console import format_bytes
 
@@ -37,6 +38,8 @@ FIELDS = (
 MOST_USED = 0.1
 """If more than this fraction of a GPU's memory is in use, another program must hold some of it."""
 
+NVIDIA_SMI_SECONDS = 30
+"""Number of seconds to wait for nvidia-smi. A faulty driver may never answer."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -50,6 +53,23 @@ def examine_devices() -> Iterator[Finding]:
         known = reported.get(str(getattr(properties, "uuid", "")), {})
         yield gpu_state(f"GPU {index}", properties.name, properties.total_memory, known)
     yield host(available_cores(), host_memory(), gpus)
+
+
+def query_gpus(*fields: str) -> list[dict[str, str]]:
+    """Return the given fields of every GPU as text.
+
+    The list is empty if nvidia-smi is missing, does not know these fields, or does not answer.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
+    except subprocess.TimeoutExpired:
+        return []
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    return [dict(zip(fields, line.split(", "), strict=True)) for line in lines if line]
 
 
 def gpu_state(subject: str, name: str, memory: float, reported: Mapping[str, str]) -> Finding:

@@ -6,14 +6,16 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fourfold.environment import Place
+from fourfold.environment import Place, read_environment
+from fourfold.launch.job_processes import run_on_grid
 from fourfold.matmul_tuning.matmul_times import gpu_seconds
 
 SECONDS_PER_POINT = 0.4
@@ -41,6 +43,18 @@ class MeasuredRates:
     all_reduce: dict[int, dict[int, float]] = field(default_factory=dict)
     """Seconds of an all-reduce by number of ranks and number of bytes."""
     all_gather: dict[int, dict[int, float]] = field(default_factory=dict)
+
+
+def microbenchmark(processes: int | None) -> dict[str, Any] | None:
+    """Run the microbenchmark on a launcher's processes, or without a launcher on ``processes`` local processes.
+
+    Returns:
+        The result, or None on every process of a launcher except the first.
+    """
+    place = read_environment(os.environ)
+    count = place.world_size if place is not None else processes or torch.cuda.device_count() or 2
+    measured = run_on_grid(f"{__name__}:measure", [], count)
+    return asdict(measured) if place is None or place.rank == 0 else None
 
 
 def measure(place: Place) -> MeasuredRates:
