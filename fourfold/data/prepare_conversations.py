@@ -14,7 +14,7 @@ from fourfold.data.chat import ChatTemplate
 from fourfold.data.conversation_rows import Completion, Conversation, read_pair, read_row
 from fourfold.data.indexed import IndexedWriter, bin_path, idx_path
 from fourfold.data.manifest import CorpusSplit, manifest_path, trained_prefix, validation_prefix, write_manifests
-from fourfold.data.merge import falls_within
+from fourfold.data.order import falls_within
 from fourfold.data.prepare import PrepareSummary, check_fraction, collect_notes, unfinished
 from fourfold.data.shards import digest
 from fourfold.data.sources import InputFile, list_inputs, read_rows

@@ -1,12 +1,14 @@
-"""Define shards, the units of tokenizing. One process turns a few files, or a part of a large file, into a small
+"""Tokenize shards of the input, and merge them. One process turns a few files, or a part of a large file, into a small
 corpus."""
 
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,8 @@ from numpy.typing import NDArray
 
 from fourfold.data.files import write_whole
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
+from fourfold.data.manifest import CorpusSplit
+from fourfold.data.order import falls_within
 from fourfold.data.sources import InputFile, read_documents
 from fourfold.data.tokenizer import Tokenizer, as_document, load_tokenizer
 from fourfold.errors import UserError
@@ -123,6 +127,48 @@ def is_done(shard: Shard, folder: Path) -> bool:
 def open_result(shard: Shard, folder: Path) -> tuple[IndexedDataset, NDArray[np.int64]]:
     """Return the corpus of a completed shard, and the bytes of text in each of its documents."""
     return IndexedDataset(folder / shard.key), np.load(_mark(shard, folder), allow_pickle=False)
+
+
+def merge(
+    shards: Sequence[Shard], folder: Path, vocab_size: int, validation_fraction: float, seed: int
+) -> dict[str, CorpusSplit]:
+    """Merge the completed shards in `folder` into one corpus in the same folder, or into two if documents are held out.
+
+    The index of a document in the input and `seed` determine whether it is held out.
+
+    Args:
+        shards: The shards in input order.
+        folder: Folder of the shards and of the result.
+        vocab_size: Size of the vocabulary.
+        validation_fraction: Fraction of the documents to hold out.
+        seed: Seed of the choice.
+
+    Returns:
+        The corpora "train" and, if `validation_fraction` > 0, "validation".
+    """
+    names = ("train", "validation") if validation_fraction > 0 else ("train",)
+    splits = {name: CorpusSplit(folder / f"merged-{name}") for name in names}
+    with ExitStack() as stack:
+        writers = {name: stack.enter_context(IndexedWriter(split.prefix, vocab_size)) for name, split in splits.items()}
+        seen = 0
+        for shard in shards:
+            corpus, text_bytes = open_result(shard, folder)
+            offsets = corpus.document_offsets
+            held_out = falls_within(np.arange(seen, seen + corpus.documents), validation_fraction, seed)
+            seen += corpus.documents
+            for begin, end in _runs(held_out):
+                name = "validation" if held_out[begin] else "train"
+                tokens = corpus.read(int(offsets[begin]), int(offsets[end] - offsets[begin]))
+                writers[name].add_documents(tokens, corpus.lengths[begin:end])
+                splits[name].count(end - begin, len(tokens), int(text_bytes[begin:end].sum()))
+    return splits
+
+
+def _runs(values: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Yield the range [begin, end) of each run of equal values."""
+    borders = np.flatnonzero(np.diff(values)) + 1
+    edges = [0, *borders.tolist(), len(values)] if len(values) else []
+    yield from pairwise(edges)
 
 
 def _mark(shard: Shard, folder: Path) -> Path:

@@ -17,10 +17,10 @@ import torch.distributed as dist
 import xxhash
 from numpy.typing import NDArray
 
+from fourfold.data.conversations import PreferencePairs
 from fourfold.data.files import write_output
 from fourfold.data.loader import Loader
 from fourfold.data.masks import LossMask, labels_of
-from fourfold.data.preferences import PreferencePairs
 from fourfold.errors import UserError
 from fourfold.parallel.grid.communicate import all_reduce
 from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_together

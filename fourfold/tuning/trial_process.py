@@ -1,22 +1,34 @@
-"""Run the processes of one trial on this machine, in their own process group, which is watched and ended as a whole."""
+"""Run the processes of one trial: on this machine in their own process group, or as a SLURM job."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from fourfold.data.files import write_output
+from fourfold.launch.job_scripts.slurm_script import SlurmJob, render_slurm_script
+from fourfold.launch.job_scripts.slurm_site import Site
 from fourfold.processes import end_with_starter
+from fourfold.run_file.load import load_run
 
 LOG = "log.txt"
 """Name of the file in the trial's folder that gets everything that the trial prints."""
 SUBMISSION = "submission.txt"
 """Name of the file that gets the messages of a batch system if it refuses a trial."""
+
+
+SCRIPT = "job.sh"
+"""Name of the batch script in a trial's folder."""
+SAVE_SECONDS = 30
+"""Number of seconds between the stop signal and the end of a job. A trial saves nothing, so this can be short."""
 
 
 class TrialProcess(Protocol):
@@ -61,6 +73,48 @@ class LocalTrial:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+class SlurmTrial:
+    """A job in the queue or on its nodes. Its output goes to the trial's log."""
+
+    def __init__(self, run_file: Path, folder: Path, site: Site, job: SlurmJob) -> None:
+        self._folder = folder
+        own = [*job.sbatch, f"output={(folder / LOG).absolute()}", "no-requeue", f"job-name={_job_name(folder)}"]
+        job = replace(job, sbatch=own, max_crashes=0, save_seconds=SAVE_SECONDS)
+        write_output(folder / SCRIPT, render_slurm_script(str(run_file), load_run(run_file), site, job))
+        with (folder / SUBMISSION).open("wb") as errors:
+            self._process = subprocess.Popen(
+                ["sbatch", "--wait", str(folder / SCRIPT)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+            )
+
+    def has_started(self) -> bool:
+        return (self._folder / LOG).is_file()
+
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def end(self) -> None:
+        cancel(self._folder)
+        self._process.kill()
+        self._process.wait()
+
+
+def cancel(folder: Path) -> None:
+    """Cancel a trial's job if it was submitted. This does nothing if the job has ended."""
+    if (folder / SCRIPT).is_file():
+        with contextlib.suppress(FileNotFoundError):
+            subprocess.run(["scancel", f"--name={_job_name(folder)}"], check=False, capture_output=True)
+
+
+def _job_name(folder: Path) -> str:
+    """Return a unique job name. It is needed because ``sbatch --wait`` prints the job's number only after the job has
+    ended."""
+    return f"fourfold-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]}"
 
 
 def kernel_kills() -> int | None:

@@ -28,7 +28,7 @@ DATA_PATH = [
     ),
     Mutant(
         "the rejected answer has the mask of the chosen one",
-        "data.preferences:PreferencePairs.read",
+        "data.conversations:PreferencePairs.read",
         "self.answers.read(start, length)",
         "self.answers.read(int(self._offsets[document // 2 * 2]), length)",
         grid=DP2,
