@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from fourfold.data.files import write_output
 from fourfold.launch.job_scripts.slurm_script import SlurmJob, render_slurm_script
@@ -31,22 +30,6 @@ SAVE_SECONDS = 30
 """Number of seconds between the stop signal and the end of a job. A trial saves nothing, so this can be short."""
 
 
-class TrialProcess(Protocol):
-    """A trial that is running or waiting in a queue."""
-
-    def has_started(self) -> bool:
-        """Return False while the trial is waiting."""
-        ...
-
-    def exit_code(self) -> int | None:
-        """Return the exit code, or None while the trial runs."""
-        ...
-
-    def end(self) -> None:
-        """End all processes of the trial immediately."""
-        ...
-
-
 class LocalTrial:
     """A trial that runs ``fourfold train`` on this machine, in its own process group. It ends when this process
     ends."""
@@ -64,12 +47,15 @@ class LocalTrial:
             )
 
     def has_started(self) -> bool:
+        """Return False while the trial is waiting in a queue."""
         return True
 
     def exit_code(self) -> int | None:
+        """Return the exit code, or None while the trial runs."""
         return self._process.poll()
 
     def end(self) -> None:
+        """End all processes of the trial immediately."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -102,6 +88,10 @@ class SlurmTrial:
         cancel(self._folder)
         self._process.kill()
         self._process.wait()
+
+
+TrialProcess = LocalTrial | SlurmTrial
+"""A trial that is running or waiting in a queue."""
 
 
 def cancel(folder: Path) -> None:
