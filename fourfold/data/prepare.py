@@ -23,9 +23,8 @@ from fourfold.data.manifest import (
 )
 from fourfold.data.order import falls_within
 from fourfold.data.progress import show_progress
-from fourfold.data.shards import cut_into_shards, digest, merge
+from fourfold.data.shards import cut_into_shards, digest, merge, tokenize_all
 from fourfold.data.sources import InputFile, list_inputs, list_left_out, read_documents
-from fourfold.data.tokenize_shards import tokenize_all
 from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, train_bpe
 from fourfold.errors import UserError, given_as
 from fourfold.processes import available_cores

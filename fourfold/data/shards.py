@@ -3,7 +3,12 @@ corpus."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -18,9 +23,11 @@ from fourfold.data.files import write_whole
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
 from fourfold.data.manifest import CorpusSplit
 from fourfold.data.order import falls_within
+from fourfold.data.progress import show_progress
 from fourfold.data.sources import InputFile, read_documents
 from fourfold.data.tokenizer import Tokenizer, as_document, load_tokenizer
 from fourfold.errors import UserError
+from fourfold.processes import end_with_parent
 
 SMALLEST_SHARD = 1 << 20  # Number of bytes.
 _MOST_SHARDS = 8192
@@ -117,6 +124,53 @@ def tokenize(shard: Shard, folder: Path) -> None:
     buffer = BytesIO()
     np.save(buffer, np.array(text_bytes, dtype=np.int64), allow_pickle=False)
     write_whole(_mark(shard, folder), buffer.getvalue())
+
+
+def tokenize_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
+    """Complete every shard in `folder`.
+
+    Shards that were completed before an error are kept.
+
+    Args:
+        shards: The shards.
+        folder: Folder of the results.
+        workers: Largest number of processes. 1 uses only this process.
+
+    Raises:
+        UserError: Input cannot be read, or a process was killed.
+    """
+    missing = list({shard.key: shard for shard in shards if not is_done(shard, folder)}.values())
+    with show_progress("tokenize", sum(shard.bytes for shard in missing)) as advance:
+        _tokenize(missing, folder, min(workers, len(missing)), advance)
+
+
+def _tokenize(shards: Sequence[Shard], folder: Path, workers: int, advance: Callable[[int], None]) -> None:
+    if workers <= 1:
+        for shard in shards:
+            tokenize(shard, folder)
+            advance(shard.bytes)
+        return
+    # Spawn instead of forking, because threads of torch or a GPU in the caller do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
+        running = {pool.submit(tokenize, shard, folder): shard for shard in shards}
+        try:
+            for future in as_completed(running):
+                future.result()
+                advance(running[future].bytes)
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"a tokenizing process ended early, probably out of memory; finished parts stay in {folder}, so try"
+                ' fewer workers (workers=1 if your script has no `if __name__ == "__main__":`)'
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # One process per core is already parallel enough.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # With the default handler, Ctrl-C ends a worker without a traceback.
+    end_with_parent()
 
 
 def is_done(shard: Shard, folder: Path) -> bool:

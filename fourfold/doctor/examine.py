@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fourfold.doctor.collective_test import examine_collective
-from fourfold.doctor.devices import examine_devices
+from fourfold.doctor.devices import examine_devices, examine_links
 from fourfold.doctor.disk import examine_disk
 from fourfold.doctor.finding import Finding
-from fourfold.doctor.links import examine_links
 from fourfold.doctor.network_interfaces import examine_network
 from fourfold.doctor.shared_memory import examine_shared_memory
 from fourfold.doctor.versions import examine_versions
