@@ -79,8 +79,6 @@ def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
         look_back,
         ahead=data.read_ahead * training.global_batch_size // data.streams,
         timeout=data.read_timeout,
-        text_key=data.text_key,
-        shuffle_buffer=data.shuffle_buffer,
         order=order,
     )
 

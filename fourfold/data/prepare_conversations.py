@@ -82,9 +82,9 @@ def _write_splits(
     reader: "RowReader", files: list[InputFile], names: list[str], prefix: Path, validation_fraction: float, seed: int
 ) -> dict[str, CorpusSplit]:
     """Write the tokens and the flags of every conversation to the corpus of its split."""
-    splits = {"train": CorpusSplit(prefix, trained=0)}
+    splits = {"train": CorpusSplit(prefix, trained_tokens=0)}
     if validation_fraction:
-        splits["validation"] = CorpusSplit(Path(validation_prefix(prefix)), trained=0)
+        splits["validation"] = CorpusSplit(Path(validation_prefix(prefix)), trained_tokens=0)
     with ExitStack() as stack:
         tokens, answers = {}, {}
         for name, split in splits.items():

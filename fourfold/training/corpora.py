@@ -15,6 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fourfold.config.data_section import DataConfig
 from fourfold.config.run import RunConfig
 from fourfold.data.build import build_dataset, check_one_tokenizer, ensure_builtin, open_run_tokenizer, open_stream
 from fourfold.data.conversations import PackedConversations, PackingStatistics, PreferencePairs
@@ -58,6 +59,8 @@ class Corpora:
     """The loss masks except goldfish. Validation uses only these."""
 
     goldfish: Goldfish | None
+    data: DataConfig
+    """The section [data]."""
 
     @property
     def stream(self) -> StreamedWindows | None:
@@ -138,6 +141,7 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
         tokenizer=tokenizer,
         masks=masks,
         goldfish=goldfish,
+        data=run.data,
     )
 
 
