@@ -24,16 +24,12 @@ def examine(folder: Path) -> Iterator[Finding]:
     """
     place = read_environment(os.environ)
     if place is None or place.local_rank == 0:
-        yield from _machine(folder, several_machines=place is not None and place.world_size > place.local_world_size)
+        yield from examine_versions()
+        yield from examine_devices()
+        yield from examine_links()
+        yield from examine_network(several_machines=place is not None and place.world_size > place.local_world_size)
+        yield from examine_shared_memory()
+        yield from examine_disk(folder)
     for finding in examine_collective(place):
         if place is None or place.rank == 0:
             yield finding
-
-
-def _machine(folder: Path, several_machines: bool) -> Iterator[Finding]:
-    yield from examine_versions()
-    yield from examine_devices()
-    yield from examine_links()
-    yield from examine_network(several_machines)
-    yield from examine_shared_memory()
-    yield from examine_disk(folder)
