@@ -49,8 +49,6 @@ class Corpora:
 
     train: Loader
     validation: Loader | None
-    samples: Samples
-    """The training data."""
 
     tokenizer: Tokenizer | None
     """The tokenizer of the corpus, or None if the corpus does not name one."""
@@ -65,7 +63,7 @@ class Corpora:
     @property
     def stream(self) -> StreamedWindows | None:
         """Return the training data if it is streamed, else None."""
-        return self.samples if isinstance(self.samples, StreamedWindows) else None
+        return self.train.dataset if isinstance(self.train.dataset, StreamedWindows) else None
 
     def close(self) -> None:
         """Stop the threads that read ahead."""
@@ -75,12 +73,12 @@ class Corpora:
 
     def packing(self) -> list[PackingStatistics]:
         """Return how full the training sequences are, for each corpus of conversations."""
-        sources = self.samples.sources if isinstance(self.samples, SourceMixture) else []
+        sources = self.train.dataset.sources if isinstance(self.train.dataset, SourceMixture) else []
         return [source.statistics for source in sources if isinstance(source, PackedConversations)]
 
     def pairs(self) -> list[PreferencePairs]:
         """Return the pairs of answers in the training data and in the validation data."""
-        mixtures = [self.samples] if self.validation is None else [self.samples, self.validation.dataset]
+        mixtures = [each.dataset for each in (self.train, self.validation) if each is not None]
         sources = [source for mixture in mixtures if isinstance(mixture, SourceMixture) for source in mixture.sources]
         return [source for source in sources if isinstance(source, PreferencePairs)]
 
@@ -91,7 +89,7 @@ class Corpora:
         because a change may affect only a few of them."""
         found: dict[str, Any] = defaultdict(xxhash.xxh3_128)
         validation = None if self.validation is None else self.validation.dataset
-        for name, mixture in (("training data", self.samples), ("validation data", validation)):
+        for name, mixture in (("training data", self.train.dataset), ("validation data", validation)):
             for samples in (mixture, *mixture.sources) if isinstance(mixture, SourceMixture) else ():
                 found[name].update(samples.read(np.arange(FIRST_SAMPLES)).tokens.tobytes())
                 if isinstance(samples, PackedConversations | PreferencePairs):
@@ -132,12 +130,11 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
     held_out = None
     if needs_validation:
         unseen = build_dataset(validation, run.training.seq_length, VALIDATION_SEED)
-        held_out = _loader(run, unseen, batch, masks, prefetch=False)
+        held_out = make_loader(run, unseen, batch, masks, prefetch=False)
     of_training: list[LossMask] = masks if goldfish is None else [*masks, goldfish]
     return Corpora(
-        train=_loader(run, samples, batch, of_training, prefetch=True),
+        train=make_loader(run, samples, batch, of_training, prefetch=True),
         validation=held_out,
-        samples=samples,
         tokenizer=tokenizer,
         masks=masks,
         goldfish=goldfish,
@@ -221,7 +218,8 @@ def _prefixes(run: RunConfig) -> tuple[list[Source], list[Source]]:
     return [(prefix, 1.0)], [(validation_prefix(prefix), 1.0)]
 
 
-def _loader(run: RunConfig, dataset: Samples, batch: Axis, masks: list[LossMask], *, prefetch: bool) -> Loader:
+def make_loader(run: RunConfig, dataset: Samples, batch: Axis, masks: Sequence[LossMask], *, prefetch: bool) -> Loader:
+    """Return the loader of this process's share of a run's batches."""
     training = run.training
     sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
     return Loader(dataset, *sizes, batch.rank, batch.size, masks, prefetch=prefetch)

@@ -150,8 +150,8 @@ TRAINER = [
     Mutant(
         "the goldfish mask applies to validation",
         "training.corpora:open_corpora",
-        "_loader(run, unseen, batch, masks, prefetch=False)",
-        "_loader(run, unseen, batch, masks if goldfish is None else [*masks, goldfish], prefetch=False)",
+        "make_loader(run, unseen, batch, masks, prefetch=False)",
+        "make_loader(run, unseen, batch, masks if goldfish is None else [*masks, goldfish], prefetch=False)",
         grid=X2,
         sections=HASH,
     ),
