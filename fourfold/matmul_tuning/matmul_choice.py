@@ -90,10 +90,20 @@ def tune_matmuls(run: RunConfig, again: bool) -> dict[str, Any]:
     if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):  # torch obeys OMP_NUM_THREADS.
         torch.set_num_threads(max(1, available_cores() // run.parallel.world_size))
     layers = tuned_layers(run, DTYPES[run.training.precision], device, again)
-    machine, names = machine_of(device), matmul_sizes(run).items()
-    records = [
+    machine = machine_of(device)
+    return {
+        "machine": machine,
+        "file": str(table_file(machine)),
+        "precision": run.training.precision,
+        "layers": layer_records(matmul_sizes(run), layers),
+    }
+
+
+def layer_records(names: Mapping[str, MatmulSizes], layers: Mapping[MatmulSizes, TunedLayer]) -> list[dict[str, Any]]:
+    """Return one record per size, with the names of its layers."""
+    return [
         {
-            "layers": [name for name, own in names if own == sizes],
+            "layers": [name for name, own in names.items() if own == sizes],
             **sizes._asdict(),
             "turned": tuned.layout.turned,
             "gain": tuned.gain,
@@ -105,9 +115,3 @@ def tune_matmuls(run: RunConfig, again: bool) -> dict[str, Any]:
         }
         for sizes, tuned in layers.items()
     ]
-    return {
-        "machine": machine,
-        "file": str(table_file(machine)),
-        "precision": run.training.precision,
-        "layers": records,
-    }
