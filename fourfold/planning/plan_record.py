@@ -18,7 +18,6 @@ from fourfold.planning.calibration.machine_constants import (
 from fourfold.planning.cost.optimizer_cost import saved_bytes
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.request import Request
-from fourfold.planning.scaling import ScalingPoint, scaling_curve
 from fourfold.planning.search.explain import explain
 from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import Plan, Prediction, make_plan, predict
@@ -48,8 +47,6 @@ class PlanRecord:
     that the user calibrated."""
     within_error: WithinError
     """The best layouts, whose predicted times differ by less than the planner's error."""
-    curve: list[ScalingPoint]
-    """The strong-scaling curve around the requested number of GPUs. Only the HTML page shows it."""
 
     def labeled(self) -> list[tuple[str, Prediction]]:
         """Return the ranked layouts with their ranks as labels, and the run file's own layout."""
@@ -107,13 +104,11 @@ def plan_request(
     top: int,
     tokens: float | None,
     explained: bool,
-    for_page: bool = False,
     watch: Callable[[int, int], None] | None = None,
 ) -> PlanRecord:
     """Plan the request, and explain the plan if ``explained`` is set.
 
     Args:
-        for_page: Whether to also compute the scaling curve, which only the HTML page shows.
         watch: See ``search``.
 
     Raises:
@@ -127,9 +122,6 @@ def plan_request(
     best = plan.best
     refused = "" if request.own is None else refusal(request.own, machine)
     own = None if request.own is None or refused else predict(request.own, machine, constants)
-    factors = (0.25, 0.5, 1, 2, 4) if for_page else ()
-    sizes = [int(request.gpus * factor) for factor in factors if request.gpus * factor >= 1]
-    curve = scaling_curve(request.base, machine, constants, sizes, False, limits, known=plan)
     factor = shipped_order_factor()
     saved = float(saved_bytes(request.base, num_parameters(request.model)))
     return PlanRecord(
@@ -142,5 +134,4 @@ def plan_request(
         extrapolation=outside_calibrated_range(machine, best.work),
         interval_factors=shipped_interval(machine),
         within_error=layouts_within_error(plan, factor),
-        curve=curve,
     )

@@ -15,7 +15,7 @@ from report_pages import chart_specs
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
-from fourfold.planning import plan_record, scaling
+from fourfold.planning import plan_record
 from fourfold.planning.array_fields import stack
 from fourfold.planning.cost.memory import (
     CACHED,
@@ -311,26 +311,15 @@ def test_limits_of_one_thing_all_hold() -> None:
     assert parse_limits(["stages_per_rank=1"]).pipelines == (("1F1B", 1),)
 
 
-def test_a_curve_does_not_plan_a_known_size_again(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("fourfold.planning.scaling.make_plan")
-    (point,) = scaling_curve(base("llama3-70b", 8192, 256), H100, PRIOR, [GPUS], False, known=plan)
-    assert point.best is plan.best and point.efficiency == 1
-
-
-def test_an_explained_page_searches_each_size_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_explained_plan_searches_once(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[int] = []
 
     def counted(work: Workload, machine: Machine, constants: Constants, gpus: int, *more: Any) -> Plan:
         searched.append(gpus)
         return make_plan(work, machine, constants, gpus, *more)
 
-    for module in (plan_record, scaling):
-        monkeypatch.setattr(module, "make_plan", counted)
+    monkeypatch.setattr(plan_record, "make_plan", counted)
     request = request_from_options("llama3-8b", None, [], 16, 8192, 64, None, None)
     limits = ["micro_batch_size=1", "pp=1", "cp=1"]
-    page = plan_record.plan_request(request, "dgx-h100", limits, 1, None, True, for_page=True)
-    assert sorted(searched) == [4, 8, 16, 32, 64]
-    assert page.explanation is not None
-    searched.clear()
     shown = plan_record.plan_request(request, "dgx-h100", limits, 1, None, True)
-    assert searched == [16] and shown.explanation == page.explanation
+    assert searched == [16] and shown.explanation is not None
