@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.cache_traffic import CacheTraffic
+from benchmarks.cache_traffic import CacheTraffic, dense_bytes, floor_bytes
 from benchmarks.one_gpu import name_of, round_seconds
 from benchmarks.options import add_device, write_figures
 from fourfold.huggingface.transformers_models import DTYPES
@@ -32,7 +32,6 @@ from fourfold.inference.loki import LokiConfig
 from fourfold.inference.loki.attend import decode
 from fourfold.inference.loki.cache import GrowingLayer, LokiLayer, RotatedLayer
 from fourfold.inference.loki.loki_attention import rotate_queries
-from fourfold.inference.loki.traffic import dense_bytes, floor_bytes
 
 GOALS = {
     ("cpu", 1, 32_768): 3.0,

@@ -165,17 +165,10 @@ def print_transferred(record: Mapping[str, Any]) -> None:
 
 
 def generation_line(record: Mapping[str, Any]) -> str:
-    """Return a line with the sampling settings, the speed, and the size of the cache. If Loki (sparse attention) is on,
-    the line also says how much of the cache the next token reads."""
+    """Return a line with the sampling settings, the speed, and the size of the cache."""
     speed = record["tokens_per_second"]
     rate = "" if speed is None else f", then {speed:.1f} tokens/s"
-    read = ""
-    if record["step_bytes"] is not None:
-        read = (
-            f"; the next token reads {format_bytes(record['step_bytes'])} of it, and full attention reads "
-            f"{format_bytes(record['full_step_bytes'])}"
-        )
-    cache = "" if record["cache_bytes"] is None else f"; cache {format_bytes(record['cache_bytes'])}{read}"
+    cache = "" if record["cache_bytes"] is None else f"; cache {format_bytes(record['cache_bytes'])}"
     settings = dict(record["settings"])
     words = [] if settings.pop("do_sample") else ["always the most likely token"]
     chosen = ", ".join(words + [f"{key} {value}" for key, value in settings.items()])
