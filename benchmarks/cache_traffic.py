@@ -59,9 +59,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
-def floor_bytes(
-    length: int, head_dim: int, d: int, k: int, heads: int, itemsize: int, proxy_itemsize: int | None = None
-) -> int:
+def floor_bytes(length: int, head_dim: int, d: int, k: int, heads: int, itemsize: int) -> int:
     """Return the smallest number of bytes that a step can read for one sequence: d dims of every key, and k whole keys
     and values.
 
@@ -72,9 +70,8 @@ def floor_bytes(
         k: Number of keys that the step attends to.
         heads: Number of KV heads.
         itemsize: Number of bytes per number in the cache.
-        proxy_itemsize: Number of bytes per number in the proxy.
     """
-    return heads * (length * d * (proxy_itemsize or itemsize) + 2 * k * head_dim * itemsize)
+    return heads * itemsize * (length * d + 2 * k * head_dim)
 
 
 def dense_bytes(length: int, head_dim: int, heads: int, itemsize: int) -> int:

@@ -137,7 +137,7 @@ def _with_as_many_dims(config: LokiConfig, basis: LokiBasis) -> LokiConfig:
     """
     if config.variance is None:
         return config.model_copy(update={"basis": "best"})
-    dims = [basis.of_layer(layer, config).d for layer in range(basis.layers)]
+    dims = [basis.of_layer(layer, config).shape[-1] for layer in range(basis.layers)]
     return config.model_copy(update={"variance": None, "d": round(sum(dims) / len(dims)), "basis": "best"})
 
 
@@ -152,9 +152,9 @@ def _probed(
     for attention in attentions_of(model):
         state = state_of(attention)
         assert state is not None
-        state.probe = Probe()
+        state.probe, basis_KDd = Probe(), state.recipe.basis_KDd
         probes.append(state.probe)
-        dims.append(None if state.recipe.basis is None else state.recipe.basis.d)
+        dims.append(None if basis_KDd is None else basis_KDd.shape[-1])
     try:
         yield probes, dims
     finally:
