@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from fourfold.cli import loki_options as loki
+from fourfold.cli import options
 from fourfold.cli.options import AsJson, show
 from fourfold.data.progress import working
 from fourfold.errors import UserError, given_as
@@ -16,7 +16,7 @@ from fourfold.processes import importing
 
 
 def generate(
-    model: loki.ModelName,
+    model: options.ModelName,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the text.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 100,
@@ -29,11 +29,11 @@ def generate(
     attention: Annotated[
         Literal["full", "loki"], typer.Option(help="loki: attend only to the keys that Loki ranks best.")
     ] = "full",
-    basis: loki.BasisFile = None,
-    loki_values: loki.LokiValues = [],  # noqa: B006 (typer only reads it)
-    tokenizer: loki.TokenizerName = None,
-    dtype: loki.DtypeName = "auto",
-    device: loki.DeviceName = None,
+    basis: options.BasisFile = None,
+    loki_values: options.LokiValues = [],  # noqa: B006 (typer only reads it)
+    tokenizer: options.TokenizerName = None,
+    dtype: options.DtypeName = "auto",
+    device: options.DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue a text, and print the speed and the size of the cache.
@@ -70,7 +70,7 @@ def generate(
         if basis is not None:
             from fourfold.inference.loki import LokiBasis, enable_loki
 
-            config = loki.loki_config(loki_values)
+            config = options.loki_config(loki_values)
             with given_as("--basis"):
                 ranked_by = LokiBasis.load(basis)
             capacity = len(encode_prompt(opened, text, prompt)) + max_new_tokens

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fourfold.cli import loki_options as options
+from fourfold.cli import options
 from fourfold.cli.options import TASK_LIST, AsJson, TaskFolder, TaskLimit, show
 from fourfold.data.progress import working
 from fourfold.errors import UserError, given_as
