@@ -39,7 +39,7 @@ def write_plan_report(path: Path, result: PlanRecord) -> None:
     if result.extrapolation:
         sections.insert(0, html.notice(f"Extrapolation: {'; '.join(result.extrapolation)}."))
     if result.explanation is not None:
-        sections += _explanation(result.explanation)
+        sections.append(_neighbors(result.explanation))
     title = f"{result.request.name} on {result.request.gpus} GPUs of {plan.machine.name}"
     write_output(path, html.page(title, best.describe(), sections, has_search=True))
 
@@ -98,11 +98,7 @@ def _stages(best: Prediction) -> dict[str, dict[str, float]]:
             for place, stage in zip(best.stage_numbers, best.stages, strict=True)}  # fmt: skip
 
 
-def _explanation(explanation: dict[str, Any]) -> list[str]:
-    points = "".join(f"<li>The best {escape(point['sentence'])}.</li>" for point in explanation["break_evens"])
+def _neighbors(explanation: dict[str, Any]) -> str:
     rows = [[n["change"], slower_by(n)] for n in explanation["neighbors"]]
     steps = html.table(["one step away", "step time"], rows, words=True)
-    return [
-        f"<h2>Break-evens</h2><ul>{points}</ul>" if points else "",
-        f"<h2>Neighbors</h2><p>{escape(explanation['basin'])}</p>{steps}",
-    ]
+    return f"<h2>Neighbors</h2><p>{escape(explanation['basin'])}</p>{steps}"
