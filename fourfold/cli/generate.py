@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -26,10 +26,13 @@ def generate(
         float | None, typer.Option(help="Draw from the most likely tokens that together have this probability.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    attention: Annotated[
-        Literal["full", "loki"], typer.Option(help="loki: attend only to the keys that Loki ranks best.")
-    ] = "full",
-    basis: options.BasisFile = None,
+    basis: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="BASIS.safetensors",
+            help="Attend with Loki, by the components in this file. `fourfold loki calibrate` writes it.",
+        ),
+    ] = None,
     loki_values: options.LokiValues = [],  # noqa: B006 (typer only reads it)
     tokenizer: options.TokenizerName = None,
     dtype: options.DtypeName = "auto",
@@ -40,16 +43,14 @@ def generate(
 
     A run of fourfold is first exported to a temporary folder in the Hugging Face format.
 
-    Example: fourfold generate --model exported --prompt "Once" --attention loki --basis basis.safetensors
+    Example: fourfold generate --model exported --prompt "Once" --basis basis.safetensors
     """
     if (prompt is None) == (prompt_file is None):
         raise UserError("give --prompt or --prompt-file, such as --prompt Once, and not both")
-    if (attention == "loki") != (basis is not None):
-        raise UserError(
-            "--attention loki and --basis BASIS.safetensors go together (fourfold loki calibrate makes one)"
-        )
     if loki_values and basis is None:
-        raise UserError(f"--loki {loki_values[0]} is for --attention loki; add that and --basis, or leave --loki out")
+        raise UserError(
+            f"--loki {loki_values[0]} needs --basis BASIS.safetensors, which fourfold loki calibrate writes"
+        )
     with importing():
         from fourfold.data.transformers_tokenizer import load_any_tokenizer
         from fourfold.huggingface.export_model import as_huggingface

@@ -44,9 +44,6 @@ ModelName = Annotated[
 TokenizerName = Annotated[str | None, typer.Option(metavar="DIR|ID|bytes", help="Default: the model's own.")]
 DtypeName = Annotated[StoredDtype, typer.Option(help="Type of the weights. auto is the stored type.")]
 DeviceName = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")]
-BasisFile = Annotated[
-    Path | None, typer.Option(metavar="BASIS.safetensors", help="The file that `fourfold loki calibrate` wrote.")
-]
 LokiValues = Annotated[
     list[str],
     typer.Option(

@@ -102,7 +102,7 @@ def test_generate(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
 
     file = tmp_path / "prompt.txt"
     file.write_text("grid axis tile")
-    loki = ("--attention", "loki", "--basis", basis, "--loki", "min_seq=0")
+    loki = ("--basis", basis, "--loki", "min_seq=0")
     same = json.loads(cli(*begin, "--prompt-file", file, *loki, "--loki", "k_f=1.0", "--json")[1])
     assert same["text"] == record["text"]
     assert same["cache_bytes"] == (1 + 1 / 8) * record["cache_bytes"]
@@ -152,7 +152,7 @@ def test_from_a_run_of_ours(cli: Cli, tmp_path: Path) -> None:
 
 def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path) -> None:
     generate = ("generate", "--model", model, "--prompt", "grid")
-    loki = (*generate, "--attention", "loki", "--basis", basis)
+    loki = (*generate, "--basis", basis)
     damaged = tmp_path / "damaged.safetensors"
     damaged.write_bytes(basis.read_bytes()[:100])
     other = make_model(tmp_path / "other", "llama gqa tied", vocab_size=300, max_position_embeddings=512)
@@ -172,11 +172,10 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
         ((*loki, "--loki", "kf=0.5"), "there is no key kf; use k_f"),
         ((*loki, "--loki", "k"), "is not KEY=VALUE"),
         ((*loki, "--loki", "k=many"), "k = 'many': must be an integer ≥ 1, such as 1"),
-        ((*generate, "--attention", "loki", "--basis", damaged), "damaged"),
-        ((*generate, "--attention", "loki", "--basis", tmp_path / "none"), "cannot read"),
-        (("generate", "--model", other, "--prompt", "a", "--attention", "loki", "--basis", basis), "of another model"),
+        ((*generate, "--basis", damaged), "damaged"),
+        ((*generate, "--basis", tmp_path / "none"), "cannot read"),
+        (("generate", "--model", other, "--prompt", "a", "--basis", basis), "of another model"),
         (("generate", "--model", gpt2, "--tokenizer", "bytes", *loki[3:]), "'gpt2' are not supported"),
-        ((*generate, "--attention", "loki"), "--basis"),
         ((*generate, "--prompt-file", text), "give --prompt or --prompt-file"),
         ((*generate, "--max-new-tokens", 300), "256 positions"),
         ((*generate, "--temperature", -1), "--temperature -1.0 must be finite and at least 1e-06, such as 1"),
@@ -187,7 +186,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
         ((*calibrate, "--seq-len", 300), "--seq-len 256 works"),
         (("loki", "calibrate", "--model", model, "--text", tmp_path / "no", "--out", "x"), "--text"),
         (evaluate, "--text and --tasks are missing"),
-        ((*generate, "--attention", "loki", "--basis", tmp_path), "is a folder"),
+        ((*generate, "--basis", tmp_path), "is a folder"),
         ((*generate, "--temperature", "nan"), "must be finite and at least 1e-06, such as 1"),
         ((*generate, "--seed", 2**64), "--seed"),
         ((*generate, "--top-k", 5), "--top-k 5 needs --temperature, such as"),
@@ -199,10 +198,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
         ((*evaluate, "--text", text, "--seq-len", 64, "--loki", "k=64"), "nothing would be chosen"),
     ):  # fmt: skip
         assert words in refused(cli(*arguments)), arguments
-    for arguments, choices in (
-        ((*generate, "--attention", "sparse"), ("full", "loki")),
-        ((*generate, "--dtype", "int8"), ("auto", "fp32", "bf16", "fp16")),
-    ):
+    for arguments, choices in (((*generate, "--dtype", "int8"), ("auto", "fp32", "bf16", "fp16")),):
         code, output, errors = cli(*arguments)
         assert (code, output) == (2, "") and all(f"'{choice}'" in errors for choice in choices), errors
 
