@@ -24,12 +24,12 @@ UNSET = 0
 DERIVED = {"num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "query_pre_attn_scalar"}
 """Sizes that ``ModelConfig`` derives from other sizes, and that may be null."""
 
-LayerType = Literal["full_attention", "sliding_attention"]
+LayerType = Literal["full_attention", "sliding_attention", "linear_attention"]
 
 
 class ModelConfig(Strict):
     """The model, a decoder. The same keys describe models of GPT-2/3, GPT-NeoX, GPT-OSS, Llama, Mistral, Qwen, OLMo,
-    Gemma, and Granite."""
+    Gemma, Granite, and DeepSeek."""
 
     preset: str | None = Field(None, examples=["gpt2"])
     """Start from a preset's sizes. Any other key overrides the preset."""
@@ -85,7 +85,8 @@ class ModelConfig(Strict):
     """Number of tokens that a query in a sliding_attention layer attends to, including itself. 0 turns windows off."""
     layer_types: list[LayerType] = Field([])
     """Attention types of the first layers. The list repeats for the remaining layers. Only sliding_attention layers use
-    sliding_window. If the list is empty, all layers use it."""
+    sliding_window. If the list is empty, all layers use it. linear_attention layers are Gated DeltaNets, which keep a
+    state of fixed size instead of keys and values (Qwen3-Next)."""
     no_rope_layers: list[Literal[0, 1]] = Field([])
     """With rope: 1 for layers that rotate queries and keys, and 0 for layers without positions (SmolLM3). The list
     repeats as layer_types does. If it is empty, all layers rotate."""
@@ -110,6 +111,9 @@ class ModelConfig(Strict):
     """Bias in the attention's output projection."""
     mlp_bias: bool = False
     """Biases in the MLP's projections. With experts, the router's logits have biases too (GPT-OSS)."""
+    attention_output_gate: bool = False
+    """Multiply the outputs of the query heads by the sigmoid of a gate that is projected from the layer's input
+    (Qwen3-Next)."""
     qk_norm: bool = False
     """RMSNorms of queries and keys (Qwen3)."""
     qk_norm_over: Literal["head", "all_heads"] = "head"
@@ -126,6 +130,16 @@ class ModelConfig(Strict):
     are the same for all heads."""
     v_head_dim: int = Field(0, ge=0)
     """With kv_lora_rank, width of one value head."""
+    linear_num_key_heads: int = Field(0, ge=0)
+    """Number of query and key heads of a linear_attention layer."""
+    linear_num_value_heads: int = Field(0, ge=0)
+    """Number of value heads of a linear_attention layer, a multiple of linear_num_key_heads. Each has its own state."""
+    linear_key_head_dim: int = Field(0, ge=0)
+    """Width of a query or key head of a linear_attention layer."""
+    linear_value_head_dim: int = Field(0, ge=0)
+    """Width of a value head of a linear_attention layer."""
+    linear_conv_kernel_dim: int = Field(4, gt=0, le=64)
+    """Number of tokens that the convolution of a linear_attention layer reads, including the current token."""
     tie_word_embeddings: bool = False
     """The LM head shares the embedding's weights."""
     scale_embeddings: bool = False
@@ -211,6 +225,7 @@ class ModelConfig(Strict):
         if 0 < self.rope_local_base_freq <= 1:
             raise ValueError(f"rope_local_base_freq = {self.rope_local_base_freq} must be 0 or above 1; 10000.0 works")
         self._fill_layer_types()
+        self._check_linear_attention()
         self._check_experts()
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -239,16 +254,32 @@ class ModelConfig(Strict):
             self.no_rope_layers = []
         if self.rope_local_base_freq == self.rope_theta and self.rope_scaling is None:
             self.rope_local_base_freq = 0.0
-        if not self.sliding_window:
-            if "sliding_attention" in self.layer_types:
-                raise ValueError(
-                    f"layer_types = {self.layer_types} needs model.sliding_window, which is 0; layer_types = [] works"
-                )
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise ValueError(
+                f"layer_types = {self.layer_types} needs model.sliding_window, which is 0; layer_types = [] works"
+            )
+        by_default: LayerType = "sliding_attention" if self.sliding_window else "full_attention"
+        self.layer_types = pattern_of(self.layer_types or [by_default], self.num_hidden_layers)
+        if self.layer_types == ["full_attention"]:
             self.layer_types = []
-            return
-        self.layer_types = pattern_of(self.layer_types or ["sliding_attention"], self.num_hidden_layers)
         if not self.sliding_layers:
-            self.sliding_window, self.layer_types, self.rope_local_base_freq = 0, [], 0.0
+            self.sliding_window, self.rope_local_base_freq = 0, 0.0
+
+    def _check_linear_attention(self) -> None:
+        """Check the sizes of linear attention layers. Without such layers, there are no such sizes."""
+        sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+        for key in (f"linear_{size}" for size in sizes):
+            value = getattr(self, key)
+            if self.linear_layers and value == 0:
+                raise ValueError(f"layer_types = {self.layer_types} needs {key}; {key} = 16 works")
+            if value and not self.linear_layers:
+                raise ValueError(f"{key} = {value} has no meaning without a linear_attention layer; leave {key} out")
+        if self.linear_layers and self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError(
+                f"linear_num_key_heads = {self.linear_num_key_heads} does not divide linear_num_value_heads = "
+                f"{self.linear_num_value_heads}; linear_num_key_heads = "
+                f"{math.gcd(self.linear_num_key_heads, self.linear_num_value_heads)} works"
+            )
 
     def _check_latents(self) -> None:
         """Check the sizes of latent attention, and that no key changes what it does not have."""
@@ -304,9 +335,9 @@ class ModelConfig(Strict):
                 f"shared_expert_intermediate_size = {self.moe_intermediate_size} works"
             )
 
-    def is_sliding(self, layer: int) -> bool:
-        """Return whether a layer's queries see a window of sliding_window tokens."""
-        return bool(self.layer_types) and self.layer_types[layer % len(self.layer_types)] == "sliding_attention"
+    def type_of(self, layer: int) -> LayerType:
+        """Return the attention type of a layer."""
+        return self.layer_types[layer % len(self.layer_types)] if self.layer_types else "full_attention"
 
     def rotates(self, layer: int) -> bool:
         """Return whether a layer has rotary embeddings."""
@@ -321,7 +352,15 @@ class ModelConfig(Strict):
     @property
     def sliding_layers(self) -> int:
         """Return the number of layers with a window."""
-        return sum(self.is_sliding(layer) for layer in range(self.num_hidden_layers))
+        return self._count("sliding_attention")
+
+    @property
+    def linear_layers(self) -> int:
+        """Return the number of layers with linear attention."""
+        return self._count("linear_attention")
+
+    def _count(self, kind: LayerType) -> int:
+        return sum(self.type_of(layer) == kind for layer in range(self.num_hidden_layers))
 
     @property
     def gated_mlp(self) -> bool:

@@ -10,9 +10,11 @@ from torch import nn
 
 from fourfold.config.layout import attention_split, context_method
 from fourfold.config.run import RunConfig
+from fourfold.models.delta_net import DeltaCore
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.attention.attention import OVER_Y, SharedAttentionCore
 from fourfold.parallel.attention.context import DocumentTables
+from fourfold.parallel.attention.delta_core import SharedDeltaCore
 from fourfold.parallel.attention.latent_core import SharedLatentCore, latent_projections
 from fourfold.parallel.data.data_parallel import DataParallel, StepTypes, units_of
 from fourfold.parallel.experts.experts import ParallelMixture
@@ -80,6 +82,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     }
     inputs_and_head: Rules = mixtures | {
         "layers.*.self_attn.qkv": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "qkv", overlap),
+        "layers.*.self_attn.inputs": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "linear attention", overlap),
         "layers.*.mlp.up": lambda name, m: LinearGroup(m, grid, "replicate", "up", overlap),
         "layers.*layernorm": lambda name, m: Norm(m, grid, "norm"),
         "norm": lambda name, m: Norm(m, grid, "norm"),
@@ -93,7 +96,9 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
         }
     attention: Rules = {
         "layers.*.self_attn.core": lambda name, m: (
-            SharedLatentCore(m, grid, split, method, heads)
+            SharedDeltaCore(m, grid, split)
+            if isinstance(m, DeltaCore)
+            else SharedLatentCore(m, grid, split, method, heads)
             if model.kv_lora_rank
             else SharedAttentionCore(m, grid, split, method, heads, kv_heads)
         )
