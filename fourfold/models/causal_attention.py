@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.config.model import LayerType, ModelConfig
+from fourfold.config.model import ModelConfig
+from fourfold.config.model_keys import LayerType
 from fourfold.models.norms import rms_norm_of
 from fourfold.models.recomputation import recomputable
 from fourfold.models.rope import apply_rope, rope_frequencies, rope_tables

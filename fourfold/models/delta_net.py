@@ -81,7 +81,8 @@ class DeltaCore(nn.Module):
         """Return the gated outputs of the heads, [B, S, N·E]. The inputs are in the order of ``DeltaNet.inputs``."""
         out_BSNE = self.mix(q, k, v, b, a, context, *map(self.get_parameter, self.CHANNELS))
         gate_BSNE = F.silu(z.float()).unflatten(-1, (-1, self.value_width))
-        return (self.norm(out_BSNE) * gate_BSNE).to(z.dtype).flatten(-2)
+        gated_BSNE: Tensor = self.norm(out_BSNE) * gate_BSNE
+        return gated_BSNE.to(z.dtype).flatten(-2)
 
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, a: Tensor, context: AttentionContext, *parameters: Tensor
@@ -119,7 +120,7 @@ def short_convolution(x_BSC: Tensor, weight_CT: Tensor, documents_BS: Tensor | N
 
 def unit_heads(t_BSf: Tensor, width: int, heads: int) -> Tensor:
     """Return heads of length 1, [B, S, N, D]. If there are fewer key heads than value heads, repeat each of them."""
-    t_BSKD = t_BSf.unflatten(-1, (-1, width))
+    t_BSKD: Tensor = t_BSf.unflatten(-1, (-1, width))
     t_BSKD = t_BSKD * (t_BSKD.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
     return t_BSKD.repeat_interleave(heads // t_BSKD.shape[2], dim=2)
 
@@ -165,7 +166,8 @@ def _chunks(t_BSN: Tensor) -> Tensor:
     """Return chunks [B, N, n, c, …] of a tensor [B, S, N, …]. Zeros fill the last chunk."""
     missing = -t_BSN.shape[1] % CHUNK
     padded_BSN = F.pad(t_BSN, (0, 0) * (t_BSN.ndim - 2) + (0, missing))
-    return padded_BSN.unflatten(1, (-1, CHUNK)).movedim(3, 1)
+    chunks_BncN: Tensor = padded_BSN.unflatten(1, (-1, CHUNK))
+    return chunks_BncN.movedim(3, 1)
 
 
 def _decays(decay_BNnc: Tensor, documents_BS: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

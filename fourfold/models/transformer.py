@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.config.model import IGNORE_INDEX, LayerType, ModelConfig
+from fourfold.config.model import IGNORE_INDEX, ModelConfig
+from fourfold.config.model_keys import LayerType
 from fourfold.models.causal_attention import AttentionContext, AttentionCore, AttentionTables
 from fourfold.models.delta_net import DeltaNet
 from fourfold.models.latent_attention import LatentAttention

@@ -102,7 +102,8 @@ def gather_sequence(cp: Axis, *of_tokens: Tensor) -> tuple[Tensor, ...]:
     heads = [t.unflatten(2, (cp.size, -1)) for t in of_tokens]
     parts_nBTh = torch.cat(heads, dim=3).movedim(2, 0)
     received_nBTh = exchange(parts_nBTh, cp, "attention: heads for tokens")
-    return in_order(received_nBTh, cp.size).split([t.shape[3] for t in heads], dim=2)
+    whole: tuple[Tensor, ...] = in_order(received_nBTh, cp.size).split([t.shape[3] for t in heads], dim=2)
+    return whole
 
 
 def scatter_sequence(out_BShD: Tensor, cp: Axis) -> Tensor:
