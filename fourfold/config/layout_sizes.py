@@ -60,6 +60,10 @@ class Sizes:
     """Width of one expert."""
     latents: int = 0
     """Largest number that divides the widths of all latents. 0 if there are none."""
+    linear_heads: int = 0
+    """Number of key heads of linear attention. 0 if there is none."""
+    output_gate: bool = False
+    """Whether attention's output has a gate."""
     shared_inner: int = 0
     """Width of the shared expert. 0 if there is none."""
     ep: Number = 1
@@ -93,6 +97,8 @@ class Sizes:
             experts=model.num_experts,
             expert_inner=model.moe_intermediate_size if model.num_experts else 0,
             latents=math.gcd(model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim),
+            linear_heads=model.linear_num_key_heads,
+            output_gate=model.attention_output_gate,
             shared_inner=model.shared_expert_intermediate_size,
             ep=grid.ep,
         )
@@ -147,6 +153,11 @@ class Sizes:
         """Return the number of key and value features that the axes x and y must split: all of them if the heads divide
         evenly over x and y, and otherwise none."""
         return self.keys * self.whole_heads
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the blocks have only the parts that batch parts and float8 support."""
+        return self.experts + self.latents + self.linear_heads + self.output_gate == 0
 
     @cached_property
     def head_ranks(self) -> Number:

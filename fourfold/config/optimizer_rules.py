@@ -79,15 +79,16 @@ class OptimizerConfig(Strict):
 
 
 def rule_of(name: str, dims: int, optimizer: Rule) -> Rule:
-    """Return the rule that a parameter follows. Muon updates only matrices of the layers, except routers.
+    """Return the rule that a parameter follows. Muon updates only matrices of the layers, except routers and
+    convolutions.
 
-    Each row of a router, and the gate of a shared expert, computes one output by itself. Muon's authors leave such
-    weights to AdamW.
+    Each row of a router or of a convolution, and the gate of a shared expert, computes one output by itself. Muon's
+    authors leave such weights to AdamW.
     """
     if optimizer != "muon":
         return optimizer
-    of_router = ".mlp.gate." in name or ".shared_expert_gate." in name
-    return "muon" if name.startswith("layers.") and is_matrix(name, dims) and not of_router else "adamw"
+    by_row = ".mlp.gate." in name or ".shared_expert_gate." in name or name.endswith("_conv")
+    return "muon" if name.startswith("layers.") and is_matrix(name, dims) and not by_row else "adamw"
 
 
 def is_matrix(name: str, dims: int) -> bool:

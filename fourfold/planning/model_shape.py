@@ -83,6 +83,15 @@ class ModelShape(ArrayFields):
     latent_values: Number = 0
     """Number of features of all value heads of latent attention. Zeros pad them to the width of the keys."""
 
+    output_gate: Flag = False
+    """Whether a gate, projected from the block's input, multiplies the outputs of the query heads."""
+    linear: Number = 0
+    """Fraction of the blocks with linear attention."""
+    linear_weights: Number = 0
+    """Number of matrix entries of a block's linear attention."""
+    linear_states: Number = 0
+    """Number of entries in the states of all heads of linear attention."""
+
     @property
     def has_latents(self) -> Flag:
         latents: Flag = np.greater(self.kv_latent, 0)
@@ -112,11 +121,12 @@ class ModelShape(ArrayFields):
 
     @property
     def attention_weights(self) -> Number:
-        """Return the number of matrix entries of a block's attention."""
+        """Return the mean number of matrix entries of a block's attention."""
         reads = np.where(np.greater(self.q_latent, 0), self.q_latent, self.hidden_size)
         latent = self.hidden_size * self.latents + reads * self.queries
         latent = latent + self.kv_latent * (self.projected - self.queries) + self.latent_values * self.hidden_size
-        return np.where(self.has_latents, latent, self.hidden_size * 2 * (self.queries + self.keys))
+        plain = self.hidden_size * ((2 + self.output_gate) * self.queries + 2 * self.keys)
+        return (1 - self.linear) * np.where(self.has_latents, latent, plain) + self.linear * self.linear_weights
 
     @property
     def dense_first(self) -> Number:
@@ -124,10 +134,12 @@ class ModelShape(ArrayFields):
         return np.where(np.greater(self.sparse, 0), np.rint(self.num_hidden_layers * (1 - self.sparse)), 0)
 
     def keys_seen(self, seq: Number) -> Number:
-        """Return the number of keys that a query sees (half of all keys, or a window), as a mean over queries and
-        blocks."""
+        """Return the number of keys that a query sees (half of all keys, a window, or none with linear attention), as a
+        mean over queries and blocks."""
         window = np.minimum(self.sliding_window, seq)
-        return (1 - self.sliding) * seq / 2 + self.sliding * window * (1 - window / np.maximum(2 * seq, 1))
+        return (1 - self.sliding - self.linear) * seq / 2 + self.sliding * window * (
+            1 - window / np.maximum(2 * seq, 1)
+        )
 
     @property
     def mean_inner(self) -> Number:
