@@ -58,12 +58,17 @@ def model_shape(model: ModelConfig) -> ModelShape:
 
 
 def workload_of_model(model: ModelConfig) -> Workload:
-    """Return a workload of one token on one device, trained with fourfold. Complete it with ``Workload.but``."""
+    """Return a workload of one token on one device, trained with fourfold. Set the batch and the layout with
+    ``Workload.but``."""
     return Workload(model_shape(model), Layout(end_layers=_end_layers(model)))
 
 
 def workload_of(run: RunConfig) -> Workload:
-    """Return the step that a run file describes. Raise ``UserError`` for LoRA and DPO, whose memory and time differ."""
+    """Return the workload of one step of a run.
+
+    Raises:
+        UserError: The run uses LoRA or DPO. The planner does not model their memory and time.
+    """
     if run.lora.rank:
         raise UserError(
             f"lora.rank = {run.lora.rank}: the planner does not predict LoRA; `fourfold trace` counts its memory and "
@@ -119,5 +124,5 @@ def workload_of(run: RunConfig) -> Workload:
 
 def _end_layers(model: ModelConfig) -> float:
     """Return how many layers the head counts as when layers are divided into stages. The embedding counts as the same
-    number."""
+    number of layers."""
     return model.padded_vocab_size * model.hidden_size / active_parameters_per_layer(model)

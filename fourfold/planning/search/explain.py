@@ -1,5 +1,5 @@
-"""Explain why a layout is the fastest: which layouts it beats, by how much, and which change of the machine would
-reverse the order."""
+"""Explain why a layout is the fastest: which layouts it beats, by how much, and which change of the machine would make
+another layout the fastest."""
 
 from __future__ import annotations
 
@@ -23,34 +23,40 @@ KNOBS = {
     "the matmul rate": ("achieved", "TFLOP/s", 1e12),
     "the latency of a hop between nodes": ("inter_hop", "µs", 1e-6),
 }
-"""Machine constants whose break-even is searched: the field of ``Machine``, the unit in texts, and the size of this
+"""Machine values whose break-even is searched: the field of ``Machine``, the unit in texts, and the size of this
 unit."""
 RATES = {8: "achieved_fp8", 32: "achieved_fp32"}
-"""Fields of the matmul rate for precisions other than 16 bits."""
+"""Fields of ``Machine`` with the matmul rate, for precisions other than 16 bits."""
 FACTORS = np.geomspace(1, 8, 31)
+"""Factors on a machine value to try, and also their inverses."""
 FINER = 65
-"""Number of factors to try between two values, so that a break-even is found to within a thousandth."""
+"""Number of factors to try between two neighbors in ``FACTORS``, so that a break-even is found to within 0.1 %."""
 
 
 @dataclass(frozen=True)
 class BreakEven:
-    """The value of a machine constant at which another layout becomes faster than the best one."""
+    """The value of a machine constant at which a layout on another grid becomes faster than the best layout."""
 
     what: str
+    """The constant, as a phrase for the user."""
     now: float
+    """Its value on the machine, in ``unit``."""
     at: float
+    """Its value at the break-even, in ``unit``."""
     unit: str
     other: str
+    """The layout that is then the fastest."""
 
     def sentence(self) -> str:
+        """Return the break-even as a sentence about the best layout."""
         side = "exceeds" if self.at > self.now else "falls below"
         return f"wins until {self.what} {side} {self.at:.4g} {self.unit} (now {self.now:.4g}); then {self.other}"
 
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A layout that differs by one change. ``slower`` is the relative difference of its step time, or None if the
-    layout is refused for ``reason``."""
+    """A layout that differs from the best one by one ``change``. ``slower`` is the relative increase of the step time.
+    It is None if the layout is refused, and ``reason`` says why."""
 
     change: str
     slower: float | None
@@ -58,7 +64,7 @@ class Neighbor:
 
 
 def runner_up(plan: Plan) -> Prediction | None:
-    """Return the fastest layout whose grid differs from the best layout's grid."""
+    """Return the prediction for the fastest layout on another grid than the best layout's, or None if there is none."""
     best = plan.best.work
     work, order = plan.found.work, plan.found.order
     other = np.zeros(len(order), dtype=bool)
@@ -69,15 +75,19 @@ def runner_up(plan: Plan) -> Prediction | None:
 
 
 def waterfall(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
-    """Return the seconds of each part, with one column per prediction. Parts that are zero in all predictions are left
-    out."""
+    """Return the seconds of each part of a step, with one entry per prediction. Parts that are 0 in all predictions are
+    skipped."""
     rows = {part: [p.parts[part] for p in predictions] for part in PARTS}
     return {part: row for part, row in rows.items() if max(row) > 0}
 
 
 def break_evens(plan: Plan) -> list[BreakEven]:
-    """For each of ``KNOBS`` and each direction, find the value at which another grid becomes the fastest. Only the
-    ``RANKED`` fastest layouts are considered."""
+    """Find the break-evens: for each of ``KNOBS`` and each direction, the value at which a layout on another grid
+    becomes the fastest.
+
+    Only the ``RANKED`` fastest layouts are candidates. A direction without a break-even within a factor of 8 is
+    skipped.
+    """
     order = plan.found.order[:RANKED]
     if len(order) < 2:
         return []
@@ -86,9 +96,10 @@ def break_evens(plan: Plan) -> list[BreakEven]:
     of_best = (grids == grids[0]).all(axis=1)
 
     def first_lost(field: str, factors: np.ndarray) -> tuple[int, int] | None:
-        """Find the first factor on a constant at which a layout on another grid is the fastest.
+        """Find the first factor on a machine value at which a layout on another grid is the fastest.
 
-        Return the indices of the factor and of that layout among the candidates.
+        Return the index of the factor, and the index of that layout among the candidates. Return None if there is no
+        such factor.
         """
         machines = stack([changed_machine(plan.machine, field, factor) for factor in factors])
         each = work.map_arrays(lambda array: np.tile(array, len(factors)))
@@ -115,8 +126,8 @@ def break_evens(plan: Plan) -> list[BreakEven]:
 
 
 def changed_machine(machine: Machine, field: str, factor: float) -> Machine:
-    """Return a machine whose constant ``field`` is multiplied by the factor. "intra8" stands for all bandwidths
-    inside a node."""
+    """Return a copy of the machine with ``field`` multiplied by ``factor``. "intra8" stands for all bandwidths inside a
+    node."""
     names = ("intra2", "intra4", "intra8", "intra_far") if field == "intra8" else (field,)
     return replace(machine, **{name: getattr(machine, name) * factor for name in names})
 
@@ -125,7 +136,7 @@ def neighbors(plan: Plan) -> list[Neighbor]:
     """Compare the best layout with its neighbors. In a neighbor, a factor of two moves from one axis to another, or one
     choice differs by one step.
 
-    Each neighbor gets the number of batch parts with which it is fastest.
+    Each neighbor uses the number of batch parts with which it is fastest.
     """
     found, best = plan.found, plan.best
     ep = ["ep"] if best.work.model.num_experts else []
@@ -184,8 +195,11 @@ def neighbors(plan: Plan) -> list[Neighbor]:
 
 
 def in_nodes(plan: Plan) -> list[Neighbor]:
-    """Return the best layout with its shard groups in two levels, if a group has several ranks on each of several
-    nodes."""
+    """Compare the best layout with the layout whose shard groups run collectives in two levels, or in one level if they
+    use two now.
+
+    Return an empty list if no shard group has several ranks on each of several nodes, or if the change is illegal.
+    """
     work, machine = plan.best.work, plan.machine
     fast = max(machine.domain, machine.gpus_per_node)
     per_node, now = int(fast // (work.layout.x * work.layout.y)), work.program.shards_per_node
@@ -198,13 +212,13 @@ def in_nodes(plan: Plan) -> list[Neighbor]:
 
 
 def _beside(values: Sequence[Any], here: Any) -> Sequence[Any]:
-    """Return the values before and after a value in a list."""
+    """Return the values before and after ``here`` in a list."""
     at = values.index(here)
     return [*values[max(at - 1, 0) : at], *values[at + 1 : at + 2]]
 
 
 def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
-    """Return changes to the previous and the next schedule in ``space.PIPELINES``."""
+    """Return the changes, each with a text, to the previous and to the next entry of ``space.PIPELINES``."""
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in PIPELINES]
     now = (here["schedule"], here["stages_per_rank"])
     if here["pp"] == 1 or now not in pipelines:
@@ -217,8 +231,8 @@ def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
 
 
 def basin(table: Sequence[Neighbor], factor: float) -> str:
-    """Return a sentence that says how many neighbors take at most ``factor`` times as long as the best layout.
-    ``factor`` is the planner's margin of error."""
+    """Return a sentence that says how many neighbors take less than ``factor`` times as long as the best layout.
+    ``factor`` is the planner's error."""
     known = [n.slower for n in table if n.slower is not None]
     if not known:
         return "No neighbor is legal and fits."
@@ -227,12 +241,13 @@ def basin(table: Sequence[Neighbor], factor: float) -> str:
 
 
 def explain(plan: Plan, factor: float, own: Prediction | None = None) -> dict[str, Any]:
-    """Return the whole explanation as JSON values.
+    """Return the explanation of a plan as JSON values.
 
     Args:
         plan: The plan.
-        factor: If two predicted times differ by more than this factor, the order of the layouts counts as certain.
-        own: The run file's own layout.
+        factor: The planner's error. If two predicted times differ by a smaller factor, the order of the layouts is
+            uncertain.
+        own: The prediction for the run file's layout, to show too.
     """
     second = runner_up(plan)
     shown = {"best": plan.best} | ({"runner_up": second} if second else {}) | ({"yours": own} if own else {})
