@@ -1,4 +1,4 @@
-"""The sizes of a decoder, with Hugging Face's names."""
+"""The section [model] of the run file: a decoder, under the key names of Hugging Face."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from fourfold.config.rope_scaling import RopeScaling, no_pairs
 from fourfold.config.strict import PathText, Size, Strict
 
 IGNORE_INDEX = -100
-"""Label of a position that the loss leaves out. The data writes it, and the model reads it."""
+"""Label of a position that the loss ignores. The data pipeline writes it, and the model's loss reads it."""
 
 MOST_LAYERS = 100_000
+"""Largest number of blocks."""
 
 UNSET = 0
-"""Default of a size, which means that ``ModelConfig`` derives it from other sizes."""
+"""Default of a size that ``ModelConfig`` derives from other sizes."""
 
 DERIVED = {"num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "query_pre_attn_scalar"}
-"""Sizes that ``ModelConfig`` derives from other sizes, and that may be null."""
+"""Keys whose values ``ModelConfig`` derives from other keys if they are unset or null."""
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
 class ModelConfig(Strict):
-    """The model, a decoder. The same keys describe models of GPT-2/3, GPT-NeoX, GPT-OSS, Llama, Mistral, Qwen, OLMo,
-    Gemma, and Granite."""
+    """The model, a decoder. The same keys describe models of the families GPT-2/3, GPT-NeoX, GPT-OSS, Llama, Mistral,
+    Qwen, OLMo, Gemma, Granite, DeepSeek, and others ([huggingface-models.md](huggingface-models.md))."""
 
     preset: str | None = Field(None, examples=["gpt2"])
     """Start from a preset's sizes. Any other key overrides the preset."""
@@ -50,7 +51,8 @@ class ModelConfig(Strict):
     intermediate_size: int = Field(UNSET, gt=0)
     """Inner width of the MLP. Default: 4 × hidden_size."""
     max_position_embeddings: Size = 2048
-    """Length of the longest sequence. With position_embedding = 'learned', the number of rows in the position table."""
+    """Largest sequence length. With position_embedding = 'learned', this is also the number of learned position
+    embeddings."""
     mlp: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
     """Type of the MLP: three matrices with a SiLU gate (swiglu) or a GELU gate (geglu), or two matrices with a plain
     GELU (gelu) or a squared ReLU (relu2)."""
@@ -71,7 +73,8 @@ class ModelConfig(Strict):
     """RMSNorms multiply by the weight in float32, and round the product to the model's dtype (GPT-OSS). Otherwise they
     round before they multiply. Zero-centered norms always round last."""
     parallel_residual: bool = False
-    """Attention and MLP of a block read the same input and run in parallel (GPT-NeoX)."""
+    """Attention and MLP of a block read the same residual stream, so the MLP does not see attention's output
+    (GPT-NeoX)."""
     position_embedding: Literal["rope", "learned"] = "rope"
     """`rope` rotates queries and keys. `learned` adds a trained vector per position to the token embedding."""
     rope_theta: float = Field(10000.0, gt=1)
@@ -84,11 +87,11 @@ class ModelConfig(Strict):
     sliding_window: int = Field(0, ge=0)
     """Number of tokens that a query in a sliding_attention layer attends to, including itself. 0 turns windows off."""
     layer_types: list[LayerType] = Field([])
-    """Attention types of the first layers. The list repeats for the remaining layers. Only sliding_attention layers use
+    """Attention types of the first layers. The list repeats for all later layers. Only sliding_attention layers use
     sliding_window. If the list is empty, all layers use it."""
     no_rope_layers: list[Literal[0, 1]] = Field([])
-    """With rope: 1 for layers that rotate queries and keys, and 0 for layers without positions (SmolLM3). The list
-    repeats as layer_types does. If it is empty, all layers rotate."""
+    """With rope: 1 for layers with rotary embeddings, and 0 for layers without position embeddings (SmolLM3). Like
+    layer_types, the list repeats. If it is empty, all layers have rotary embeddings."""
     rope_local_base_freq: float = Field(0.0, ge=0)
     """Rotary base of sliding_attention layers, which then ignore rope_scaling (Gemma 3). 0: all layers use
     rope_theta."""
@@ -115,15 +118,16 @@ class ModelConfig(Strict):
     qk_norm_over: Literal["head", "all_heads"] = "head"
     """With qk_norm, normalize each head separately, or all heads of a token together (OLMoE)."""
     kv_lora_rank: int = Field(0, ge=0)
-    """Width of the latents from which keys and values are computed (multi-head latent attention, DeepSeek-V3). 0
-    computes them from the hidden states."""
+    """Width of the latent that keys and values are computed from (multi-head latent attention, DeepSeek-V3). With 0,
+    they are computed from the hidden states."""
     q_lora_rank: int = Field(0, ge=0)
-    """With kv_lora_rank, width of the latents of queries. 0 computes queries from the hidden states."""
+    """With kv_lora_rank, width of the latent that queries are computed from. With 0, they are computed from the hidden
+    states."""
     qk_nope_head_dim: int = Field(0, ge=0)
     """With kv_lora_rank, number of a head's query and key channels without rotary embeddings."""
     qk_rope_head_dim: int = Field(0, ge=0)
-    """With kv_lora_rank, number of a head's query and key channels with rotary embeddings. These channels of the keys
-    are the same for all heads."""
+    """With kv_lora_rank, number of a head's query and key channels with rotary embeddings. All heads share these
+    channels of the keys."""
     v_head_dim: int = Field(0, ge=0)
     """With kv_lora_rank, width of one value head."""
     tie_word_embeddings: bool = False
@@ -161,18 +165,19 @@ class ModelConfig(Strict):
     routed_scaling_factor: float = Field(1.0, gt=0)
     """Factor on the sum of the chosen experts' outputs."""
     shared_expert_intermediate_size: int = Field(0, ge=0)
-    """Inner width of a shared expert that reads every token. 0 means no shared expert."""
+    """Inner width of a shared expert, which processes every token. 0 means no shared expert."""
     shared_expert_gate: bool = False
     """Multiply the shared expert's output by a sigmoid gate (Qwen2-MoE)."""
     first_k_dense_replace: int = Field(0, ge=0)
     """Number of initial layers that use a dense MLP instead of experts (DeepSeek-V3: 3)."""
     pad_vocab_size_to_multiple_of: Size = 128
-    """Pad the rows of embedding and head to a multiple of this number. Padding rows are never predicted."""
+    """Pad the vocabulary of the embedding and the head to a multiple of this number. The padding tokens are never
+    predicted."""
 
     @model_validator(mode="before")
     @classmethod
     def _none_is_unset(cls, table: Any) -> Any:
-        """Drop null for a size that follows from other sizes. Hugging Face's files write null for such sizes."""
+        """Drop null values of keys that are derived from other keys. Hugging Face's files have such values."""
         if not isinstance(table, dict):
             return table
         return {key: value for key, value in table.items() if value is not None or key not in DERIVED}
@@ -232,8 +237,8 @@ class ModelConfig(Strict):
         return self
 
     def _fill_layer_types(self) -> None:
-        """Shorten the lists of layers to their repeating patterns, and drop a local rotary base that equals the global
-        base."""
+        """Shorten the lists with one entry per layer to their repeating patterns, and reset settings that have no
+        effect."""
         self.no_rope_layers = pattern_of(self.no_rope_layers or [1], self.num_hidden_layers)
         if self.no_rope_layers == [1]:
             self.no_rope_layers = []
@@ -251,7 +256,7 @@ class ModelConfig(Strict):
             self.sliding_window, self.layer_types, self.rope_local_base_freq = 0, [], 0.0
 
     def _check_latents(self) -> None:
-        """Check the sizes of latent attention, and that no key changes what it does not have."""
+        """Check the sizes of latent attention, and that keys which it does not support have their defaults."""
         for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             if getattr(self, key) == 0:
                 raise ValueError(f"kv_lora_rank = {self.kv_lora_rank} needs {key}; {key} = 64 works")
@@ -305,7 +310,7 @@ class ModelConfig(Strict):
             )
 
     def is_sliding(self, layer: int) -> bool:
-        """Return whether a layer's queries see a window of sliding_window tokens."""
+        """Return whether a layer's queries attend only to a window of sliding_window tokens."""
         return bool(self.layer_types) and self.layer_types[layer % len(self.layer_types)] == "sliding_attention"
 
     def rotates(self, layer: int) -> bool:
@@ -320,7 +325,7 @@ class ModelConfig(Strict):
 
     @property
     def sliding_layers(self) -> int:
-        """Return the number of layers with a window."""
+        """Return the number of layers with a sliding window."""
         return sum(self.is_sliding(layer) for layer in range(self.num_hidden_layers))
 
     @property
@@ -335,8 +340,8 @@ class ModelConfig(Strict):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Return the number of rows of embedding and head. This number does not depend on the grid, so checkpoints do
-        not depend on it either."""
+        """Return the number of rows of the embedding and head weights. It does not depend on the grid, so checkpoints
+        do not depend on the grid either."""
         multiple = self.pad_vocab_size_to_multiple_of
         return math.ceil(self.vocab_size / multiple) * multiple
 
