@@ -63,7 +63,7 @@ def calibrate(
 
         with working("Measuring this machine"):
             measured = microbenchmark(processes)
-        if measured is None:  # The result is None on every process except the one that writes the file.
+        if measured is None:  # Only the first process has a result and writes the file.
             return
         record = measured
         printed = text = machine_toml(measured_machine(record, base, out.stem), f"{record['device']}, measured", base)

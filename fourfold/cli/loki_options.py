@@ -1,4 +1,4 @@
-"""Options of the commands that run models."""
+"""Define the options of the commands that generate text and evaluate Loki."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ LokiValues = Annotated[
 
 
 def loki_config(values: Sequence[str], **defaults: Any) -> LokiConfig:
-    """Parse KEY=VALUE pairs into a configuration. Raise ``UserError`` for an unknown key or an impossible value."""
+    """Parse KEY=VALUE pairs into a Loki configuration. ``defaults`` replace Loki's own defaults. Raise ``UserError``
+    for a malformed pair, an unknown key, or an impossible value."""
     from fourfold.inference.loki import LokiConfig
 
     found = dict(defaults)

@@ -1,4 +1,4 @@
-"""fourfold machine: find out what a machine can do before you start a run"""
+"""fourfold machine: examine a machine, and measure it, before you start a run"""
 
 from __future__ import annotations
 
