@@ -89,7 +89,7 @@ def evaluate(
 ) -> None:
     """Measure the quality that Loki loses on a text: recall of the best keys, captured attention, and perplexity.
 
-    Compares Loki with full attention, with the exact best keys (which Loki approximates), and with random directions
+    Compares Loki with full attention, with the true top-k keys (which Loki approximates), and with random directions
     (the control). --tasks also runs lm-eval tasks. Only tasks that generate text run the decoding kernels.
 
     Example: fourfold loki evaluate --model exported --basis basis.safetensors --text held_out.txt --loki d=32
@@ -127,7 +127,8 @@ def _open(
     length: int | None,
     max_tokens: int | None,
 ) -> tuple[PreTrainedModel, AnyTokenizer, list[list[int]]]:
-    """Return a loaded model, its tokenizer, and the files, cut into windows."""
+    """Load a model and its tokenizer, and cut the tokenized files into windows. Return the model, the tokenizer, and
+    the windows."""
     from fourfold.data.transformers_tokenizer import load_any_tokenizer
     from fourfold.huggingface.transformers_models import checked_ids, load_model, positions_of
     from fourfold.inference.text import token_windows

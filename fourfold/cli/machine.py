@@ -1,4 +1,4 @@
-"""fourfold machine: find out what a machine can do before you start a run"""
+"""fourfold machine: examine a machine, and measure it, before you start a run"""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def calibrate(
 
         with working("Measuring this machine"):
             measured = microbenchmark(processes)
-        if measured is None:  # The result is None on every process except the one that writes the file.
+        if measured is None:  # Only the first process has a result and writes the file.
             return
         record = measured
         printed = text = machine_toml(measured_machine(record, base, out.stem), f"{record['device']}, measured", base)

@@ -1,4 +1,4 @@
-"""Define the options that several commands share, and print a record."""
+"""Define the options that several commands share, and print a command's result."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ KNOBS = (
     "selective, full. stages_per_rank: 1, 2, 3, 4, 6, 8. cp_method: ring, ulysses. schedule: 1F1B, Interleaved1F1B, "
     "InterleavedZeroBubble, ZBVZeroBubble, and, searched only if named, GPipe, LoopedBFS, DualPipeV."
 )
-"""Limits of a search, and their values. ``planning.search.limits`` parses this text."""
+"""Help text that lists the limits of a search and their values. ``planning.search.limits`` parses the limits that a
+user gives."""
 StoredDtype = Literal["auto", "fp32", "bf16", "fp16"]
-"""Dtype of a model's weights. auto keeps the stored dtype."""
+"""Dtype of stored weights, for options. auto keeps the stored dtype."""
 ModelName = Annotated[
     str, typer.Option("--model", metavar="DIR|ID|RUN", help="A Hugging Face model, or a run or checkpoint of fourfold.")
 ]
@@ -59,7 +60,7 @@ LokiValues = Annotated[
 def show(record: dict[str, Any] | None, as_json: bool, tables: Callable[[dict[str, Any]], object]) -> None:
     """Print a record as JSON or as tables.
 
-    Print nothing if the record is None. Under a launcher, every process except the first has None.
+    Under a launcher, the record is None on every process except the first, and nothing is printed.
     """
     if record is not None:
         if as_json:
@@ -69,7 +70,8 @@ def show(record: dict[str, Any] | None, as_json: bool, tables: Callable[[dict[st
 
 
 def loki_config(values: Sequence[str], **defaults: Any) -> LokiConfig:
-    """Parse KEY=VALUE pairs into a configuration. Raise ``UserError`` for an unknown key or an impossible value."""
+    """Parse KEY=VALUE pairs into a Loki configuration. ``defaults`` replace Loki's own defaults. Raise ``UserError``
+    for a malformed pair, an unknown key, or an impossible value."""
     from fourfold.inference.loki import LokiConfig
 
     found = dict(defaults)

@@ -1,4 +1,4 @@
-"""The sizes of a decoder, with Hugging Face's names."""
+"""The section [model] of the run file: a decoder, under the key names of Hugging Face."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from fourfold.config.no_meaning import NO_MEANING
 from fourfold.config.rope_scaling import no_pairs
 
 IGNORE_INDEX = -100
-"""Label of a position that the loss leaves out. The data writes it, and the model reads it."""
+"""Label of a position that the loss ignores. The data pipeline writes it, and the model's loss reads it."""
 
 DERIVED = {"num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "query_pre_attn_scalar"}
-"""Sizes that ``ModelConfig`` derives from other sizes, and that may be null."""
+"""Keys whose values ``ModelConfig`` derives from other keys if they are unset or null."""
 
 
 class ModelConfig(ModelKeys):
-    """The model, a decoder. The same keys describe models of GPT-2/3, GPT-NeoX, GPT-OSS, Llama, Mistral, Qwen, OLMo,
-    Gemma, Granite, and DeepSeek."""
+    """The model, a decoder. The same keys describe models of the families GPT-2/3, GPT-NeoX, GPT-OSS, Llama, Mistral,
+    Qwen, OLMo, Gemma, Granite, DeepSeek, and others ([huggingface-models.md](huggingface-models.md))."""
 
     @model_validator(mode="before")
     @classmethod
     def _none_is_unset(cls, table: Any) -> Any:
-        """Drop null for a size that follows from other sizes. Hugging Face's files write null for such sizes."""
+        """Drop null values of keys that are derived from other keys. Hugging Face's files have such values."""
         if not isinstance(table, dict):
             return table
         return {key: value for key, value in table.items() if value is not None or key not in DERIVED}
@@ -89,8 +89,8 @@ class ModelConfig(ModelKeys):
         return self
 
     def _fill_layer_types(self) -> None:
-        """Shorten the lists of layers to their repeating patterns, and drop a local rotary base that equals the global
-        base."""
+        """Shorten the lists with one entry per layer to their repeating patterns, and reset settings that have no
+        effect."""
         self.no_rope_layers = pattern_of(self.no_rope_layers or [1], self.num_hidden_layers)
         if self.no_rope_layers == [1]:
             self.no_rope_layers = []
@@ -123,7 +123,7 @@ class ModelConfig(ModelKeys):
 
     @property
     def sliding_layers(self) -> int:
-        """Return the number of layers with a window."""
+        """Return the number of layers with a sliding window."""
         return self._count("sliding_attention")
 
     @property
@@ -146,8 +146,8 @@ class ModelConfig(ModelKeys):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Return the number of rows of embedding and head. This number does not depend on the grid, so checkpoints do
-        not depend on it either."""
+        """Return the number of rows of the embedding and head weights. It does not depend on the grid, so checkpoints
+        do not depend on the grid either."""
         multiple = self.pad_vocab_size_to_multiple_of
         return math.ceil(self.vocab_size / multiple) * multiple
 

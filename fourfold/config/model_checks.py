@@ -10,7 +10,7 @@ from fourfold.config.no_meaning import NOT_WITH_LATENTS
 
 
 def check_latents(keys: ModelKeys) -> None:
-    """Check the sizes of latent attention, and that no key changes what it does not have."""
+    """Check the sizes of latent attention, and that keys which it does not support have their defaults."""
     for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         if getattr(keys, key) == 0:
             raise ValueError(f"kv_lora_rank = {keys.kv_lora_rank} needs {key}; {key} = 64 works")

@@ -10,9 +10,10 @@ from fourfold.config.rope_scaling import RopeScaling
 from fourfold.config.strict import PathText, Size, Strict
 
 MOST_LAYERS = 100_000
+"""Largest number of blocks."""
 
 UNSET = 0
-"""Default of a size, which means that ``ModelConfig`` derives it from other sizes."""
+"""Default of a size that ``ModelConfig`` derives from other sizes."""
 
 LayerType = Literal["full_attention", "sliding_attention", "linear_attention"]
 
@@ -39,7 +40,8 @@ class ModelKeys(Strict):
     intermediate_size: int = Field(UNSET, gt=0)
     """Inner width of the MLP. Default: 4 × hidden_size."""
     max_position_embeddings: Size = 2048
-    """Length of the longest sequence. With position_embedding = 'learned', the number of rows in the position table."""
+    """Largest sequence length. With position_embedding = 'learned', this is also the number of learned position
+    embeddings."""
     mlp: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
     """Type of the MLP: three matrices with a SiLU gate (swiglu) or a GELU gate (geglu), or two matrices with a plain
     GELU (gelu) or a squared ReLU (relu2)."""
@@ -60,7 +62,8 @@ class ModelKeys(Strict):
     """RMSNorms multiply by the weight in float32, and round the product to the model's dtype (GPT-OSS). Otherwise they
     round before they multiply. Zero-centered norms always round last."""
     parallel_residual: bool = False
-    """Attention and MLP of a block read the same input and run in parallel (GPT-NeoX)."""
+    """Attention and MLP of a block read the same residual stream, so the MLP does not see attention's output
+    (GPT-NeoX)."""
     position_embedding: Literal["rope", "learned"] = "rope"
     """`rope` rotates queries and keys. `learned` adds a trained vector per position to the token embedding."""
     rope_theta: float = Field(10000.0, gt=1)
@@ -73,12 +76,12 @@ class ModelKeys(Strict):
     sliding_window: int = Field(0, ge=0)
     """Number of tokens that a query in a sliding_attention layer attends to, including itself. 0 turns windows off."""
     layer_types: list[LayerType] = Field([])
-    """Attention types of the first layers. The list repeats for the remaining layers. Only sliding_attention layers use
+    """Attention types of the first layers. The list repeats for all later layers. Only sliding_attention layers use
     sliding_window. If the list is empty, all layers use it. linear_attention layers are Gated DeltaNets, which keep a
     state of fixed size instead of keys and values (Qwen3-Next)."""
     no_rope_layers: list[Literal[0, 1]] = Field([])
-    """With rope: 1 for layers that rotate queries and keys, and 0 for layers without positions (SmolLM3). The list
-    repeats as layer_types does. If it is empty, all layers rotate."""
+    """With rope: 1 for layers with rotary embeddings, and 0 for layers without position embeddings (SmolLM3). Like
+    layer_types, the list repeats. If it is empty, all layers have rotary embeddings."""
     rope_local_base_freq: float = Field(0.0, ge=0)
     """Rotary base of sliding_attention layers, which then ignore rope_scaling (Gemma 3). 0: all layers use
     rope_theta."""
@@ -108,15 +111,16 @@ class ModelKeys(Strict):
     qk_norm_over: Literal["head", "all_heads"] = "head"
     """With qk_norm, normalize each head separately, or all heads of a token together (OLMoE)."""
     kv_lora_rank: int = Field(0, ge=0)
-    """Width of the latents from which keys and values are computed (multi-head latent attention, DeepSeek-V3). 0
-    computes them from the hidden states."""
+    """Width of the latent that keys and values are computed from (multi-head latent attention, DeepSeek-V3). With 0,
+    they are computed from the hidden states."""
     q_lora_rank: int = Field(0, ge=0)
-    """With kv_lora_rank, width of the latents of queries. 0 computes queries from the hidden states."""
+    """With kv_lora_rank, width of the latent that queries are computed from. With 0, they are computed from the hidden
+    states."""
     qk_nope_head_dim: int = Field(0, ge=0)
     """With kv_lora_rank, number of a head's query and key channels without rotary embeddings."""
     qk_rope_head_dim: int = Field(0, ge=0)
-    """With kv_lora_rank, number of a head's query and key channels with rotary embeddings. These channels of the keys
-    are the same for all heads."""
+    """With kv_lora_rank, number of a head's query and key channels with rotary embeddings. All heads share these
+    channels of the keys."""
     v_head_dim: int = Field(0, ge=0)
     """With kv_lora_rank, width of one value head."""
     linear_num_key_heads: int = Field(0, ge=0)
@@ -164,10 +168,11 @@ class ModelKeys(Strict):
     routed_scaling_factor: float = Field(1.0, gt=0)
     """Factor on the sum of the chosen experts' outputs."""
     shared_expert_intermediate_size: int = Field(0, ge=0)
-    """Inner width of a shared expert that reads every token. 0 means no shared expert."""
+    """Inner width of a shared expert, which processes every token. 0 means no shared expert."""
     shared_expert_gate: bool = False
     """Multiply the shared expert's output by a sigmoid gate (Qwen2-MoE)."""
     first_k_dense_replace: int = Field(0, ge=0)
     """Number of initial layers that use a dense MLP instead of experts (DeepSeek-V3: 3)."""
     pad_vocab_size_to_multiple_of: Size = 128
-    """Pad the rows of embedding and head to a multiple of this number. Padding rows are never predicted."""
+    """Pad the vocabulary of the embedding and the head to a multiple of this number. The padding tokens are never
+    predicted."""

@@ -31,13 +31,14 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def parameters_per_layer(model: ModelConfig) -> int:
-    """Return the number of parameters of a layer, or of a layer with experts if there are any. Its attention is not
-    linear."""
+    """Return the number of parameters of one layer, without linear attention. In an MoE model, the layer has
+    experts."""
     return _attention_and_norms(model) + (_mixture(model, model.num_experts) if model.num_experts else _mlp(model))
 
 
 def active_parameters_per_layer(model: ModelConfig) -> int:
-    """Return the number of a layer's parameters that one token is multiplied by."""
+    """Return the number of parameters of one layer that process each token. In an MoE model, this is a layer with
+    experts, and only the chosen experts count."""
     return _attention_and_norms(model) + (
         _mixture(model, model.num_experts_per_tok) if model.num_experts else _mlp(model)
     )

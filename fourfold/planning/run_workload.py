@@ -63,7 +63,8 @@ def model_shape(model: ModelConfig) -> ModelShape:
 
 
 def workload_of_model(model: ModelConfig) -> Workload:
-    """Return a workload of one token on one device, trained with fourfold. Complete it with ``Workload.but``."""
+    """Return a workload of one token on one device, trained with fourfold. Set the batch and the layout with
+    ``Workload.but``."""
     return Workload(model_shape(model), Layout(end_layers=_end_layers(model)))
 
 
@@ -78,7 +79,11 @@ def check_predicted(model: ModelConfig) -> None:
 
 
 def workload_of(run: RunConfig) -> Workload:
-    """Return the step that a run file describes. Raise ``UserError`` if the planner does not predict it."""
+    """Return the workload of one step of a run.
+
+    Raises:
+        UserError: The run uses LoRA, DPO, or linear or gated attention, which the planner does not model.
+    """
     check_predicted(run.model)
     if run.lora.rank:
         raise UserError(
@@ -135,5 +140,5 @@ def workload_of(run: RunConfig) -> Workload:
 
 def _end_layers(model: ModelConfig) -> float:
     """Return how many layers the head counts as when layers are divided into stages. The embedding counts as the same
-    number."""
+    number of layers."""
     return model.padded_vocab_size * model.hidden_size / active_parameters_per_layer(model)

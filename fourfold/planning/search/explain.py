@@ -17,8 +17,8 @@ from fourfold.planning.workload import SCHEDULES
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A layout that differs by one change. ``slower`` is the relative difference of its step time, or None if the
-    layout is refused for ``reason``."""
+    """A layout that differs from the best one by one ``change``. ``slower`` is the relative increase of the step time.
+    It is None if the layout is refused, and ``reason`` says why."""
 
     change: str
     slower: float | None
@@ -26,7 +26,7 @@ class Neighbor:
 
 
 def runner_up(plan: Plan) -> Prediction | None:
-    """Return the fastest layout whose grid differs from the best layout's grid."""
+    """Return the prediction for the fastest layout on another grid than the best layout's, or None if there is none."""
     best = plan.best.work
     work, order = plan.found.work, plan.found.order
     other = np.zeros(len(order), dtype=bool)
@@ -37,8 +37,8 @@ def runner_up(plan: Plan) -> Prediction | None:
 
 
 def waterfall(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
-    """Return the seconds of each part, with one column per prediction. Parts that are zero in all predictions are left
-    out."""
+    """Return the seconds of each part of a step, with one entry per prediction. Parts that are 0 in all predictions are
+    skipped."""
     rows = {part: [p.parts[part] for p in predictions] for part in PARTS}
     return {part: row for part, row in rows.items() if max(row) > 0}
 
@@ -47,7 +47,7 @@ def neighbors(plan: Plan) -> list[Neighbor]:
     """Compare the best layout with its neighbors. In a neighbor, a factor of two moves from one axis to another, or one
     choice differs by one step.
 
-    Each neighbor gets the number of batch parts with which it is fastest.
+    Each neighbor uses the number of batch parts with which it is fastest.
     """
     found, best = plan.found, plan.best
     ep = ["ep"] if best.work.model.num_experts else []
@@ -106,8 +106,11 @@ def neighbors(plan: Plan) -> list[Neighbor]:
 
 
 def in_nodes(plan: Plan) -> list[Neighbor]:
-    """Return the best layout with its shard groups in two levels, if a group has several ranks on each of several
-    nodes."""
+    """Compare the best layout with the layout whose shard groups run collectives in two levels, or in one level if they
+    use two now.
+
+    Return an empty list if no shard group has several ranks on each of several nodes, or if the change is illegal.
+    """
     work, machine = plan.best.work, plan.machine
     fast = max(machine.domain, machine.gpus_per_node)
     per_node, now = int(fast // (work.layout.x * work.layout.y)), work.program.shards_per_node
@@ -120,13 +123,13 @@ def in_nodes(plan: Plan) -> list[Neighbor]:
 
 
 def _beside(values: Sequence[Any], here: Any) -> Sequence[Any]:
-    """Return the values before and after a value in a list."""
+    """Return the values before and after ``here`` in a list."""
     at = values.index(here)
     return [*values[max(at - 1, 0) : at], *values[at + 1 : at + 2]]
 
 
 def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
-    """Return changes to the previous and the next schedule in ``space.PIPELINES``."""
+    """Return the changes, each with a text, to the previous and to the next entry of ``space.PIPELINES``."""
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in PIPELINES]
     now = (here["schedule"], here["stages_per_rank"])
     if here["pp"] == 1 or now not in pipelines:
@@ -139,8 +142,8 @@ def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
 
 
 def basin(table: Sequence[Neighbor], factor: float) -> str:
-    """Return a sentence that says how many neighbors take at most ``factor`` times as long as the best layout.
-    ``factor`` is the planner's margin of error."""
+    """Return a sentence that says how many neighbors take less than ``factor`` times as long as the best layout.
+    ``factor`` is the planner's error."""
     known = [n.slower for n in table if n.slower is not None]
     if not known:
         return "No neighbor is legal and fits."
@@ -149,12 +152,13 @@ def basin(table: Sequence[Neighbor], factor: float) -> str:
 
 
 def explain(plan: Plan, factor: float, own: Prediction | None = None) -> dict[str, Any]:
-    """Return the whole explanation as JSON values.
+    """Return the explanation of a plan as JSON values.
 
     Args:
         plan: The plan.
-        factor: If two predicted times differ by more than this factor, the order of the layouts counts as certain.
-        own: The run file's own layout.
+        factor: The planner's error. If two predicted times differ by a smaller factor, the order of the layouts is
+            uncertain.
+        own: The prediction for the run file's layout, to show too.
     """
     second = runner_up(plan)
     shown = {"best": plan.best} | ({"runner_up": second} if second else {}) | ({"yours": own} if own else {})
