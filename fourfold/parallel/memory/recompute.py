@@ -17,14 +17,15 @@ SELECTIVE = {
     "mlp": ("mlp.down",),
     "norms": ("input_layernorm.forward", "post_attention_layernorm.forward"),
 }
-"""For each name in the run file, the methods of a block that are recomputed. In ``mlp.down`` only the activation is
-recomputed, because the backward pass does not read the result of the following matmul."""
+"""For each name in the run file, the methods of a block that are recomputed. Only the activation in ``mlp.down`` is
+recomputed, because the backward pass does not read the result of the matmul that follows."""
 
 
 def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
     """Keep only the inputs of every n-th block ("full"), or of named parts of these blocks ("selective").
 
-    Blocks whose inputs are offloaded are left to ``offload``.
+    For "gathers", each layer keeps only this rank's share of its input. If the inputs of blocks are offloaded, do
+    nothing in mode "full", because ``offload`` recomputes these blocks.
     """
     for block in model.blocks[:: config.every]:
         if config.mode == "full" and not config.offload:
@@ -47,7 +48,8 @@ def _methods(block: Block, name: str) -> tuple[str, ...]:
 
 
 def compile_blocks(model: Transformer, grid: ParallelConfig) -> None:
-    """Compile whole blocks if they issue no collectives. Otherwise compile the parts between the collectives."""
+    """Compile whole blocks if they issue no collectives. Otherwise compile the activation of the MLP and, without
+    context parallelism, the attention core."""
     for block in model.blocks:
         if grid.x * grid.y * grid.cp == 1:
             _compile(block)

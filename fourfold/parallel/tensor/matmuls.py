@@ -38,7 +38,8 @@ class Matmuls:
 def adapter_tiles(weight: Tile) -> tuple[Tile, Tile]:
     """Return the tiles of A and B that belong to a weight's tile."""
     if weight.y == 1:
-        # If x does not split the rows, each x rank has all rows, but computes the gradient only from its own tokens.
+        # If x does not split the rows, each rank of x computes the gradient of all rows of B from its own tokens. So
+        # this gradient is also summed over x.
         over_b = ("y",) if weight.x == 0 else ("x", "y")
         return Tile(y=1, partial_over=("x",)), Tile(x=weight.x, partial_over=over_b)
     return Tile(x=1, partial_over=("y",)), Tile(y=0, partial_over=("x",))
