@@ -28,7 +28,8 @@ class AxisTimes:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How a span of time is divided, in seconds on one process. The parts add up to the whole span."""
+    """How the time of a step is divided, in seconds on one process. ``compute``, ``exposed``, and ``idle`` add up to
+    ``seconds``."""
 
     seconds: float
     compute: float
