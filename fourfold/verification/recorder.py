@@ -194,7 +194,7 @@ class Recorder(TorchDispatchMode):
         self._sent = (purpose, storage) if operation == "send" and purpose is not None else None
 
     def _receive(self, tensor: Tensor) -> None:
-        """Key a ring step by the data that it receives instead of the data that it sends, because the rank waits for it."""
+        """Identify a ring step by the tensor that it receives, because the rank waits for that tensor."""
         if self._sent is not None and self._sent[0] is PURPOSE.get():
             self.flights.move(self._sent[1], tensor.untyped_storage()._cdata)
         self._sent = None
