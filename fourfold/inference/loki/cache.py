@@ -1,6 +1,7 @@
-"""Define cache layers with preallocated keys and values, and with the keys' leading rotated dims stored contiguously.
+"""Define the cache layers of Loki, whose storage grows by doubling. They also give access to the keys' leading dims
+after rotation by the basis.
 
-They replace the layers of a transformers cache and take over their contents.
+``replace_cache`` replaces the layers of a transformers cache by these layers, with the same contents.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from fourfold.inference.loki.growing_tensor import GrowingTensor
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values in storage that grows by doubling. transformers' own layer copies all of them for every token."""
+    """Keys and values in storage that grows by doubling. In transformers' own layer, each new token copies all keys and
+    values."""
 
     def __init__(self, capacity: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
@@ -29,7 +31,7 @@ class GrowingLayer(DynamicLayer):
         return self.key_buffer, self.value_buffer
 
     def release(self) -> None:
-        """Record that the attention pass that uses this layer has ended or failed."""
+        """Record that the attention pass that uses this layer has ended or failed. This class does nothing."""
 
     @property
     def held_bytes(self) -> int:
@@ -90,8 +92,8 @@ class GrowingLayer(DynamicLayer):
 
 
 class LokiLayer(GrowingLayer):
-    """Unrotated keys and values, and a *proxy* of the keys: their leading rotated dims, [B, K, S, d]. To rank the keys,
-    Loki reads only the proxy."""
+    """Keys and values as the model computes them, and a *proxy* of the keys: their leading dims after rotation by the
+    basis, [B, K, S, d]. To rank the keys, Loki reads only the proxy."""
 
     def __init__(self, basis_KDd: Tensor, capacity: int = 0, proxy_dtype: torch.dtype | None = None) -> None:
         super().__init__(capacity)
@@ -102,7 +104,7 @@ class LokiLayer(GrowingLayer):
         self.proxy_buffer = GrowingTensor(capacity)
         self.proxy_BKSd: Tensor | None = None
         """The proxy during an attention pass, on the device of the keys that ``update`` returned. The attention reads
-        it from here, because the buffers of an offloaded cache have already moved to the CPU at that time."""
+        this attribute, because the buffers of an offloaded cache have already moved to the CPU at that time."""
 
     @property
     def buffers(self) -> tuple[GrowingTensor, ...]:
@@ -118,17 +120,18 @@ class LokiLayer(GrowingLayer):
 
 
 class RotatedLayer(GrowingLayer):
-    """A layer that holds only rotated keys.
+    """Keys after rotation by the basis, and values. There is no separate proxy, because the leading dims of the keys
+    are the proxy.
 
-    It needs no more memory than a dense cache, but only attention that rotates its queries can read it.
+    This layer needs no more memory than a dense cache, but only attention that rotates its queries can read it.
     """
 
     def __init__(self, basis_KDD: Tensor, d: int, capacity: int = 0) -> None:
         super().__init__(capacity)
         self.basis, self.d = basis_KDD, d
         self.expected = False
-        """Whether the attention of the current pass rotates its queries. If it does not, the cache refuses the
-        update."""
+        """Whether the attention of the current pass rotates its queries. If it does not, ``update`` raises
+        ``UserError``."""
 
         self.proxy_BKSd: Tensor | None = None
         """The proxy during an attention pass, as in ``LokiLayer``."""

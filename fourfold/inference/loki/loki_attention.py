@@ -42,8 +42,10 @@ class LayerState:
     """Records, for evaluation, which keys the simulated rows choose."""
 
     def release(self) -> None:
-        """Release the cache layer, so that the model does not keep it in memory. A layer of rotated keys then refuses
-        attention that does not rotate its queries."""
+        """Drop the reference to the cache layer, so that the model does not keep the cache in memory after a pass.
+
+        A ``RotatedLayer`` then refuses updates until ``replace_layer`` has checked it for the next pass.
+        """
         if isinstance(self.layer, RankedLayer):
             self.layer.release()
         self.layer = None
@@ -56,7 +58,7 @@ def state_of(module: nn.Module) -> LayerState | None:
 
 
 def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """Before a pass, find the module's cache layer, and replace it if it is transformers' own."""
+    """Find the module's cache layer before a pass, and replace it if it does not fit Loki's settings."""
     state = state_of(module)
     assert state is not None
     hidden_states = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
@@ -102,7 +104,8 @@ def loki_attention(
         The output [B, Q, N, D], and None in place of the weights.
 
     Raises:
-        UserError: The model extends attention in a way that Loki does not support.
+        UserError: The model extends attention in a way that Loki does not support, or a simulation is not given a whole
+            prompt at once.
     """
     state = state_of(module)
     basis = None if state is None else state.recipe.basis
@@ -141,15 +144,15 @@ def loki_attention(
 
 
 def rotate_queries(query_BNQD: Tensor, basis_KDD: Tensor) -> Tensor:
-    """Rotate each query head with the basis of its KV head, so that its dot products with rotated keys are
-    unchanged."""
+    """Rotate each query head with the basis of its KV head. Its dot products with the rotated keys then equal the
+    original dot products."""
     query_BKXD = query_BNQD.unflatten(1, (basis_KDD.shape[0], -1)).flatten(2, 3)
     return project(query_BKXD, basis_KDD).view(query_BNQD.shape)
 
 
 def _is_simple(mask: Tensor | None) -> bool:
-    """Return whether a mask is boolean and the same for all heads, like the masks of transformers' sdpa_mask. With any
-    other mask, torch's attention is used."""
+    """Return whether a mask is None, or boolean and the same for all heads, like the masks of transformers' sdpa_mask.
+    Loki supports only such masks."""
     return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
 
 

@@ -42,16 +42,18 @@ class LayerRecipe:
 
 
 def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool) -> GrowingLayer | None:
-    """Replace the cache's layer by a layer that fits ``recipe``, with the same contents, and return the new layer.
+    """Replace a layer of the cache by a layer with the same contents that fits ``recipe``, unless the layer already
+    fits or cannot be replaced.
 
     Args:
+        number: Index of the layer.
         is_loki: Whether the model's current attention is Loki's.
 
     Returns:
-        The layer, or None if the layer is kept and its attention is dense.
+        The layer that is now in the cache, or None if it is a layer of transformers, for which attention is dense.
 
     Raises:
-        UserError: The cache cannot be used.
+        UserError: The layer's keys are rotated, and the model's current attention cannot read them.
     """
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= number:
@@ -71,8 +73,8 @@ def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool)
 
 
 def _is_replaceable(layer: object, recipe: LayerRecipe, is_loki: bool) -> bool:
-    """Return whether a layer must be replaced: it holds keys and values in transformers' own form, and ``recipe`` asks
-    for another form."""
+    """Return whether a layer can and must be replaced: it holds all keys and values without rotation, and ``recipe``
+    asks for another type of layer. (A layer with a sliding window holds all of them until the window is full.)"""
     if not is_loki:
         return False
     if type(layer) is DynamicLayer:
@@ -112,8 +114,8 @@ def _checked_rotated(layer: RotatedLayer, recipe: LayerRecipe, is_loki: bool) ->
 
 
 def _with_current_basis(layer: LokiLayer, recipe: LayerRecipe, basis: LayerBasis) -> GrowingLayer:
-    """Return the layer. If the basis or the number of dims has changed, return a layer whose proxy is computed again
-    from the keys."""
+    """Return the layer. If the basis, the number of ranking dims, or the proxy's dtype has changed, return a new layer
+    whose proxy is computed again from the keys."""
     if _has_basis(layer, recipe, basis):
         layer.basis = basis.leading_KDd
         return layer
@@ -121,7 +123,7 @@ def _with_current_basis(layer: LokiLayer, recipe: LayerRecipe, basis: LayerBasis
 
 
 def _has_basis(layer: RankedLayer, recipe: LayerRecipe, basis: LayerBasis) -> bool:
-    """Return whether a layer was filled with this basis, in this dtype."""
+    """Return whether a layer was filled with this basis, and its proxy has the dtype that ``recipe`` asks for."""
     if not isinstance(layer, RotatedLayer) and layer.proxy_dtype != recipe.proxy_dtype:
         return False
     ours = basis.whole_KDD if isinstance(layer, RotatedLayer) else basis.leading_KDd

@@ -72,8 +72,8 @@ def floor_bytes(
         d: Number of ranking dims.
         k: Number of keys that the step attends to.
         heads: Number of KV heads.
-        itemsize: Number of bytes per number in the cache.
-        proxy_itemsize: Number of bytes per number in the proxy.
+        itemsize: Number of bytes per element of the cache.
+        proxy_itemsize: Number of bytes per element of the proxy (default: ``itemsize``).
     """
     return heads * (length * d * (proxy_itemsize or itemsize) + 2 * k * head_dim * itemsize)
 
