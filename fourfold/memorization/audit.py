@@ -153,8 +153,8 @@ def _check_offset(request: AuditRequest, *runs: RunConfig | None) -> None:
 
 
 def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | None:
-    """Return the mask to replay. With --run, it is the run's mask, which must be replayable. Otherwise it is the
-    model's own mask if it is replayable."""
+    """Return the mask to replay. With --run, this is the run's mask, which must be replayable. Otherwise it is the
+    model's own mask, or None if that mask is not replayable."""
     if request.run is not None:
         with given_as("--run"):
             config = load_run(request.run).masks.goldfish

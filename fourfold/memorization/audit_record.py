@@ -52,7 +52,7 @@ class AuditInputs:
 def audit_record(inputs: AuditInputs) -> dict[str, Any]:
     """Return the record. First come the measures of the members: in total, by count, by prefix, and by position. Then
     come the measures of the controls, of the reference model, of membership inference, of the replayed mask, and of the
-    continuations, and at last the warnings.
+    continuations, and finally the warnings.
 
     Members are documents whose count is not 0. Documents with an unknown count are members.
     """

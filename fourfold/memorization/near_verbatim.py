@@ -1,10 +1,10 @@
 """Bound the probability that a model writes a suffix nearly word for word.
 
-p_ε is the probability that as many sampled tokens as the suffix has are within ε edits (Levenshtein distance in tokens)
-of the suffix. Sampling would need about 100,000 texts per document to measure p_ε. Instead, a beam search follows the
-most likely texts that are still within ε edits. Their exact probabilities add up to a lower bound (arXiv 2603.24917).
-The search drops other texts that may also be within ε edits. Their probabilities add up to the gap between the lower
-and the upper bound.
+Let p_ε be the probability that a sampled text with the length of the suffix is within ε edits (Levenshtein distance in
+tokens) of the suffix. Sampling would need about 100,000 texts per document to measure p_ε. Instead, a beam search
+follows the most likely texts that are still within ε edits. Their exact probabilities add up to a lower bound (arXiv
+2603.24917). The search drops other texts that may also be within ε edits. Their probabilities add up to the gap between
+the lower and the upper bound.
 """
 
 from __future__ import annotations

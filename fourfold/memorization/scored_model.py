@@ -123,7 +123,7 @@ def run_on_model_grid(function: str, request: ScoringRequest) -> Any:
     """Call ``"module:name"`` with (place, request, model) on every process of the model's grid.
 
     Returns:
-        The value that the first process returned.
+        The value that rank 0 returned.
     """
     model = find_model(request.model, request)
     world_size = 1 if model.run is None else model.run.parallel.world_size

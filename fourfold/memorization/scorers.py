@@ -53,7 +53,7 @@ class Scorer(Protocol):
             last: Return only the fields of this many tokens at each document's end.
 
         Returns:
-            On rank 0, the fields [F, T - 1] of each document. On other ranks None.
+            On rank 0, the fields of each document, [F, T - 1] or with ``last`` [F, last]. On other ranks None.
         """
         ...
 

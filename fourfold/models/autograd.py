@@ -78,8 +78,8 @@ def differentiable(
     """Call a linear function, with a custom backward pass.
 
     Args:
-        backward: computes the input's gradient from the output's gradient and ``kept``. kept: the tensors that
-        ``backward`` reads. Do not put them in a closure of ``backward``. Tensors in a closure stay
-            in memory after the backward pass, and recomputation does not free them.
+        backward: computes the input's gradient from the output's gradient and ``kept``.
+        kept: the tensors that ``backward`` reads. Do not put them in a closure of ``backward``. Tensors in a closure
+            stay in memory after the backward pass, and recomputation does not free them.
     """
     return _Differentiable.apply(x, forward, backward, *kept)

@@ -107,7 +107,7 @@ class AttentionContext:
     mask_B1SS: Tensor | None = None
     """True if a query may see a key. None means plain causal attention."""
     first_query: int = 0
-    """The position in the sequence of the first query, if the queries are only a part of the sequence."""
+    """The first query's position in the sequence, if the queries are only a part of the sequence."""
     window: int = 0
     """The number of tokens that a query sees, including itself. 0 means no window."""
     is_data_BS: Tensor | None = None

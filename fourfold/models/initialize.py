@@ -19,8 +19,8 @@ from fourfold.config.model import ModelConfig
 from fourfold.processes import available_cores
 
 BLOCK_ELEMENTS = 1 << 16
-"""Number of normally distributed values in a block. In larger blocks, a process would discard more values. In smaller
-blocks, seeding would take too much time."""
+"""Number of normally distributed values in a block. With larger blocks, a process would discard more values. With
+smaller blocks, seeding would take too much time."""
 
 BLOCKS_AT_ONCE = 256
 """Number of blocks that are drawn and copied together, about 64 MiB in total."""

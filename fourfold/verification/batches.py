@@ -113,7 +113,8 @@ class RandomSamples:
         return documents - documents[:, self.look_back, None]
 
     def _is_padding(self, numbers: NDArray[np.int64], documents: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Choose the padding of each window, [samples, S + 1], and make padding at the end a separate document."""
+        """Choose the padding of each window, [samples, S + 1]. In ``documents``, make the padding at the end a separate
+        document."""
         most = self.seq_length + 1
         data = np.array([np.random.default_rng((4, number)).integers(most // 2, most + 1) for number in numbers])
         is_end = (numbers % 2 == 1)[:, None] & (np.arange(most) >= data[:, None])

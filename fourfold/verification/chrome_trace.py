@@ -16,8 +16,7 @@ from fourfold.data.files import write_output
 from fourfold.verification.step_times import Span
 
 OPERATOR = re.compile(r"(?!c10d::|autograd::|torch::)[a-z]\w*::|## Call CompiledFxGraph")
-"""Names of CPU computation: operators such as ``aten::mm``, and graphs that the compiler built from several
-operators."""
+"""Matches the names of CPU computation: operators such as ``aten::mm``, and graphs that torch.compile built."""
 
 PROCESS_OF_FLIGHTS = 1 << 30
 """In the written trace, the tracks of collectives have this process id. No real process has it."""

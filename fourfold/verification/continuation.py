@@ -19,8 +19,8 @@ from fourfold.config.stages import rank_of_stage, stage_layers, stages_per_rank
 
 
 class ContinuedRun(NamedTuple):
-    """The size of one pipeline rank's part of a run: the layers of each of its stages, the number of micro-batches, and
-    the number of layers before its first stage."""
+    """The size of one pipeline rank's part of a run: the number of layers in each of its stages, the number of
+    micro-batches, the size of the pipeline, the rank, and the number of layers before the rank's first stage."""
 
     layers: int
     micro_batches: int

@@ -23,7 +23,7 @@ from fourfold.planning.run_workload import workload_of
 
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_scaled_mm"}
 PICOSECOND = 1e-12
-"""The unit of durations, in seconds. Durations are whole numbers, so their sums are exact."""
+"""One picosecond, in seconds. Durations are integers in picoseconds, so their sums are exact."""
 
 
 class _Matrix(NamedTuple):
@@ -34,7 +34,7 @@ class _Matrix(NamedTuple):
 
 
 class Durations:
-    """Durations of operations on a machine, in picoseconds."""
+    """Computes the durations of operations on a machine, in picoseconds."""
 
     def __init__(self, run: RunConfig, machine: Machine) -> None:
         """Prepare the machine's rates for a run.

@@ -36,8 +36,8 @@ FP16_SCALE = 1024.0
 """The first loss scale. In most small models, gradients neither overflow nor underflow with it."""
 
 LESS = 16.0
-"""After an overflow, the loss scale is divided by this number. With a smaller number, one process or a later step might
-overflow again. If the grid overflows with some scale, one process must overflow with four times this scale."""
+"""After an overflow, the loss scale is divided by this number. After a smaller reduction, one process or a later step
+might overflow again. If the grid overflows with some scale, one process must overflow with four times this scale."""
 
 OVERFLOWS_AT = 2.0**60
 """A loss scale so large that every gradient overflows."""
@@ -202,7 +202,8 @@ def _stays_finite(run: RunConfig, weights: Parameters, device: torch.device, ste
 
 
 def _is_published_again(job: Job) -> bool:
-    """Change all weights, publish them, and return ``_is_published``. Updates of norms can be too small to show."""
+    """Change all weights, publish them, and return ``_is_published``. Without this, the updates of norms could be too
+    small to change the working copies."""
     with job.replacing_weights():
         for shard in job.shards:
             shard.local.mul_(1.5)

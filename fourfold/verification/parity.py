@@ -61,7 +61,7 @@ def parity_of_place(place: Place, run: RunConfig, steps: int, against: Against) 
 def parity(
     run: RunConfig, device: torch.device, steps: int = 3, against: Against = "plain", place: Place | None = None
 ) -> ParityReport | None:
-    """Compare the grid with one process. Every process of the grid calls this.
+    """Compare the grid with one process. Every process of the grid must call this.
 
     Args:
         run: The run whose layout is checked.

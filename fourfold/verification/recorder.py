@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):
         self.peaks.clear()
 
     def watch(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Record two peaks: the peak before the end of the last layer's backward ("early"), and the peak after it
+        """Record two peaks: the peak before the end of the last layer's backward pass ("early"), and the peak after it
         ("late").
 
         In the early part, the activations of all layers are in memory. In the late part, gradients accumulate. Each
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
         def enter_late_in_the_backward(
             module: torch.nn.Module, inputs: tuple[Any, ...], out: Tensor | list[Tensor]
         ) -> None:
-            first = out if isinstance(out, Tensor) else out[0]  # The backward of the first batch part runs last.
+            first = out if isinstance(out, Tensor) else out[0]  # The first batch part runs backward last.
             first.register_hook(lambda _: enter("late"))
 
         if len(layers) > 1:

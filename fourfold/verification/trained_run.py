@@ -47,7 +47,7 @@ OVERFLOWS = 1
 VALIDATION_STEPS = 2
 
 AT_DEFAULTS = ("checks", "fault_tolerance", "loss_scaling", "metrics", "evaluation", "audit", "sample")
-"""Sections of the run file that the trained run leaves at their defaults."""
+"""Sections of the run file that are reset to their defaults for the trained run."""
 
 Record = dict[str, float | None]
 """The metrics that the trainer records for a step. NaN is stored as None."""
@@ -74,12 +74,12 @@ def trained_run(run: RunConfig, folder: Path, device: torch.device) -> RunConfig
 
 
 def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place, overflows: bool) -> tuple[Job, list[Record]]:
-    """Train a run in an empty folder, and resume it on another grid. Every process calls this.
+    """Train a run in an empty folder, and resume it on another grid. Every process must call this.
 
     Args:
         run: The run.
         other: The other grid.
-        place: This process's place in the job.
+        place: This process's position in the job.
         overflows: Whether the gradients of the step ``OVERFLOWS`` are infinite, so that the trainer skips it.
 
     Returns:

@@ -37,7 +37,7 @@ OPERATIONS = {
 
 @dataclass
 class TimedCollective:
-    """A collective that has been issued. Times are in ns since the start of 1970."""
+    """A collective that has been issued. Times are in ns since the Unix epoch."""
 
     axis: str
     name: str
@@ -65,8 +65,8 @@ class WatchedCollectives:
         """The dtypes of the tensors that were sent for each purpose."""
         self.flights: list[TimedCollective] = []
         self.held: list[tuple[str, int, int]] = []
-        """Axis, start, and end (ns since the start of 1970) of each time span that this process spent issuing or
-        waiting."""
+        """Axis, start, and end (ns since the Unix epoch) of each time span that this process spent issuing a collective
+        or waiting for it."""
         self._step_thread = get_ident()
         self._flight_of: WeakKeyDictionary[dist.Work, TimedCollective] = WeakKeyDictionary()
         self._replaced: list[tuple[type, str, Any]] = []

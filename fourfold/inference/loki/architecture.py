@@ -28,8 +28,8 @@ SUPPORTED = (
     "smollm3",
     "starcoder2",
 )
-"""Model types whose attention is softmax(q·k) v, with a cache in each layer and a rotary embedding that rotates the
-halves of a head against each other."""
+"""Model types whose attention is softmax(q·k) v, with a cache in each layer and a rotary embedding in the half-split
+layout."""
 
 LACKING = {
     "gemma2": "its attention caps the scores (softcap)",

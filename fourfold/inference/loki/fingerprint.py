@@ -28,7 +28,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What identifies a model."""
+    """The properties of a model by which a basis recognizes it."""
 
     model: str
     """Type and sizes of the model."""

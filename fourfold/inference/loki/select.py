@@ -1,7 +1,7 @@
 """Select the keys that a step attends to: combine the scores in each KV group, and take the best k keys.
 
 Shape letters: B sequences, K KV heads, G query heads per KV head, S keys, k chosen keys. In a simulation, the
-underscore before S or k is a dim with the rows of a prompt. In a decoding step, this dim is absent.
+underscore before S or k stands for a dim with the rows of a prompt. In a decoding step, this dim is absent.
 """
 
 from __future__ import annotations

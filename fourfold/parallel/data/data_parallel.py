@@ -23,14 +23,14 @@ class StepTypes:
     stored: torch.dtype
     """Dtype of the stored weights, which the optimizer updates."""
     working: torch.dtype
-    """Dtype of weights and activations in forward and backward."""
+    """Dtype of weights and activations in the forward and the backward pass."""
     reduced: torch.dtype
     """Dtype of gradients while they are summed over a step's micro-batches and over ranks."""
 
     @property
     def gradient(self) -> torch.dtype:
-        """Return the dtype of gradients after all sums. It is wide enough that clipping and unscaling do not round them
-        again."""
+        """Return the dtype of gradients after all sums. It is wide enough to clip and unscale gradients without
+        rounding the sums again."""
         return torch.promote_types(self.stored, self.reduced)
 
     @classmethod

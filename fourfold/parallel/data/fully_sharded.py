@@ -23,7 +23,7 @@ from fourfold.parallel.tensor.sharding import Tile, chunk, tile_table
 
 
 class FullySharded(DataParallel):
-    """Gathers each unit's weights when the unit runs, and sums its gradients during the backward of the next units.
+    """Gathers each unit's weights when the unit runs, and sums its gradients while the next units run backward.
 
     - zero 0: the ranks of dp·cp are replicas, and gradients are all-reduced over them once per step.
     - zero 1 and 2: the shard group is dp·cp·z. Weights are gathered over it for the forward pass. From the forward to
@@ -301,8 +301,8 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], depth: int) -> None:
     """While a layer computes, gather the weights of its experts and of the next ``depth`` layers (OAG in AxoNN).
 
-    Every unit must name what to prefetch in the backward pass. Otherwise FSDP2 prefetches the unit that ran before it
-    in the forward pass, which may belong to another micro-batch. If a unit needs no prefetch, it names the root, whose
+    Every unit must say what to prefetch in the backward pass. Otherwise FSDP2 prefetches the unit that ran before it in
+    the forward pass, which may belong to another micro-batch. A unit that needs no prefetch names the root, whose
     weights (if it has any) are still gathered.
     """
     layers, nothing = [_fsdp(block) for block in units.blocks], [_fsdp(model)]

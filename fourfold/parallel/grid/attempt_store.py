@@ -1,5 +1,4 @@
-"""Give each attempt of a job its own keys in the store that its processes meet in. torchrun may use one store for all
-attempts."""
+"""Give each attempt of a job its own keys in the rendezvous store. torchrun may use one store for all attempts."""
 
 from __future__ import annotations
 

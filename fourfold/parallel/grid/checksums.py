@@ -37,8 +37,8 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 class Given(NamedTuple):
-    """One record of a process's log of a step: data that the process sent, a message that it received, or data that it
-    keeps."""
+    """An entry in a process's log of a step. It describes data that the process sent or keeps, or a message that the
+    process received."""
 
     members: tuple[int, ...]
     """The ranks of the collective, or the sender and the receiver of a message. Empty for data that the process

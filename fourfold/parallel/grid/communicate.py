@@ -37,7 +37,7 @@ class Purpose(NamedTuple):
 
 
 ON_WAIT: ContextVar[Callable[[Tensor], None] | None] = ContextVar("on_wait", default=None)
-"""Called with the result of every collective that is waited for. The trace sets it."""
+"""A function that ``Pending.wait`` calls with the result of each collective. The trace sets it."""
 
 PURPOSE: ContextVar[Purpose | None] = ContextVar("purpose", default=None)
 """Purpose of the collective that is being issued. The trace reads it."""
@@ -258,7 +258,7 @@ def _join(parts: Tensor, dim: int) -> Tensor:
 def _over_ranks(
     axis: Axis, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Run ``forward``, and ``backward`` in the backward pass. If the axis has one rank, return the tensor itself."""
+    """Run ``forward`` in the forward pass and ``backward`` in the backward pass. With one rank, do nothing."""
     return tensor if axis.size == 1 else differentiable(tensor, forward, backward)
 
 

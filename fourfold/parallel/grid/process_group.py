@@ -125,7 +125,7 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
 
 
 def set_up_gpu() -> None:
-    """Set the environment variables for GPUs, except those that the user has set under a current or an old name.
+    """Set the environment variables for GPUs, except variables that the user has set under a current or an old name.
 
     Warn on rank 0 if the program has already used its GPU, because the variables then have no effect.
     """

@@ -1,7 +1,8 @@
 """Split a transformers model's experts over the tensor axes x and y: each rank computes some experts for all tokens.
 
-The model's own code runs on stacks [E / (x·y), …] of its weights. It skips tokens whose expert number is past the last
-expert. As in transformers' own expert parallelism, experts of other ranks get this number.
+The model's own code runs on stacks [E / (x·y), …] of its weights. This code skips a token if its expert has the index
+E / (x·y), which is past the last expert. As in transformers' own expert parallelism, experts of other ranks get this
+index.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def split_experts(module: Any, grid: Grid, name: str) -> None:
         return x_NH, chosen_NK.masked_fill(elsewhere_NK, here), weights_NK.masked_fill(elsewhere_NK, 0)
 
     def leave(module: nn.Module, inputs: Any, out_NH: Tensor) -> Tensor:
-        # Add a sum over no elements of each weight. If no token chose this rank's experts, their gradients are then
-        # zeros instead of None.
+        # Add a sum over zero elements of each weight, so that the output depends on all weights. If no token chose this
+        # rank's experts, their gradients are then zeros instead of None.
         nothing = sum(weight[:0].sum() for weight in module.parameters())
         return sum_of(out_NH + nothing, over_both, f"{name}: outputs")
 

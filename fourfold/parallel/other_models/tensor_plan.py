@@ -28,8 +28,8 @@ _HEAD_SIZES = ("head_dim", "head_size")
 """Names of the attributes with the head size in transformers' attention modules."""
 
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
-"""Names of the attributes with the number of heads in attention modules. These attributes keep the number of all heads,
-not of one rank's heads."""
+"""Names of the attributes with the number of heads in attention modules. On the grid, these attributes still count all
+heads, not only one rank's heads."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _in_parts(name: str, model: nn.Module, grid: Grid, over_y: OverY) -> nn.Line
     Also set the parent's attribute ``split_size`` to the size of this rank's parts.
 
     Raises:
-        UserError: The layer is not such a layer.
+        UserError: The layer is not a ``Conv1D``, or its parent has no ``split_size`` that divides its output features.
     """
     attention: Any = model.get_submodule(parent_of(name))
     width = getattr(attention, "split_size", None)

@@ -1,4 +1,4 @@
-"""The tensor-parallel layers in models whose code needs the whole residual stream [B, S, H] on every rank of the tensor
+"""Tensor-parallel layers for models whose code needs the whole residual stream [B, S, H] on every rank of the tensor
 axes x and y.
 
 Weights and their matmuls are split over x and y as in fourfold's own decoder. Between the linear layers, every rank of

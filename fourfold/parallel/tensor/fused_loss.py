@@ -13,7 +13,7 @@ from torch import Tensor
 
 @functools.cache
 def triton_works() -> bool:
-    """Return whether both Triton and a C compiler are installed. Triton compiles the code that launches a kernel."""
+    """Return whether both Triton and a C compiler are installed. Triton needs the compiler to launch kernels."""
     has_compiler = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang")))
     return importlib.util.find_spec("triton") is not None and has_compiler
 

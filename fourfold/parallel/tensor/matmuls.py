@@ -60,7 +60,7 @@ def add_to_input_gradient(total: Tensor, grad: Tensor, adapter: Sequence[Tensor]
 def adapter_gradients(grad: Tensor, x: Tensor, adapter: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
     """Return dA = (dout (s B))ᵀ x and dB = doutᵀ (x (s A)ᵀ).
 
-    B is small at first, so dout B may underflow in fp16. The factor s comes first, as in autograd's gradient of s · (x
+    While B is small, dout B may underflow in fp16. So B is multiplied by s first, as in autograd's gradient of s · (x
     Aᵀ) Bᵀ.
     """
     (a, b), exact = adapter, Matmuls()

@@ -55,8 +55,8 @@ class Norm(Tiled):
 class _Normalize(Function):
     """Computes x̂ = (x − mean)/σ (mean = 0 for RMSNorm) and out = x̂·w + b.
 
-    x̂ is computed in float32. It is rounded to the dtype of x before it is multiplied by w. There are two exceptions:
-    with ``rounds_last``, the factor w is applied in float32, and with ``zero_centered``, so is the factor 1 + w.
+    x̂ is computed in float32, and then rounded to the dtype of x before it is multiplied by w. But with
+    ``rounds_last``, x̂·w is computed in float32, and with ``zero_centered``, x̂·(1 + w) is computed in float32.
     """
 
     @staticmethod

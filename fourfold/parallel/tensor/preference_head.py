@@ -25,13 +25,14 @@ class PreferenceHead(ParallelHead):
     """The LM head with the DPO loss (eq. 7 of Rafailov et al. 2023, arXiv 2305.18290).
 
     The rows of a micro-batch come in pairs: the chosen answer to a prompt, then the rejected answer. Let π be the
-    model's log-probability of an answer, summed over its labels, and r the reference model's. The margin of a pair is m
-    = β · ((π − r of the chosen answer) − (π − r of the rejected answer)), and its loss is −log σ(m).
+    model's log-probability of an answer, summed over its labels, and let r be the reference model's log-probability.
+    The margin of a pair is m = β · ((π − r of the chosen answer) − (π − r of the rejected answer)), and its loss is
+    −log σ(m).
 
     The derivative of the loss is −β · σ(−m) with respect to the chosen answer's π, and β · σ(−m) with respect to the
-    rejected answer's. So a token's gradient is the gradient of its cross-entropy, times a factor for its sequence. This
-    factor is known only after all ranks that share the sequence have summed its log-probabilities. So the logits are
-    computed twice: once for the factor, and once for the gradient.
+    rejected answer's π. So a token's gradient is the gradient of its cross-entropy, times a factor for its sequence.
+    This factor is known only after all ranks that share the sequence have summed its log-probabilities. So the logits
+    are computed twice: once for the factor, and once for the gradient.
     """
 
     def __init__(self, head: LMHead, grid: Grid, beta: float) -> None:
