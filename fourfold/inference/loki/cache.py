@@ -19,8 +19,8 @@ from fourfold.inference.loki.growing_tensor import GrowingTensor
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values in storage that grows by doubling. transformers' own layer would copy all keys and values for each
-    new token."""
+    """Keys and values in storage that grows by doubling. transformers' own layer would copy all keys and values for
+    each new token."""
 
     def __init__(self, capacity: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
