@@ -1,4 +1,4 @@
-"""Measure extraction from one document. All measures come from the scores of one pass."""
+"""Measure how much of a document can be extracted. All measures come from the scores of one forward pass."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def match_rate(matches: Sequence[bool]) -> dict[str, Any]:
 
 
 def prefix_lengths(documents: Sequence[TokenScores], suffix: int) -> list[int]:
-    """Return the prefix lengths 1, 2, 4, 8, …, and 50. Lengths that leave no space for the suffix in the longest
-    document are left out."""
+    """Return the prefix lengths 1, 2, 4, 8, …, and 50. Skip lengths that leave no space for the suffix in the longest
+    document."""
     longest = max(len(document.tokens) for document in documents) - suffix
     doubling = [2**power for power in range(longest.bit_length())]
     return sorted({length for length in [*doubling, 50] if 1 <= length <= longest})

@@ -22,9 +22,10 @@ from fourfold.training.validation_loss import is_last_step
 
 
 class CanaryAudit:
-    """A training callback that scores the ledger's canaries in one pass every ``audit.interval`` steps.
+    """A training callback that scores the canaries of a ledger in one pass every ``audit.interval`` steps, and after
+    the last step.
 
-    Every process of the job calls it, and the first process writes. A resumed run replaces the lines of later steps.
+    Every process of the job must call it. Rank 0 writes. A resumed run replaces the lines of later steps.
 
     Raises:
         UserError: The ledger cannot be used.

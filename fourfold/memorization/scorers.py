@@ -52,7 +52,7 @@ class Scorer(Protocol):
             last: Return only the fields of this many tokens at each document's end.
 
         Returns:
-            On rank 0, the fields [F, T - 1] of each document. On other ranks None.
+            On rank 0, the fields of each document, [F, T - 1] or with ``last`` [F, last]. On other ranks None.
         """
         ...
 
@@ -72,7 +72,7 @@ class GridScorer:
     @classmethod
     def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: AttackSampling) -> GridScorer:
         """Load a checkpoint's weights onto the grid of ``run``, without the optimizer and the averages."""
-        # Do not use tuned matmul layouts. They were measured for whole training steps.
+        # Do not use tuned matmul layouts, because they were tuned for training steps.
         training = run.training.model_copy(update={"tuned_products": "off"})
         run = run.model_copy(update={"training": training, "ema": EMAConfig()})
         job = Job(run, Grid(run.parallel, device.type), device)
@@ -111,7 +111,7 @@ class GridScorer:
         return -(-(len(longest) - 1) // divisor) * divisor
 
     def _in_order(self, fields_FBT: Tensor) -> Tensor:
-        """Return the fields [F, B, S] of whole sequences in order. Context parallelism may have split the sequences."""
+        """Gather the fields [F, B, S] of full sequences over the context axis cp, and put the tokens in order."""
         cp = self.job.grid.cp
         whole = all_gather(fields_FBT, cp, 2, "audit: scores")
         places_1S = torch.arange(whole.shape[2], device=whole.device)[None]
@@ -183,7 +183,7 @@ def scoring_head(job: Job, fields: Fields) -> Iterator[None]:
 def _scored(
     head: ParallelHead, x_BTh: Tensor, targets_BS: Tensor, loss_scale: float = 1.0, *, fields: Fields
 ) -> Tensor:
-    """Score one chunk of tokens at a time. Each rank of the tensor axis y computes whole logits for its share of the
+    """Score one chunk of tokens at a time. Each rank of the tensor axis y gets the full logits of its share of the
     chunk."""
     x_BSh = all_gather(x_BTh, head.x, 1, "audit: tokens")
     x_Nh, targets_N = x_BSh.flatten(0, 1), targets_BS.flatten()

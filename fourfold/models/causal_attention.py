@@ -70,8 +70,8 @@ class AttentionCore(nn.Module):
         mask = self.mask_of(q_BSND, k_BSKD, context)
         is_float32_on_gpu = q_BSND.dtype == torch.float32 and (q_BSND.is_cuda or self.is_for_gpu)
         if mask is not None or (is_float32_on_gpu and k_BSKD.shape[2] != q_BSND.shape[2]):
-            # Kernels with a mask, and the float32 kernel on a GPU, need the same number of key-value heads as query
-            # heads. Without such a kernel, torch would keep all scores in memory.
+            # Repeat the key-value heads. Kernels with a mask, and the float32 kernel on a GPU, need as many of them as
+            # query heads. Without a fused kernel, torch would keep all scores in memory.
             k_BSKD, v_BSKD = (t.repeat_interleave(q_BSND.shape[2] // t.shape[2], dim=2) for t in (k_BSKD, v_BSKD))
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
         if (self.softcap or self.sinks is not None) and mask is not None:
@@ -88,7 +88,8 @@ class AttentionCore(nn.Module):
         return out_BNSD.transpose(1, 2)
 
     def mask_of(self, q_BSND: Tensor, k_BSKD: Tensor, context: AttentionContext) -> Tensor | None:
-        """Return a mask [B or 1, 1, Q, S] that is true if a query may see a key. None means a causal mask."""
+        """Return a mask [B or 1, 1, Q, S] that is true if a query may see a key, or None if a kernel's causal mask is
+        enough."""
         first, count = context.first_query, q_BSND.shape[1]
         if context.mask_B1SS is not None:
             return context.mask_B1SS[:, :, first : first + count]
@@ -107,9 +108,9 @@ class AttentionContext:
     mask_B1SS: Tensor | None = None
     """True if a query may see a key. None means plain causal attention."""
     first_query: int = 0
-    """The position in the sequence of the first query, if the queries are only a part of the sequence."""
+    """The first query's position in the sequence, if the queries are only a part of the sequence."""
     window: int = 0
-    """The number of tokens that a query sees, including itself. 0 means all tokens before it."""
+    """The number of tokens that a query sees, including itself. 0 means no window."""
     is_data_BS: Tensor | None = None
     """False for padding, which no expert takes. None means that there is no padding."""
     document_ends_BE: Tensor | None = None

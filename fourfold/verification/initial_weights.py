@@ -15,10 +15,10 @@ from fourfold.training.job import build_model
 
 
 def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> float:
-    """Return the largest deviation of a first, second, or fourth moment from its distribution, in standard errors.
+    """Return the largest deviation of a first, second, or fourth moment from its expected value, in standard errors.
 
-    It compares the moments of each tensor. It also compares the moments of all tensors with the same name in different
-    layers, taken together.
+    This compares the moments of each tensor, and also the joint moments of all tensors that have the same name in
+    different layers.
 
     The result is infinite in four cases: the weights of the grid and of one process differ, a constant has a wrong
     value, rows repeat (in one tensor or in two), or another seed gives the same weights.

@@ -14,8 +14,8 @@ from fourfold.inference.loki.select import DecodeStep, choose_keys, combine_head
 from fourfold.inference.loki.settings import LokiConfig
 
 GATHER_BYTES = 1 << 21
-"""Number of bytes of keys that a CPU gathers at a time. It is about the size of the second-level cache. At least one
-head's keys are gathered."""
+"""Number of bytes of keys that a CPU gathers at a time, which is about the size of an L2 cache. If one head's keys take
+more, they are still gathered together."""
 
 
 def decode(
@@ -76,7 +76,8 @@ def project(x_BKSD: Tensor, basis_KDd: Tensor) -> Tensor:
 
 
 def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:
-    """Attend exactly to the chosen keys (only the first k_B keys of each sequence). Return [B, K, G, D]."""
+    """Attend exactly to the chosen keys. With ``k_B``, use only the first k_B chosen keys of each sequence. Return
+    [B, K, G, D]."""
     dtype = step.query_BKGD.dtype
     seen_BK1k = None
     if step.visible_B1S is not None:
@@ -98,8 +99,8 @@ def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:
 
 
 def _head_slices(x_BKSD: Tensor, chosen_BKk: Tensor, dtype: torch.dtype) -> list[slice]:
-    """Divide the KV heads into slices. On a CPU, a slice is so small that the keys that it gathers in ``dtype`` fit
-    into the caches."""
+    """Divide the KV heads into slices. On a CPU, the keys that a slice gathers in ``dtype`` fit into the L2 cache
+    (``GATHER_BYTES``)."""
     batch, heads, _, width = x_BKSD.shape
     if x_BKSD.device.type != "cpu":
         return [slice(0, heads)]
@@ -108,7 +109,7 @@ def _head_slices(x_BKSD: Tensor, chosen_BKk: Tensor, dtype: torch.dtype) -> list
 
 
 def _weights_of(scores_BhGk: Tensor, seen_Bh1k: Tensor | None) -> Tensor:
-    """Return the softmax over the visible keys. If there are none, return zeros without a gradient."""
+    """Return the softmax over the visible keys. If a sequence sees no key, its weights are zeros without a gradient."""
     if seen_Bh1k is None:
         return torch.softmax(scores_BhGk, -1)
     weights_BhGk = torch.softmax(scores_BhGk.masked_fill(~seen_Bh1k, torch.finfo(scores_BhGk.dtype).min), -1)

@@ -1,5 +1,5 @@
-"""Define a model's basis, which holds the principal components of its keys per layer and KV head, and its file
-format."""
+"""Define a model's basis, which holds the principal components of the keys of each layer and KV head. Save it to a
+file, and load it."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class LokiBasis:
 
     @classmethod
     def load(cls, path: str | Path) -> LokiBasis:
-        """Return the basis in a file that ``save`` has written.
+        """Return the basis in a file that ``save`` has written for a calibrated basis.
 
         Args:
             path: Path of the file.
@@ -163,9 +163,9 @@ class LokiBasis:
         return basis
 
     def check_shape(self, layers: int, kv_heads: int, head_dim: int) -> None:
-        """Check that each layer and head has its own directions.
+        """Check that the basis has directions for each layer and head of a model.
 
-        The directions of a single head must not be broadcast to all heads of its layer.
+        Without this check, torch could broadcast the directions of a single head to all heads of its layer.
 
         Args:
             layers: Number of the model's layers.
@@ -185,7 +185,8 @@ class LokiBasis:
                 )
 
     def record(self) -> dict[str, Any]:
-        """Return the basis as JSON values: Rank@90 of every layer and head, and the kind that ranked better."""
+        """Return a summary of the basis as JSON values: Rank@90 of every layer and head, the recall of each kind, and
+        the kind that ranked better."""
         ranks = {kind: each.ranks_at(0.9) for kind, each in self.components.items()}
         return {
             "seq_length": self.seq_length,
@@ -199,8 +200,8 @@ class LokiBasis:
 
 
 def _check(components: Components, where: str) -> None:
-    """Raise ``UserError`` if the numbers are not a basis. With wrong numbers, the choice of keys would silently be
-    random."""
+    """Raise ``UserError`` if the vectors are not a finite orthonormal basis. With a wrong basis, the choice of keys
+    would silently be random."""
     vectors_LKDD = components.vectors_LKDD.double()
     if vectors_LKDD.ndim != 4 or vectors_LKDD.shape[-1] != vectors_LKDD.shape[-2]:
         raise UserError(f"{where}: directions of shape {tuple(vectors_LKDD.shape)} are not a basis; {AGAIN}")

@@ -1,6 +1,6 @@
 """Define cache layers with preallocated keys and values, and with the keys' leading rotated dims beside them.
 
-They replace the layers of a transformers cache and take over their contents.
+``replace_cache`` replaces the layers of a transformers cache by these layers, with the same contents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from fourfold.inference.loki.growing_tensor import GrowingTensor
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values in storage that grows by doubling. transformers' own layer copies all of them for every token."""
+    """Keys and values in storage that grows by doubling. transformers' own layer would copy all keys and values for
+    each new token."""
 
     def __init__(self, capacity: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
@@ -95,7 +96,7 @@ class LokiLayer(GrowingLayer):
         self.proxy_buffer = GrowingTensor(capacity)
         self.proxy_BKSd: Tensor | None = None
         """The proxy during an attention pass, on the device of the keys that ``update`` returned. The attention reads
-        it from here, because the buffers of an offloaded cache have already moved to the CPU at that time."""
+        this attribute, because the buffers of an offloaded cache have already moved to the CPU at that time."""
 
     @property
     def buffers(self) -> tuple[GrowingTensor, ...]:

@@ -50,8 +50,8 @@ def enable_loki(
         The model that was passed.
 
     Raises:
-        UserError: The basis belongs to another model, the architecture is not supported, or the configuration does not
-            fit the model.
+        UserError: The basis belongs to another model, the architecture is not supported, the configuration does not fit
+            the model, or the configured kernels cannot run.
     """
     config = config or LokiConfig()
     attentions = attentions_of(model)
@@ -85,7 +85,7 @@ def disable_loki(model: PreTrainedModel) -> PreTrainedModel:
     """Restore a model's own attention, and return the model.
 
     If the program has set another attention since Loki was enabled, this attention is kept. Models that share a
-    configuration share the choice of attention. So another model with the same configuration becomes dense too.
+    configuration object share the choice of attention. So another model with this object becomes dense too.
     """
     before = None
     for module in model.modules():

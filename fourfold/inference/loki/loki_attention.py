@@ -55,7 +55,7 @@ def state_of(module: nn.Module) -> LayerState | None:
 
 
 def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """Before a pass, find the module's cache layer, and replace it if it is transformers' own."""
+    """Find the module's cache layer before a pass, and replace it if it does not fit Loki's settings."""
     state = state_of(module)
     assert state is not None
     hidden_states = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
@@ -104,7 +104,8 @@ def loki_attention(
         The output [B, Q, N, D], and None in place of the weights.
 
     Raises:
-        UserError: The model extends attention in a way that Loki does not support.
+        UserError: The model extends attention in a way that Loki does not support, or a simulation is not given a whole
+            prompt at once.
     """
     state = state_of(module)
     basis_KDd = None if state is None else state.recipe.basis_KDd
@@ -139,8 +140,8 @@ def loki_attention(
 
 
 def _is_simple(mask: Tensor | None) -> bool:
-    """Return whether a mask is boolean and the same for all heads, like the masks of transformers' sdpa_mask. With any
-    other mask, torch's attention is used."""
+    """Return whether a mask is None, or boolean and the same for all heads, like the masks of transformers' sdpa_mask.
+    Loki supports only such masks."""
     return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
 
 

@@ -53,7 +53,7 @@ def measure_quality(model: PreTrainedModel, windows: Windows, basis: LokiBasis, 
         Perplexity, recall, and captured mass of Loki, the oracle, and the control, as JSON values.
 
     Raises:
-        UserError: ``enable_loki`` refuses the model, or a window has no more than k keys.
+        UserError: ``enable_loki`` refuses the model, or the longest window has no more than k keys.
     """
     length = max(map(len, windows))
     config = config.model_copy(update={"prefill": "simulate", "min_seq": 0})
@@ -111,8 +111,11 @@ def compare_tasks(
         basis: The result of ``calibrate``.
         config: Loki's settings.
         tasks: Names of tasks.
-        limit: Number of documents per task.
+        limit: Largest number of documents per task. None means all documents.
         folder: A folder with your own tasks.
+
+    Raises:
+        UserError: ``enable_loki`` refuses the model, lm-eval is not installed, or a task is unknown.
     """
     found: dict[str, dict[str, dict[str, float]]] = {task: {} for task in tasks}
     disable_loki(model)
@@ -129,9 +132,10 @@ def compare_tasks(
 
 
 def _with_as_many_dims(config: LokiConfig, basis: LokiBasis) -> LokiConfig:
-    """Return settings with the same number of ranking dims for a basis that has no variances.
+    """Return settings for the random basis with the same number of ranking dims.
 
-    These settings rank keys by the mean number of dims that the real basis uses.
+    With ``variance``, this number differs between layers, and a random basis has no variances. The settings then use
+    the mean number of dims over the layers of the calibrated basis.
     """
     if config.variance is None:
         return config.model_copy(update={"basis": "best"})

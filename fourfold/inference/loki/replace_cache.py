@@ -32,13 +32,15 @@ class LayerRecipe:
 
 
 def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool) -> GrowingLayer | None:
-    """Replace the cache's layer by a layer that fits ``recipe``, with the same contents, and return the new layer.
+    """Replace a layer of the cache by a layer with the same contents that fits ``recipe``, unless the layer already
+    fits or cannot be replaced.
 
     Args:
+        number: Index of the layer.
         is_loki: Whether the model's current attention is Loki's.
 
     Returns:
-        The layer, or None if the layer is kept and its attention is dense.
+        The layer that is now in the cache, or None if it is a layer of transformers, for which attention is dense.
     """
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= number:
@@ -56,8 +58,8 @@ def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool)
 
 
 def _is_replaceable(layer: object, recipe: LayerRecipe, is_loki: bool) -> bool:
-    """Return whether a layer must be replaced: it holds keys and values in transformers' own form, and ``recipe`` asks
-    for another form."""
+    """Return whether a layer can and must be replaced: it holds all keys and values without rotation, and ``recipe``
+    asks for another type of layer. (A layer with a sliding window holds all of them until the window is full.)"""
     if not is_loki:
         return False
     if type(layer) is DynamicLayer:
@@ -77,8 +79,8 @@ def _filled_from(layer: object, recipe: LayerRecipe) -> GrowingLayer:
 
 
 def _with_current_basis(layer: LokiLayer, recipe: LayerRecipe, basis_KDd: Tensor) -> GrowingLayer:
-    """Return the layer. If the basis or the number of dims has changed, return a layer whose proxy is computed again
-    from the keys."""
+    """Return the layer. If the basis, the number of ranking dims, or the proxy's dtype has changed, return a new layer
+    whose proxy is computed again from the keys."""
     if layer.basis is not basis_KDd:  # In all steps except the first, this is the same tensor.
         if layer.basis.shape != basis_KDd.shape or not torch.equal(layer.basis.to(basis_KDd.device), basis_KDd):
             return _filled_from(layer, recipe)

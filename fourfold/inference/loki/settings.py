@@ -29,7 +29,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 LayerNumbers = Annotated[
     tuple[int, ...], BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
 ]
-"""Numbers of layers, also as text: 0,1."""
+"""Indices of layers, also as text, such as "0,1"."""
 
 
 class LokiConfig(BaseModel):
@@ -45,8 +45,8 @@ class LokiConfig(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     d: Annotated[int, Field(ge=1)] | None = None
-    """Number of leading rotated dims that are used to rank keys. Set at most one of ``d``, ``d_f``, and
-    ``variance``."""
+    """Number of leading dims (after rotation by the basis) that are used to rank keys. Set at most one of ``d``,
+    ``d_f``, and ``variance``."""
     d_f: Share | None = None
     """The number of ranking dims as a fraction of head_dim (default 0.25)."""
     variance: Share | None = None
@@ -56,7 +56,7 @@ class LokiConfig(BaseModel):
     k_f: Share | None = None
     """The number of keys as a fraction of the context (default 0.25)."""
     min_k: int = Field(128, ge=1)
-    """Smallest number of keys if ``k_f`` sets it."""
+    """Smallest number of keys if ``k`` is not set."""
     sink: int = Field(0, ge=0)
     """Number of keys at the start that are always chosen."""
     recent: int = Field(0, ge=0)

@@ -1,8 +1,8 @@
 """Simulate Loki for all tokens of a prompt in one pass, by masking, as the paper does to measure perplexity.
 
-One pass over a text gives the same results as decoding it token by token, with one exception: k depends on the length
-of the whole text, so every row attends to the same number of keys as the last row. The paper does this too, so the
-numbers are comparable.
+One pass over a text gives the same results as decoding the text token by token, with one exception: k and the check of
+``min_seq`` depend on the length of the whole text. So a row attends to as many keys as the last row, or to all keys
+that it sees if there are fewer. The paper does this too, so the results are comparable.
 
 Shape letters: B sequences, N query heads, K KV heads, G = N / K, Q rows, S keys, D head_dim, d leading dims.
 """
@@ -24,8 +24,8 @@ CHUNK_SCORES = 1 << 24
 
 @dataclass
 class Probe:
-    """Records the quality of one layer's choices. It covers every row and KV head that sees more keys than it may
-    use."""
+    """Records the quality of one layer's choices, for every row and KV head that sees more keys than it may attend
+    to."""
 
     recall: list[Tensor] = field(default_factory=list)
     """Fraction of the k keys with the largest exact scores that were chosen."""
@@ -49,7 +49,7 @@ def simulate(
     mask_B1QS: Tensor | None = None,
     probe: Probe | None = None,
 ) -> Tensor:
-    """Return the attention of each row to the best of its preceding keys, [B, N, Q, D], with Q = S.
+    """Return the outputs of attention from each row to the best of its preceding keys, [B, N, Q, D], with Q = S.
 
     Args:
         basis_KDd: The leading components, which rank the keys.

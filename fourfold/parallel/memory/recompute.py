@@ -18,8 +18,8 @@ SELECTIVE = {
     "mlp": ("mlp.down",),
     "norms": ("input_layernorm.forward", "post_attention_layernorm.forward"),
 }
-"""For each name in the run file, the methods of a block that are recomputed. In ``mlp.down`` only the activation is
-recomputed, because the backward pass does not read the result of the following matmul."""
+"""For each name in the run file, the methods of a block that are recomputed. Only the activation in ``mlp.down`` is
+recomputed, because the backward pass does not read the result of the matmul that follows."""
 
 
 def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
@@ -53,7 +53,8 @@ def _methods(block: Block, name: str) -> tuple[str, ...]:
 
 
 def compile_blocks(model: Transformer, grid: ParallelConfig) -> None:
-    """Compile whole blocks if they issue no collectives. Otherwise compile the parts between the collectives."""
+    """Compile whole blocks if they issue no collectives. Otherwise compile the activation of the MLP and, without
+    context parallelism, the attention core."""
     for block in model.blocks:
         if grid.x * grid.y * grid.cp == 1:
             _compile(block)
