@@ -1,6 +1,7 @@
-"""Pack whole conversations into windows. Each window is a sample.
+"""Pack conversations into windows. Each window is a sample.
 
-Conversations are not cut to fill a window, and cannot attend to each other.
+A conversation is never divided between windows. If it is longer than a window, its end is cut off. Conversations in the
+same window cannot attend to each other.
 """
 
 from bisect import bisect_left, insort
@@ -26,11 +27,11 @@ class PackingStatistics:
     conversations: int
     """Number of conversations in the windows."""
     filled: float
-    """Fraction of the tokens that belong to a conversation. The remaining tokens are padding."""
+    """Fraction of the windows' tokens that belong to a conversation. The remaining tokens are padding."""
     cut: int
     """Number of conversations that are longer than a window. Their ends are cut off."""
     left_out: int
-    """Number of conversations that are left out, because their answers begin after the end of the window."""
+    """Number of conversations that are left out, because none of their trained tokens lies within a window."""
 
 
 class ConversationCorpus:
@@ -69,13 +70,14 @@ class ConversationCorpus:
 
 
 class PackedConversations(ConversationCorpus):
-    """Windows of `seq_length` + 1 tokens, filled with whole conversations and padding.
+    """Windows of `seq_length` + 1 tokens, filled with conversations and padding.
 
     Each conversation is a document. The padding is a separate document and is never trained. Which conversations share
-    a window depends only on their lengths.
+    a window depends only on `seq_length` and the lengths of the conversations.
 
-    Sample n is one window. Epoch n // len(self) visits all windows in its own order, drawn from `seed`. Masks get
-    `look_back` places before each window. The places are empty, because nothing comes before a conversation.
+    Sample n is one window. Epoch n // len(self) visits all windows in its own order, drawn from `seed`. Each sample
+    also has `look_back` positions before its window, for masks. They hold padding, because nothing comes before a
+    conversation.
 
     Raises:
         UserError: See `ConversationCorpus`, or no answer fits in a window.
@@ -164,14 +166,16 @@ def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArra
 
 
 def first_answers(answers: IndexedDataset, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the position of the first trained token in each conversation, or a huge number if none is trained.
+    """Return the position of the first trained token in each conversation. If no token is trained, return a number that
+    is at least the length of the conversation.
+
+    The first token of a conversation does not count, because it cannot be predicted from an earlier token.
 
     Args:
         answers: For each token, a flag that says whether the token is trained.
         offsets: Start of each conversation, followed by the end of the last conversation [conversations + 1].
     """
     trained = np.flatnonzero(answers.read(0, answers.tokens))
-    # Skip the first token of a conversation, because it cannot be predicted from an earlier token.
     trained = trained[~np.isin(trained, offsets)]
     next_trained = np.append(trained, np.iinfo(np.int64).max // 2)[np.searchsorted(trained, offsets[:-1])]
     return next_trained - offsets[:-1]

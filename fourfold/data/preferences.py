@@ -18,8 +18,8 @@ class PreferencePairs(ConversationCorpus):
     trained.
 
     Samples 2n and 2n + 1 are the chosen and the rejected answer of a pair. Epoch n // pairs visits all pairs in its own
-    order, drawn from `seed`. If an answer does not fit, its end is cut off. If a prompt alone fills the window, the
-    pair is left out.
+    order, drawn from `seed`. If an answer does not fit, its end is cut off. A pair is left out if one of its prompts
+    fills the window.
 
     Raises:
         UserError: See `ConversationCorpus`, or no pair fits.
@@ -48,7 +48,7 @@ class PreferencePairs(ConversationCorpus):
         return 2 * len(self._pairs)
 
     def documents_of(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """Return the indices of the documents that these samples hold."""
+        """Return the index of each sample's document in the corpus."""
         pairs, second = np.divmod(np.asarray(numbers, dtype=np.int64), 2)
         epoch, within = np.divmod(pairs, len(self._pairs))
         chosen: NDArray[np.int64] = 2 * self._pairs[sample_permutation(within, len(self._pairs), self.seed, epoch)]
