@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from fourfold.config.expected_values import section_of, type_name
-from fourfold.config.model import UNSET, ModelConfig
+from fourfold.config.model import ModelConfig
+from fourfold.config.model_keys import UNSET
 from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import RunConfig

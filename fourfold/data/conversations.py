@@ -1,6 +1,7 @@
 """Read conversations as samples: whole conversations packed into windows, or pairs of answers to one prompt.
 
-Conversations are not cut to fill a window, and cannot attend to each other.
+A conversation is never divided between windows. If it is longer than a window, its end is cut off. Conversations in the
+same window cannot attend to each other.
 """
 
 from bisect import bisect_left, insort
@@ -26,11 +27,11 @@ class PackingStatistics:
     conversations: int
     """Number of conversations in the windows."""
     filled: float
-    """Fraction of the tokens that belong to a conversation. The remaining tokens are padding."""
+    """Fraction of the windows' tokens that belong to a conversation. The remaining tokens are padding."""
     cut: int
     """Number of conversations that are longer than a window. Their ends are cut off."""
     left_out: int
-    """Number of conversations that are left out, because their answers begin after the end of the window."""
+    """Number of conversations that are left out, because none of their trained tokens lies within a window."""
 
 
 class ConversationCorpus:
@@ -69,13 +70,14 @@ class ConversationCorpus:
 
 
 class PackedConversations(ConversationCorpus):
-    """Windows of `seq_length` + 1 tokens, filled with whole conversations and padding.
+    """Windows of `seq_length` + 1 tokens, filled with conversations and padding.
 
     Each conversation is a document. The padding is a separate document and is never trained. Which conversations share
-    a window depends only on their lengths.
+    a window depends only on `seq_length` and the lengths of the conversations.
 
-    Sample n is one window. Epoch n // len(self) visits all windows in its own order, drawn from `seed`. Masks get
-    `look_back` places before each window. The places are empty, because nothing comes before a conversation.
+    Sample n is one window. Epoch n // len(self) visits all windows in its own order, drawn from `seed`. Each sample
+    also has `look_back` positions before its window, for masks. They hold padding, because nothing comes before a
+    conversation.
 
     Raises:
         UserError: See `ConversationCorpus`, or no answer fits in a window.
@@ -132,8 +134,8 @@ class PreferencePairs(ConversationCorpus):
     trained.
 
     Samples 2n and 2n + 1 are the chosen and the rejected answer of a pair. Epoch n // pairs visits all pairs in its own
-    order, drawn from `seed`. If an answer does not fit, its end is cut off. If a prompt alone fills the window, the
-    pair is left out.
+    order, drawn from `seed`. If an answer does not fit, its end is cut off. A pair is left out if one of its prompts
+    fills the window.
 
     Raises:
         UserError: See `ConversationCorpus`, or no pair fits.
@@ -162,7 +164,7 @@ class PreferencePairs(ConversationCorpus):
         return 2 * len(self._pairs)
 
     def documents_of(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """Return the indices of the documents that these samples hold."""
+        """Return the index of each sample's document in the corpus."""
         pairs, second = np.divmod(np.asarray(numbers, dtype=np.int64), 2)
         epoch, within = np.divmod(pairs, len(self._pairs))
         chosen: NDArray[np.int64] = 2 * self._pairs[sample_permutation(within, len(self._pairs), self.seed, epoch)]
@@ -222,14 +224,16 @@ def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArra
 
 
 def first_answers(answers: IndexedDataset, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the position of the first trained token in each conversation, or a huge number if none is trained.
+    """Return the position of the first trained token in each conversation. If no token is trained, return a number that
+    is at least the length of the conversation.
+
+    The first token of a conversation does not count, because it cannot be predicted from an earlier token.
 
     Args:
         answers: For each token, a flag that says whether the token is trained.
         offsets: Start of each conversation, followed by the end of the last conversation [conversations + 1].
     """
     trained = np.flatnonzero(answers.read(0, answers.tokens))
-    # Skip the first token of a conversation, because it cannot be predicted from an earlier token.
     trained = trained[~np.isin(trained, offsets)]
     next_trained = np.append(trained, np.iinfo(np.int64).max // 2)[np.searchsorted(trained, offsets[:-1])]
     return next_trained - offsets[:-1]

@@ -29,14 +29,14 @@ from fourfold.data.tokenizer import Tokenizer, as_document, load_tokenizer
 from fourfold.errors import UserError
 from fourfold.processes import end_with_parent
 
-SMALLEST_SHARD = 1 << 20  # Number of bytes.
+SMALLEST_SHARD = 1 << 20  # In bytes.
 _MOST_SHARDS = 8192
 _CHARACTERS_AT_ONCE = 1 << 20  # Number of characters per call of the tokenizer.
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes [start, stop) of a file. Only .jsonl files are split. Other files are one range."""
+    """Bytes [start, stop) of a file. Only .jsonl files are split. Any other file is one range."""
 
     file: InputFile
     start: int
@@ -56,7 +56,7 @@ class Shard:
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes of input on disk."""
+        """Return the size of the input on disk, in bytes."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     @property
@@ -103,10 +103,11 @@ def cut_into_shards(files: Sequence[InputFile], text_key: str, name: str, tokeni
 
 
 def tokenize(shard: Shard, folder: Path) -> None:
-    """Write the corpus of one shard to `folder`, followed by a file that marks it as complete.
+    """Write the corpus of one shard to `folder`. Then write the number of text bytes of each document to a file, which
+    marks the shard as complete.
 
     Raises:
-        UserError: A file cannot be read, or a document does not fit in memory.
+        UserError: A file cannot be read, or a document is too long or does not fit in memory.
     """
     tokenizer = _load_once(shard.tokenizer, shard.fingerprint, shard.eod, shard.bos)
     text_bytes: list[int] = []
@@ -127,17 +128,17 @@ def tokenize(shard: Shard, folder: Path) -> None:
 
 
 def tokenize_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
-    """Complete every shard in `folder`.
+    """Tokenize every shard that is not complete in `folder`.
 
     Shards that were completed before an error are kept.
 
     Args:
         shards: The shards.
         folder: Folder of the results.
-        workers: Largest number of processes. 1 uses only this process.
+        workers: Maximum number of processes. With 1, this process does all the work.
 
     Raises:
-        UserError: Input cannot be read, or a process was killed.
+        UserError: Input cannot be read, a document is too long or does not fit in memory, or a process was killed.
     """
     missing = list({shard.key: shard for shard in shards if not is_done(shard, folder)}.values())
     with show_progress("tokenize", sum(shard.bytes for shard in missing)) as advance:
@@ -194,7 +195,7 @@ def merge(
         shards: The shards in input order.
         folder: Folder of the shards and of the result.
         vocab_size: Size of the vocabulary.
-        validation_fraction: Fraction of the documents to hold out.
+        validation_fraction: Approximate fraction of the documents to hold out.
         seed: Seed of the choice.
 
     Returns:
