@@ -257,6 +257,6 @@ def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[Token
 
 
 def _with_text(document: AuditDocument, tokenizer: AnyTokenizer) -> AuditDocument:
-    """Replace the document's text by its decoded tokens. The tokens may be truncated, and the text that was cut off
+    """Replace the document's text with its decoded tokens. The tokens may be truncated, and the text that was cut off
     must not be measured."""
     return replace(document, text=tokenizer.decode(document.tokens.tolist()))

@@ -1,7 +1,7 @@
 """Define the cache layers of Loki, whose storage grows by doubling. They also give access to the keys' leading dims
 after rotation by the basis.
 
-``replace_cache`` replaces the layers of a transformers cache by these layers, with the same contents.
+``replace_cache`` replaces the layers of a transformers cache with these layers, with the same contents.
 """
 
 from __future__ import annotations

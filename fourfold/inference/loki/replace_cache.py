@@ -42,7 +42,7 @@ class LayerRecipe:
 
 
 def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool) -> GrowingLayer | None:
-    """Replace a layer of the cache by a layer with the same contents that fits ``recipe``, unless the layer already
+    """Replace a layer of the cache with a layer with the same contents that fits ``recipe``, unless the layer already
     fits or cannot be replaced.
 
     Args:

@@ -37,7 +37,7 @@ def take_chunks(t_BS: Tensor, rank: int, ranks: int) -> Tensor:
 def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[Tensor]:
     """Return this rank's tokens of a micro-batch.
 
-    The table of documents is not split, because attention compares the documents of all tokens.
+    ``document_ends`` is not split, because attention compares the documents of all tokens.
     """
     if cp.size == 1:
         return micro_batch
@@ -51,8 +51,8 @@ def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[
 
 @dataclass(frozen=True)
 class DocumentContext(AttentionContext):
-    """Attention tables for this rank's tokens. They have no mask. Instead, they say which document each token of the
-    whole sequence belongs to."""
+    """Attention tables for this rank's tokens. Instead of a mask, they have the end of each document of the whole
+    sequence."""
 
     document_ends_BE: Tensor | None = None
 
@@ -111,7 +111,7 @@ def gather_sequence(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, cp: Axis) ->
 
 
 def scatter_sequence(out_BShD: Tensor, cp: Axis) -> Tensor:
-    """Reverse the exchange: return this rank's tokens of all heads, [B, T, N, D]."""
+    """Reverse ``gather_sequence``: return this rank's tokens of all heads, [B, T, N, D]."""
     if cp.size == 1:
         return out_BShD
     parts_nBThD = torch.stack([take_chunks(out_BShD, rank, cp.size) for rank in range(cp.size)])

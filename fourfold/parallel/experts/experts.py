@@ -125,7 +125,7 @@ class ParallelExperts(Tiled):
         out_Nh = grouped_matmul(active_Nf, self.down_proj, groups)
         if self.down_proj_bias is None or self.x.rank == 0:
             return add_biases(out_Nh, self.down_proj_bias, groups)
-        return add_biases(out_Nh, 0 * self.down_proj_bias, groups)  # Each rank needs a gradient, to sum them over x.
+        return add_biases(out_Nh, 0 * self.down_proj_bias, groups)  # Each rank needs a gradient for the sum over x.
 
 
 class SharedExpertGate(Tiled):
