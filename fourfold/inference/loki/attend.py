@@ -53,7 +53,7 @@ def decode(
     query_BKGd = query_BKGD[..., :d] if basis_KDd is None else project(query_BKGD, basis_KDd)
     query_BKGd = (query_BKGd * scaling).to(proxy_BKSd.dtype)
     step = DecodeStep(query_BKGD, query_BKGd, key_BKSD, value_BKSD, proxy_BKSd, k, config, scaling, visible_B1S, k_B)
-    if not torch.is_grad_enabled():  # The compiled kernels have no backward.
+    if not torch.is_grad_enabled():  # The compiled kernels have no backward pass.
         kernels = config.kernels_for(key_BKSD.device, key_BKSD.dtype, value_BKSD.dtype, proxy_BKSd.dtype)
         if kernels != "torch":
             with torch.cuda.device_of(query_BND):  # Triton launches kernels on the current device.

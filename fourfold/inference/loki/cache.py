@@ -31,7 +31,7 @@ class GrowingLayer(DynamicLayer):
         return self.key_buffer, self.value_buffer
 
     def release(self) -> None:
-        """Record that the attention pass that uses this layer has ended or failed. This class does nothing."""
+        """Do nothing. This is called when the attention pass that uses this layer has ended or failed."""
 
     @property
     def held_bytes(self) -> int:

@@ -108,7 +108,7 @@ def _checked_rotated(layer: RotatedLayer, recipe: LayerRecipe, is_loki: bool) ->
             "this cache holds keys that were rotated by another basis, or for another attention than the model has "
             'now; start a new cache, or use cache = "proxy", which fits any attention'
         )
-    # The number of ranking dims may have changed.
+    # Update the dims too, because the number of ranking dims may have changed.
     layer.basis, layer.d, layer.expected = basis.whole_KDD, basis.d, True
     return layer
 

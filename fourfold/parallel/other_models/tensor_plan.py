@@ -34,7 +34,7 @@ heads, not only one rank's heads."""
 
 @dataclass(frozen=True)
 class Placed:
-    """The layout of one module: its style, and how its group of layers places features over y."""
+    """The layout of one module: its style, and the placement over y of its group's features."""
 
     name: str
     style: str

@@ -223,7 +223,7 @@ class Visit:
         return x_BTh
 
     def leave(self, index: int, x_BTh: Tensor) -> None:
-        """Take the output of a part. This class does nothing with it."""
+        """Do nothing. This is called with the output of each part."""
 
 
 class HookedVisit(Visit):
