@@ -87,10 +87,6 @@ class Generation:
     """Size of everything in the cache at the end, in bytes. None for a model without a cache."""
     settings: dict[str, Any]
     """The settings with transformers' names: how the next token was chosen, and which texts stop generation."""
-    step_bytes: int | None = None
-    """Smallest number of bytes that Loki reads from the cache for one more token. None if Loki is not used."""
-    full_step_bytes: int | None = None
-    """Number of bytes that full attention would read. None if Loki is not used."""
 
     def record(self) -> dict[str, Any]:
         """Return the measurements as JSON values."""
@@ -154,7 +150,7 @@ def generate(
         UserError: ``encode_prompt`` refuses the prompt, ``max_new_tokens`` is below 1, the model has too few positions,
             or transformers refuses a setting of generation_config.json.
     """
-    from fourfold.inference.loki import cache_bytes, step_bytes
+    from fourfold.inference.loki import cache_bytes
 
     ids = encode_prompt(model, tokenizer, prompt)
     _check_length(model, len(ids), max_new_tokens)
@@ -168,7 +164,6 @@ def generate(
     times = stream.times
     # Before 5.24, transformers used the second name.
     cache = out.cache if hasattr(out, "cache") else out.past_key_values
-    step, full_step = step_bytes(model, cache) or (None, None)
     return Generation(
         text=tokenizer.decode(stream.ids),
         prompt_tokens=len(ids),
@@ -177,8 +172,6 @@ def generate(
         tokens_per_second=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None,
         cache_bytes=cache_bytes(cache),
         settings=settings,
-        step_bytes=step,
-        full_step_bytes=full_step,
     )
 
 

@@ -121,8 +121,8 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
         reference = _scores(_reference_scorer(request, other_model, device, inputs), inputs, request.offset)
     if scores is None:
         return None
-    if tokenizer is not None:
-        documents = [_with_text(document, tokenizer) for document in documents]
+    if tokenizer is not None:  # The part of the text that was cut off must not be measured.
+        documents = [replace(document, text=tokenizer.decode(document.tokens.tolist())) for document in documents]
     special = () if tokenizer is None else tokenizer.special_ids
     return audit_record(
         AuditInputs(
@@ -254,9 +254,3 @@ def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[Token
     if not all(np.isfinite(np.delete(each, excluded, 0)).all() for each in fields):
         raise UserError("the model's probabilities are not numbers (NaN or infinite): its weights are damaged")
     return [TokenScores.of(tokens[offset:], each[:, offset:]) for tokens, each in zip(inputs, fields, strict=True)]
-
-
-def _with_text(document: AuditDocument, tokenizer: AnyTokenizer) -> AuditDocument:
-    """Replace the document's text with its decoded tokens. The tokens may be truncated, and the text that was cut off
-    must not be measured."""
-    return replace(document, text=tokenizer.decode(document.tokens.tolist()))

@@ -16,7 +16,7 @@ from fourfold.data.dataset import Windows
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.mask_preview import longest_run
 from fourfold.errors import UserError
-from fourfold.memorization.documents import AuditDocument
+from fourfold.memorization.documents import AuditDocument, Tokens
 from fourfold.memorization.goldfish_laws import exact_match_law, near_duplicate_law
 from fourfold.memorization.intervals import pooled_ratio, wilson
 from fourfold.memorization.scores import TokenScores
@@ -61,9 +61,7 @@ def check_replayable(config: GoldfishConfig) -> None:
         )
 
 
-def replay_mask(
-    config: GoldfishConfig, exempt: tuple[int, ...], tokens: NDArray[np.int64], shift: int = 0
-) -> MaskReplay:
+def replay_mask(config: GoldfishConfig, exempt: tuple[int, ...], tokens: Tokens, shift: int = 0) -> MaskReplay:
     """Return the mask of a document.
 
     The first h tokens of a document are special. The strategy "hash" keeps all of them. With "hash-table", the previous

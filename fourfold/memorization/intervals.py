@@ -37,8 +37,6 @@ def difference(successes: int, trials: int, other_successes: int, other_trials: 
         other_successes: Number of successes for the second rate, which is subtracted.
         other_trials: Number of trials for the second rate.
     """
-    if trials == 0 or other_trials == 0:
-        return -1.0, 1.0
     rate, other = successes / trials, other_successes / other_trials
     (low, high), (other_low, other_high) = wilson(successes, trials), wilson(other_successes, other_trials)
     below = math.sqrt((rate - low) ** 2 + (other_high - other) ** 2)

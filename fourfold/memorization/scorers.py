@@ -31,6 +31,7 @@ from fourfold.parallel.tensor.head import ParallelHead, chunk_size
 from fourfold.training.job import Job
 
 Rows = list[NDArray[np.int64]]
+Scores = list[NDArray[np.float32]]
 Fields = Callable[[Tensor, Tensor], Tensor]
 """Computes the fields [F, m] of m tokens from the logits [m, V], which it may overwrite, and the targets [m]."""
 
@@ -42,9 +43,7 @@ class Scorer(Protocol):
     max_length: int | None
     """Longest input in tokens. None if unknown."""
 
-    def score(
-        self, documents: Rows, fields: Fields | None = None, last: int | None = None
-    ) -> list[NDArray[np.float32]] | None:
+    def score(self, documents: Rows, fields: Fields | None = None, last: int | None = None) -> Scores | None:
         """Score each token after the first of each document.
 
         Args:
@@ -80,9 +79,7 @@ class GridScorer:
         load_sharded_weights(checkpoint, job)
         return cls(job, sampling)
 
-    def score(
-        self, documents: Rows, fields: Fields | None = None, last: int | None = None
-    ) -> list[NDArray[np.float32]] | None:
+    def score(self, documents: Rows, fields: Fields | None = None, last: int | None = None) -> Scores | None:
         grid, size = self.job.grid, self.job.run.training.micro_batch_size
         order = sorted(range(len(documents)), key=lambda number: len(documents[number]))
         at_once = size * grid.batch.size
@@ -121,7 +118,7 @@ class GridScorer:
         order_S = torch.cat([take_chunks(places_1S, rank, cp.size)[0] for rank in range(cp.size)])
         return whole[:, :, order_S.argsort()].cpu()
 
-    def _gather(self, mine: list[tuple[int, Tensor]], count: int) -> list[NDArray[np.float32]] | None:
+    def _gather(self, mine: list[tuple[int, Tensor]], count: int) -> Scores | None:
         grid = self.job.grid
         first_of_its_batch = grid.axis("y_x").rank == 0 and grid.cp.rank == 0
         everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -146,9 +143,7 @@ class HuggingFaceScorer:
         """Whether the rotary frequencies depend on the longest sequence of a batch."""
 
     @torch.no_grad()
-    def score(
-        self, documents: Rows, fields: Fields | None = None, last: int | None = None
-    ) -> list[NDArray[np.float32]]:
+    def score(self, documents: Rows, fields: Fields | None = None, last: int | None = None) -> Scores:
         order, at_once = sorted(range(len(documents)), key=lambda n: len(documents[n])), self.micro_batch_size
         alike = groupby(order, lambda number: len(documents[number]) if self.depends_on_length else 0)
         groups = [list(group) for _, group in alike]

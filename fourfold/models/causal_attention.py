@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.config.model import LayerType, ModelConfig
+from fourfold.config.model import ModelConfig
+from fourfold.config.model_keys import LayerType
 from fourfold.models.norms import rms_norm_of
 from fourfold.models.recomputation import recomputable
 from fourfold.models.rope import apply_rope, rope_frequencies, rope_tables
@@ -112,6 +113,8 @@ class AttentionContext:
     """The number of tokens that a query sees, including itself. 0 means no window."""
     is_data_BS: Tensor | None = None
     """False for padding, which no expert takes. None means that there is no padding."""
+    document_ends_BE: Tensor | None = None
+    """The ends of each sequence's documents, for layers without a mask. None if attention may leave documents."""
 
 
 class AttentionTables(nn.Module):
@@ -125,8 +128,11 @@ class AttentionTables(nn.Module):
         self, positions_BS: Tensor, document_ends_BE: Tensor | None, is_data_BS: Tensor | None = None
     ) -> dict[LayerType, AttentionContext]:
         config = self.config
-        shared, contexts = self._rotary(positions_BS, local=False), {}
+        shared, contexts = self._rotary(positions_BS, local=False), dict[LayerType, AttentionContext]()
         for kind in config.kinds_of_layers:
+            if kind == "linear_attention":
+                contexts[kind] = AttentionContext(is_data_BS=is_data_BS, document_ends_BE=document_ends_BE)
+                continue
             slides = kind == "sliding_attention"
             has_own = slides and config.rope_local_base_freq > 0
             cos_BS1d, sin_BS1d = self._rotary(positions_BS, local=True) if has_own else shared

@@ -25,6 +25,12 @@ smaller blocks, seeding would take too much time."""
 BLOCKS_AT_ONCE = 256
 """Number of blocks that are drawn and copied together, about 64 MiB in total."""
 
+ONES = ("dt_bias", "core.norm.weight")
+"""Endings of the names of linear attention's parameters that are ones, also in a model with zero-centered norms."""
+
+FASTEST_DECAY = 16.0
+"""Upper limit of the initial decay rates of linear attention (Mamba-2, arXiv 2405.21060)."""
+
 Slices = tuple[slice, ...]
 
 
@@ -42,7 +48,11 @@ def fill_slice(out: Tensor, name: str, shape: tuple[int, ...], slices: Slices, c
         shape: the shape of the full parameter.
         slices: the part of the full parameter that ``out`` holds.
     """
-    if name.endswith(("bias", "sinks", "lora_B")):  # With B = 0, a new adapter adds nothing to its layer.
+    if name.endswith("A_log"):
+        out.copy_(_decay_rates(shape, _block_seed(seed, name, 0))[slices].log())
+    elif name.endswith(ONES):
+        out.fill_(1.0)
+    elif name.endswith(("bias", "sinks", "lora_B")):  # A new adapter adds nothing to its layer.
         out.zero_()
     elif len(shape) == 1:
         out.fill_(0.0 if config.zero_centered_norm else 1.0)
@@ -50,6 +60,11 @@ def fill_slice(out: Tensor, name: str, shape: tuple[int, ...], slices: Slices, c
         _fill_stack(out, _std(name, shape, config), name, shape, slices, seed)
     else:
         _fill_normal(out, _std(name, shape, config), name, shape, slices, seed)
+
+
+def _decay_rates(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return decay rates from a uniform distribution."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).mul_(FASTEST_DECAY).clamp_(min=0.01)
 
 
 def _std(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:

@@ -23,7 +23,7 @@ def decode(
     key_BKSD: Tensor,
     value_BKSD: Tensor,
     proxy_BKSd: Tensor,
-    basis_KDd: Tensor | None,
+    basis_KDd: Tensor,
     k: int,
     config: LokiConfig,
     scaling: float,
@@ -39,9 +39,8 @@ def decode(
         query_BND: Queries of one token.
         key_BKSD: Cached keys.
         value_BKSD: Cached values.
-        proxy_BKSd: Leading dims of the keys after rotation by the basis, which are used to rank the keys.
-        basis_KDd: The basis, which rotates the queries. None if queries and keys are already rotated, so that the
-            queries' leading dims rank the keys.
+        proxy_BKSd: Leading rotated dims of the keys, which are used to rank the keys.
+        basis_KDd: The leading components, which project the queries.
         k: Number of keys to attend to.
         config: Loki's settings.
         scaling: Factor on the scores.
@@ -49,9 +48,7 @@ def decode(
         k_B: Number of keys that each sequence attends to, at most k, if this differs between sequences.
     """
     query_BKGD = query_BND.unflatten(1, (key_BKSD.shape[1], -1))
-    d = proxy_BKSd.shape[-1]
-    query_BKGd = query_BKGD[..., :d] if basis_KDd is None else project(query_BKGD, basis_KDd)
-    query_BKGd = (query_BKGd * scaling).to(proxy_BKSd.dtype)
+    query_BKGd = (project(query_BKGD, basis_KDd) * scaling).to(proxy_BKSd.dtype)
     step = DecodeStep(query_BKGD, query_BKGd, key_BKSD, value_BKSD, proxy_BKSd, k, config, scaling, visible_B1S, k_B)
     if not torch.is_grad_enabled():  # The compiled kernels have no backward pass.
         kernels = config.kernels_for(key_BKSD.device, key_BKSD.dtype, value_BKSD.dtype, proxy_BKSd.dtype)
@@ -73,10 +70,9 @@ def _compiled(step: DecodeStep, package: Literal["triton", "numba"]) -> Tensor:
     return numba_kernels.decode(step)
 
 
-def project(x_BKSD: Tensor, basis_KDd: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Rotate x with the basis, and return its leading dims, [B, K, S, d]. The matmul is computed in float32 and rounded
-    once, to ``dtype`` or to the dtype of x."""
-    return torch.matmul(x_BKSD.float(), basis_KDd).to(dtype or x_BKSD.dtype)
+def project(x_BKSD: Tensor, basis_KDd: Tensor) -> Tensor:
+    """Return the leading rotated dims, [B, K, S, d]. The sums are computed in float32, and then rounded once."""
+    return torch.matmul(x_BKSD.float(), basis_KDd).to(x_BKSD.dtype)
 
 
 def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:

@@ -43,27 +43,6 @@ class Components:
         return ((explained_LKD < share - 1e-12).sum(-1) + 1).clamp(max=variances_LKD.shape[-1])
 
 
-@dataclass(eq=False)
-class LayerBasis:
-    """The basis of one layer, in float32."""
-
-    whole_KDD: Tensor
-    d: int
-    """Number of leading dims that are used to rank keys."""
-    leading_KDd: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.leading_KDd = self.whole_KDD[..., : self.d].contiguous()
-
-    def to(self, device: torch.device) -> None:
-        """Move the basis to the layer's device."""
-        if self.whole_KDD.device != device:
-            # Leave inference mode, in which the first pass may run. Tensors that are made in inference mode cannot be
-            # used with autograd later.
-            with torch.inference_mode(False):
-                self.whole_KDD, self.leading_KDd = self.whole_KDD.to(device), self.leading_KDd.to(device)
-
-
 @dataclass(frozen=True)
 class LokiBasis:
     """The result of a calibration."""
@@ -97,8 +76,8 @@ class LokiBasis:
         """Return the number of KV heads."""
         return next(iter(self.components.values())).vectors_LKDD.shape[1]
 
-    def of_layer(self, layer: int, config: LokiConfig) -> LayerBasis:
-        """Return the basis of one layer, with the kind and the number of ranking dims that the settings select.
+    def of_layer(self, layer: int, config: LokiConfig) -> Tensor:
+        """Return the leading components of one layer [K, D, d], of the kind and the number that the settings select.
 
         Args:
             layer: Index of the layer.
@@ -109,7 +88,7 @@ class LokiBasis:
         d = config.dim_count(self.head_dim)
         if config.variance is not None:
             d = int(components.ranks_at(config.variance)[layer].max())
-        return LayerBasis(components.vectors_LKDD[layer], d)
+        return components.vectors_LKDD[layer, ..., :d].contiguous()
 
     def random(self, seed: int = 0) -> LokiBasis:
         """Return a basis of random directions for the same model. It is a control: a calibrated basis must be better.

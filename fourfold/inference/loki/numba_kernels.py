@@ -96,10 +96,10 @@ def decode(step: DecodeStep) -> Tensor:
     return out_RHD[:, :group].reshape(step.query_BKGD.shape).to(step.query_BKGD.dtype)
 
 
-def compile_for(dtype: torch.dtype, proxy_dtype: torch.dtype) -> None:
-    """Compile the step for caches of these dtypes now, or load it from disk, so that the first token does not wait."""
+def compile_for(dtype: torch.dtype) -> None:
+    """Compile the step for caches of this dtype now, or load it from disk, so that the first token does not wait."""
     query, keys = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 2, 4, dtype=dtype)
-    decode(DecodeStep(query, query, keys, keys, keys.to(proxy_dtype), 1, LokiConfig(k=1), 1.0))
+    decode(DecodeStep(query, query, keys, keys, keys, 1, LokiConfig(k=1), 1.0))
 
 
 def _padded_to_fours(query_BKGx: Tensor) -> np.ndarray:

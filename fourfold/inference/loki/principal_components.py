@@ -128,7 +128,7 @@ def _compare(
         key = keys["post"][:, :, :ROWS_COMPARED]
         for kind, each in components.items():
             basis_KDd = each.vectors_LKDD[number, ..., : config.dim_count(key.shape[-1])].to(key.device)
-            simulate(query[:, :, :ROWS_COMPARED], key, key, basis_KDd, 0, config, scaling, None, probes[kind][number])
+            simulate(query[:, :, :ROWS_COMPARED], key, key, basis_KDd, config, scaling, None, probes[kind][number])
 
     _observe(model, attentions, held, rank)
     return {kind: [float(torch.cat(probe.recall).mean()) for probe in each] for kind, each in probes.items()}

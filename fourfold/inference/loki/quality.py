@@ -72,16 +72,14 @@ def measure_quality(model: PreTrainedModel, windows: Windows, basis: LokiBasis, 
     }
     perplexity = {"dense": _perplexity(model, windows)}
     found: dict[str, list[dict[str, float] | None]] = {}
-    widths: dict[str, list[int | None]] = {}
     for name, (ranked_by, chosen_by) in variants.items():
-        with _probed(model, ranked_by, chosen_by) as (probes, dims):
+        with _probed(model, ranked_by, chosen_by) as probes:
             perplexity[name] = _perplexity(model, windows)
         found[name] = [_summary(probe) for probe in probes]
-        widths[name] = dims
-    layers = [
-        {"layer": number, "d": widths["loki"][number], **{name: found[name][number] for name in variants}}
-        for number in range(basis.layers)
-    ]
+    layers: list[dict[str, Any]] = []
+    for number, of_loki in enumerate(found["loki"]):
+        d = None if of_loki is None else basis.of_layer(number, config).shape[-1]
+        layers.append({"layer": number, "d": d, **{name: found[name][number] for name in variants}})
     return {
         "windows": len(windows),
         "seq_length": length,
@@ -141,26 +139,22 @@ def _with_as_many_dims(config: LokiConfig, basis: LokiBasis) -> LokiConfig:
     """
     if config.variance is None:
         return config.model_copy(update={"basis": "best"})
-    dims = [basis.of_layer(layer, config).d for layer in range(basis.layers)]
+    dims = [basis.of_layer(layer, config).shape[-1] for layer in range(basis.layers)]
     return config.model_copy(update={"variance": None, "d": round(sum(dims) / len(dims)), "basis": "best"})
 
 
 @contextmanager
-def _probed(
-    model: PreTrainedModel, basis: LokiBasis, config: LokiConfig
-) -> Iterator[tuple[list[Probe], list[int | None]]]:
-    """Enable Loki for the block. Yield each layer's probe and its number of ranking dims (None for a dense layer)."""
+def _probed(model: PreTrainedModel, basis: LokiBasis, config: LokiConfig) -> Iterator[list[Probe]]:
+    """Enable Loki for the block, and yield each layer's probe."""
     enable_loki(model, basis, config)
     probes: list[Probe] = []
-    dims: list[int | None] = []
     for attention in attentions_of(model):
         state = state_of(attention)
         assert state is not None
         state.probe = Probe()
         probes.append(state.probe)
-        dims.append(None if state.recipe.basis is None else state.recipe.basis.d)
     try:
-        yield probes, dims
+        yield probes
     finally:
         disable_loki(model)
 

@@ -70,12 +70,6 @@ class LokiConfig(BaseModel):
     basis: Literal["best", "pre", "post"] = "best"
     """Use components of the keys before ("pre") or after ("post") their rotary embedding. "best" uses, for each
     layer, the kind that ranked held-out keys better."""
-    cache: Literal["proxy", "rotated"] = "proxy"
-    """"proxy" stores the keys' leading dims after rotation in addition to the keys. "rotated" stores only rotated keys
-    and takes no more memory than dense attention."""
-    proxy_dtype: Literal["same", "bf16"] = "same"
-    """Dtype of the proxy, which is only used to rank keys. "bf16" halves its size if keys are float32, and many CPUs
-    multiply it several times faster."""
     kernels: Literal["auto", "torch", "triton", "numba"] = "auto"
     """"torch" uses torch's operations, "triton" compiled kernels on a GPU, and "numba" compiled kernels on a CPU
     (float32 and bfloat16). "auto" uses compiled kernels if they are installed and support the caches. While
@@ -100,8 +94,6 @@ class LokiConfig(BaseModel):
             if len(given) > 1:
                 one = "all but one" if given[2:] else "one"
                 raise ValueError(f"{' and '.join(given)} exclude each other; leave out {one}")
-        if self.proxy_dtype == "bf16" and self.cache == "rotated":
-            raise ValueError('proxy_dtype = "bf16" needs cache = "proxy"; a rotated cache has no proxy')
         name, least = ("min_k", self.min_k) if self.k is None else ("k", self.k)
         if self.sink + self.recent > least:
             raise ValueError(

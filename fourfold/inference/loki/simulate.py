@@ -43,8 +43,7 @@ def simulate(
     query_BNQD: Tensor,
     key_BKSD: Tensor,
     value_BKSD: Tensor,
-    basis_KDd: Tensor | None,
-    d: int,
+    basis_KDd: Tensor,
     config: LokiConfig,
     scaling: float,
     mask_B1QS: Tensor | None = None,
@@ -53,18 +52,13 @@ def simulate(
     """Return the outputs of attention from each row to the best of its preceding keys, [B, N, Q, D], with Q = S.
 
     Args:
-        basis_KDd: The basis. None if queries and keys are already rotated.
-        d: Number of leading dims that are used to rank keys.
+        basis_KDd: The leading components, which rank the keys.
         mask_B1QS: True if a query may see a key. None for causal attention. k depends on the longest row of each
             sequence, without padding.
         probe: Records the quality of the choices.
     """
     query_BKGQD = query_BNQD.unflatten(1, (key_BKSD.shape[1], -1))
-    if basis_KDd is None:
-        query_BKGQd, key_BKSd = query_BKGQD[..., :d], key_BKSD[..., :d]
-    else:
-        query_BKGQd = project(query_BKGQD, basis_KDd[:, None])
-        key_BKSd = project(key_BKSD, basis_KDd)
+    query_BKGQd, key_BKSd = project(query_BKGQD, basis_KDd[:, None]), project(key_BKSD, basis_KDd)
     length = key_BKSD.shape[2]
     rows = max(1, CHUNK_SCORES // (query_BNQD.shape[0] * query_BNQD.shape[1] * length))
     k_B = None if mask_B1QS is None else keys_per_sequence(mask_B1QS[:, 0].sum(-1).amax(-1), config)

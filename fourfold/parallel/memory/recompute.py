@@ -7,6 +7,7 @@ from torch import nn
 
 from fourfold.config.activation_checkpoint import ActivationCheckpointConfig
 from fourfold.config.run import ParallelConfig
+from fourfold.models.delta_net import DeltaNet
 from fourfold.models.mlp import MLP
 from fourfold.models.recomputation import recompute_method
 from fourfold.models.transformer import Block, Transformer
@@ -24,9 +25,13 @@ recomputed, because the backward pass does not read the result of the matmul tha
 def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
     """Keep only the inputs of every n-th block ("full"), or of named parts of these blocks ("selective").
 
-    For "gathers", each layer keeps only this rank's share of its input. If the inputs of blocks are offloaded, do
-    nothing in mode "full", because ``offload`` recomputes these blocks.
+    Blocks whose inputs are offloaded are left to ``offload``. The core of linear attention is always recomputed,
+    because its intermediate values are many times larger than its inputs.
     """
+    for place, block in enumerate(model.blocks):
+        is_whole = config.mode == "full" and place % config.every == 0
+        if isinstance(block.self_attn, DeltaNet) and not is_whole:
+            recompute_method(block.self_attn.core, "forward")
     for block in model.blocks[:: config.every]:
         if config.mode == "full" and not config.offload:
             recompute_method(block, "forward")

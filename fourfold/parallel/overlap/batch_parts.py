@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.config.layout import AttentionSplit
-from fourfold.config.model import LayerType
+from fourfold.config.model_keys import LayerType
 from fourfold.models.causal_attention import AttentionContext
 from fourfold.models.mlp import MLP
 from fourfold.models.recomputation import RECOMPUTES, is_recomputed, recomputable
