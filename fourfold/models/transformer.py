@@ -151,7 +151,7 @@ class Block(nn.Module):
 
 
 def attention_of(config: ModelConfig, number: int) -> Attention | LatentAttention | DeltaNet:
-    """Return the attention of a layer."""
+    """Create the attention module of a layer."""
     if config.type_of(number) == "linear_attention":
         return DeltaNet(config)
     return (LatentAttention if config.kv_lora_rank else Attention)(config, config.rotates(number))
@@ -163,7 +163,8 @@ def normed(x: Tensor, norm: nn.Module | None) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key-value heads."""
+    """Causal self-attention with grouped key-value heads, and with a gate on the heads' outputs if the model has
+    one."""
 
     def __init__(self, config: ModelConfig, rotates: bool = True) -> None:
         super().__init__()

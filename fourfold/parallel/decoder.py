@@ -119,7 +119,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
 
 
 def _shared_core(core: nn.Module, grid: Grid, run: RunConfig) -> nn.Module:
-    """Return a layer's attention between the projections, on the grid."""
+    """Return the core on the grid that replaces a layer's attention core."""
     split, method, model = attention_split(run), context_method(run), run.model
     if isinstance(core, DeltaCore):
         return SharedDeltaCore(core, grid, split)
