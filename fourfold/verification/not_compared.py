@@ -1,4 +1,4 @@
-"""List the parts of a run file that parity replaces or leaves out. Nothing here imports torch."""
+"""List the parts of a run file that parity replaces or ignores. Nothing here imports torch."""
 
 from __future__ import annotations
 

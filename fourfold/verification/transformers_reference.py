@@ -30,7 +30,7 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**config), attn_implementation="eager", experts_implementation="eager"
     )
-    model = model.to(device).eval()  # Some families have dropout.
+    model = model.to(device).eval()  # eval() disables dropout, which some families have.
     tensors, rows = name_map(config["model_type"], run.model), rows_in_files(model)
     scale = run.lora.alpha / max(1, run.lora.rank)
 
