@@ -13,13 +13,14 @@ BAD_STEPS_FILE = "bad_steps.jsonl"
 
 
 def read_bad_steps(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines, oldest first. Raises ``UserError`` if the ``skips`` of a line are not a list of steps."""
+    """Return the lines, oldest first. Raises ``UserError`` if a line has no integer ``step``, or if its ``skips`` are
+    not a list of steps."""
     path = run_dir / BAD_STEPS_FILE
     return read_metrics(path, _check) if path.is_file() else []
 
 
 def note_bad_step(run_dir: Path, line: dict[str, Any]) -> None:
-    """Append a line to the file. The line is safely on disk before the run acts on the bad step."""
+    """Append a line to the file, by an atomic rename. The caller does this before the run acts on the bad step."""
     path = run_dir / BAD_STEPS_FILE
     with writing(path):
         before = path.read_bytes() if path.exists() else b""
@@ -35,7 +36,8 @@ def set_bad_steps_aside(run_dir: Path) -> None:
 
 
 def samples_of(step: int, global_batch_size: int) -> list[int]:
-    """Return the sequence numbers of a step (the first step is 1). Sequences are numbered in the order of training."""
+    """Return the indices of a step's samples (the first step is 1). Samples are numbered from 0, in the order of
+    training."""
     return list(range((step - 1) * global_batch_size, step * global_batch_size))
 
 

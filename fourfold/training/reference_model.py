@@ -1,7 +1,7 @@
 """Compute the reference log-probabilities of preference optimization (DPO) once, on the job's own grid.
 
 The reference model is the model at the start of training, so its weights exist only at step 0. DPO needs only one
-number for each answer: the reference model's log-probability. These numbers are kept in a file. So no second model
+number for each answer: the reference model's log-probability. These numbers are stored in a file. So no second model
 takes memory, and a resumed run reads the same numbers on any grid.
 """
 
@@ -47,7 +47,8 @@ def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Pat
             the reference.
 
     Raises:
-        UserError: A resumed run has no file with the log-probabilities, or the file belongs to other pairs or masks.
+        UserError: A resumed run has no readable file with the log-probabilities, or the file belongs to other pairs or
+            masks.
     """
     sources = corpora.pairs()
     digests = decided_by_rank_0(lambda: {_digest_key(s): digest_of(s, corpora.train.masks) for s in sources})
@@ -91,7 +92,8 @@ def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[
 
 
 def digest_of(source: PreferencePairs, masks: Sequence[LossMask]) -> str:
-    """Return a digest of a corpus of pairs: its tokens, and the labels that the masks keep."""
+    """Return a digest of a corpus of pairs: its tokens, which of them are trained, and the labels of about
+    ``MASKED_SAMPLES`` answers."""
     digest = xxhash.xxh3_128()
     for corpus in (source.corpus, source.answers):
         digest.update(corpus.read(0, corpus.tokens).data)

@@ -50,10 +50,11 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to Weights & Biases. Its files are in wandb/ in the run's folder. WANDB_MODE=offline keeps them there.
+    """Logs to Weights & Biases. Local files are in wandb/ in the run's folder. With WANDB_MODE=offline, nothing is
+    uploaded.
 
-    W&B itself records the hardware, the versions of libraries, and the git commit. A resumed run reads its id from a
-    file, to continue the same tracked run.
+    W&B itself records the hardware, the versions of libraries, and the git commit. A resumed run reads its W&B id from
+    a file, to continue the same tracked run.
 
     The step is logged as a separate metric (``step``), because W&B's own step cannot go back.
     """

@@ -1,5 +1,5 @@
-"""Send metrics to experiment trackers. Each tracker has its own thread, so a slow or failing one never holds up the
-run."""
+"""Send metrics to experiment trackers. Each tracker has its own thread, so a slow or failing tracker never delays a
+step."""
 
 from __future__ import annotations
 
