@@ -24,7 +24,7 @@ from fourfold.parallel.grid.grid import Axis
 from fourfold.parallel.memory.offload import CopyStream
 
 OFFSETS = "DCP_SHARDING_INFO"
-"""Metadata key that torch.distributed.checkpoint uses for the start of each part in the whole tensor."""
+"""Metadata key that torch.distributed.checkpoint uses for the start of each part in the full tensor."""
 
 
 def entries_of(parts: Parts, layout: CheckpointTensors, copies: CopyStream | None = None) -> list[Entry]:
