@@ -1,5 +1,4 @@
-"""Convert between a Hugging Face config.json and the keys of ``[model]``. Refuse models that the decoder cannot
-compute.
+"""Convert a Hugging Face config.json to the keys of ``[model]``. Refuse models that the decoder cannot compute.
 
 Keys that transformers ignores are ignored here too. A missing key gets transformers' default.
 """
@@ -252,7 +251,8 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
         patterns: The files that are needed.
 
     Raises:
-        UserError: The name is neither a folder nor an id on the Hub.
+        UserError: The name is neither a folder nor an id on the Hub, the folder has an unsafe link, or the Hub cannot
+            be reached.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -264,7 +264,7 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
     import huggingface_hub
 
     try:
-        # Some models, such as GPT-OSS, have a second copy of their weights in a folder.
+        # Ignore subfolders, because some models, such as GPT-OSS, have a second copy of their weights there.
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns), ignore_patterns="*/*"))
     except (OSError, ValueError) as error:
         raise UserError(
