@@ -199,8 +199,8 @@ class Checkpointer:
                         seal(folder, written)
                         flush(folder)
                         swap_in(folder, finished)
-                        # Set the link at every save. It may be from an earlier attempt, and point to a step that this
-                        # run has not reached.
+                        # Set the link at every save, because an earlier attempt may have left it pointing to a step
+                        # that this run has not reached.
                         best = self.folder / f"step_{save.state.best.step}"
                         if self.job.run.validation.keep_best and best.is_dir():
                             mark_best(best)

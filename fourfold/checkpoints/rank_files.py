@@ -100,7 +100,7 @@ def read_boxes(folder: Path, layout: CheckpointTensors, wanted: dict[str, tuple[
 
     Args:
         folder: The checkpoint.
-        layout: Its layout.
+        layout: The checkpoint's layout.
         wanted: The tensor to fill and its box, by name.
 
     Raises:

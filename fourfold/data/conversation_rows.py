@@ -189,8 +189,8 @@ def _check_keys(row: Mapping[str, Any], used: Collection[str]) -> None:
 
 
 def _count_shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
-    """Count the messages at the start that both conversations share. They are the prompt if the row has no prompt.
-    Return 0 if one conversation is the beginning of the other."""
+    """Count the messages at the start that both conversations share. If the row has no prompt, these messages are the
+    prompt. Return 0 if one conversation is the beginning of the other."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
     return next((number for number, (one, other) in pairs if one != other), 0)
 

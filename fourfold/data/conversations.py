@@ -32,7 +32,7 @@ class PackingStatistics:
     cut: int
     """Number of conversations that are longer than a window. Their ends are cut off."""
     left_out: int
-    """Number of conversations that are left out, because none of their trained tokens lies within a window."""
+    """Number of conversations that are skipped, because none of their trained tokens is within a window."""
 
 
 class PackedConversations:

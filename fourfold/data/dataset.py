@@ -67,7 +67,7 @@ class TokenWindows:
     """One corpus, cut into windows of `seq_length` + 1 tokens.
 
     Window i starts at token i·seq_length. Neighboring windows share one token, so every token of the windows except the
-    very first is predicted once. Tokens at the end that do not fill a window are left out.
+    very first is predicted once. Tokens at the end that do not fill a window are not used.
 
     Sample n is one window. Epoch n // len(self) visits all windows in its own order, drawn from `seed`. Each sample
     also has the `look_back` tokens before its window, for masks.

@@ -49,7 +49,7 @@ class Manifest:
     bos_id: int | None = None
     """Token that begins every document. None if documents begin with their text."""
     notes: list[str] = field(default_factory=list)
-    """Notes for the user about how the input was read. Files that were left out are not listed here."""
+    """Notes for the user about how the input was read. Skipped files are not listed here."""
 
 
 _MANIFEST = TypeAdapter(Manifest)

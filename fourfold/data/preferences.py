@@ -21,8 +21,8 @@ class PreferencePairs:
     trained.
 
     Samples 2n and 2n + 1 are the chosen and the rejected answer of a pair. Epoch n // pairs visits all pairs in its own
-    order, drawn from `seed`. If an answer does not fit, its end is cut off. A pair is left out if one of its prompts
-    fills the window.
+    order, drawn from `seed`. If an answer does not fit, its end is cut off. A pair is skipped if the prompt of either
+    answer fills the window.
 
     Args:
         corpus: Tokens of the answers with their prompts, one document each.

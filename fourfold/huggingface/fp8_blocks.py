@@ -1,7 +1,7 @@
 """Read matrices that files store in 8 bits, with one float32 factor for each block of 128 rows and 128 columns.
 
 DeepSeek-V3's files store its linear layers like this (arXiv 2412.19437, section 3.3.2). The tensor of factors is named
-``weight_scale_inv``, although values are multiplied by them.
+``weight_scale_inv``, although the values are multiplied by the factors.
 """
 
 from __future__ import annotations

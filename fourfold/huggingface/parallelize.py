@@ -143,8 +143,8 @@ def _make_buffers(model: nn.Module) -> None:
 
     Buffers that are saved with the weights are read from files later.
 
-    ``_init_weights`` would also initialize the parameters of the same modules. So it is called only if all of them are
-    on the meta device, because they have no values there.
+    ``_init_weights`` would also initialize the parameters of the same modules. So it is called only for modules whose
+    parameters are all on the meta device and have no values yet.
     """
     for name, module in model.named_modules():
         buffers = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}

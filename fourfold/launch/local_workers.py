@@ -1,4 +1,4 @@
-"""Start the processes of a job on this machine if no launcher did. Report their failures, and end them.
+"""Start the processes of a job on this machine if no launcher did, report their failures, and end the processes.
 
 This module does not import torch. The parent of the workers does not need torch and starts faster without it.
 """

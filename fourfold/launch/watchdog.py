@@ -1,4 +1,4 @@
-"""Start a watchdog for each process of a job. It ends a job that hangs, and names the rank that went silent.
+"""Start a watchdog for each process of a job. A watchdog ends a job that hangs, and names the rank that went silent.
 
 The watchdog is a separate process (`watchdog_process`), so it notices a hang even if the process is stopped or waits
 inside a library. The watchdog reads the process's heartbeats, and the numbers of the signals that the process receives.

@@ -36,7 +36,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
     Attention is QK^T and PV. Each takes 2·K·heads·head_dim FLOPs for a token that sees K keys. With a causal mask, a
     token sees S/2 keys on average (exactly (S+1)/2). The backward pass takes twice as many FLOPs as the forward pass:
     one matmul for the input gradient and one for the weight gradient. Norms, softmax, rotary embedding, and activations
-    are left out, as in the paper.
+    are not counted, as in the paper.
 
     Args:
         model: Sizes of the decoder.

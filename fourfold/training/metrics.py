@@ -97,7 +97,7 @@ class MetricsWriter:
 def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = None) -> list[dict[str, Any]]:
     """Return the objects of a metrics.jsonl, in the order of the file.
 
-    Empty lines are left out. If a crash has cut off the last line, it is left out too.
+    Empty lines are skipped. The last line is also skipped if a crash has cut it off.
 
     Args:
         path: The file.
@@ -166,7 +166,8 @@ def _to_line(record: Mapping[str, Any]) -> str:
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Rewrite the record without the lines of later steps. It is replaced by rename, so a crash cannot lose it."""
+    """Rewrite the record without the lines of later steps. A rename replaces the file, so a crash cannot lose the
+    record."""
     kept = [record for record in read_metrics(path) if record["step"] <= step]
     unfinished = path.with_suffix(".jsonl.tmp")
     with unfinished.open("w", encoding="utf-8") as file:

@@ -41,7 +41,7 @@ def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Pat
 
     Args:
         job: The job.
-        corpora: Its data.
+        corpora: The job's data.
         run_dir: Folder of the run.
         checkpoint: The checkpoint that the run resumes from. None at the start of a run, when the job's weights are
             the reference.
@@ -70,7 +70,7 @@ def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Pat
 
 @torch.no_grad()
 def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[LossMask, ...]) -> NDArray[np.float32]:
-    """Return the log-probability of each document of a corpus of pairs. Documents that are left out have NaN."""
+    """Return the log-probability of each document of a corpus of pairs. Documents of skipped pairs have NaN."""
     training, batch = job.run.training, job.grid.batch
     sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
     loader = Loader(source, *sizes, batch.rank, batch.size, masks)
@@ -122,14 +122,14 @@ def _read(places: list[Path], sources: list[PreferencePairs], digests: dict[str,
     found = []
     for source in sources:
         values = kept.get(str(source.corpus.prefix)) if isinstance(kept, dict) else None
-        # Answers that are left out have None.
+        # Answers of skipped pairs have None.
         are_numbers = isinstance(values, list) and all(isinstance(value, float | int | None) for value in values)
         if not are_numbers or values is None or len(values) != source.corpus.documents:
             raise UserError(
                 f"{path} has no log-probabilities of the {source.corpus.documents} answers of {source.corpus.prefix}; "
                 "train on the pairs that the run started with, or start again with checkpoint.resume = 'never'"
             )
-        # Files of earlier versions have no digest. They are accepted.
+        # Accept a file without a digest, because earlier versions of fourfold wrote none.
         if kept.get(_digest_key(source), digests[_digest_key(source)]) != digests[_digest_key(source)]:
             raise UserError(
                 f"{path} was computed for other pairs than {source.corpus.prefix} has now, or with other [masks]; set "

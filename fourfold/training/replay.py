@@ -33,8 +33,8 @@ class Replay:
 
     Args:
         job: The job.
-        publish: Publishes a checkpoint that is still being written. It is called before each check, because the check
-            may end the run.
+        publish: Called before each check to publish a checkpoint that is still being written, because the check may end
+            the run.
     """
 
     def __init__(self, job: Job, publish: Callable[[], object] = lambda: None) -> None:

@@ -14,7 +14,7 @@ Numbers = Mapping[str, float]
 
 
 class Tracker(Protocol):
-    """A client of one tracker. It is made with a run, its folder, and the number of steps taken.
+    """A client of one tracker. A client is created from a run, the run's folder, and the number of steps taken.
 
     If steps were already taken, the client continues the earlier tracked run. All calls come from one thread. A client
     may raise any exception.

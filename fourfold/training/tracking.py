@@ -55,7 +55,7 @@ class Tracking:
         self._trackers = [InBackground(name, client, first_step) for name, client in clients.items()]
 
     def log(self, step: int, record: dict[str, Any]) -> None:
-        """Log one line of metrics.jsonl. Metrics that are null there, because they are not finite, are left out."""
+        """Log one line of metrics.jsonl. Metrics that are null because they are not finite are not logged."""
         numbers = {key: value for key, value in record.items() if key != "step" and value is not None}
         for tracker in self._trackers:
             tracker.log(step, numbers)
