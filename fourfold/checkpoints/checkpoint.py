@@ -273,8 +273,8 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
         The checkpoint's number of finished steps.
 
     Raises:
-        DamagedCheckpoint: The checkpoint is damaged. The job is unchanged unless the damage was inside a tensor file.
-            In that case its weights are unusable.
+        DamagedCheckpoint: The checkpoint is damaged. The job is unchanged unless the damage is inside a tensor file. In
+            this case, the job's weights are unusable.
         UserError: The checkpoint has another model, other adapters, another optimizer, or another order of samples. The
             job is unchanged.
     """

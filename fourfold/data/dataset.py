@@ -34,8 +34,8 @@ class Windows:
     """Index of each sample in the order of training [samples]."""
     look_back: int = 0
     answers: NDArray[np.bool_] | None = None
-    """Whether each token belongs to a trained answer of a conversation [samples, seq_length + 1]. None for plain text.
-    In a mixture, plain text is all True."""
+    """Whether each token belongs to a trained answer of a conversation [samples, seq_length + 1]. For plain text, None
+    or all True."""
     reference: NDArray[np.float32] | None = None
     """Log-probability of each answer under the reference model of preference optimization [samples]."""
     is_data: NDArray[np.bool_] | None = None

@@ -135,7 +135,8 @@ def write_manifests(
 
 
 def read_manifest(prefix: str | Path) -> Manifest | None:
-    """Read the manifest of a corpus. Return None if there is none, as for a corpus made by Megatron-LM.
+    """Read the manifest of a corpus. Return None if there is no manifest, for example because Megatron-LM made the
+    corpus.
 
     Raises:
         UserError: The file is not a valid manifest.

@@ -17,8 +17,8 @@ from fourfold.errors import UserError
 
 
 class PreferencePairs:
-    """Windows of `seq_length` + 1 tokens. Each holds one answer with its prompt, followed by padding that is never
-    trained.
+    """Windows of `seq_length` + 1 tokens. Each window holds one answer with its prompt, followed by padding that is
+    never trained.
 
     Samples 2n and 2n + 1 are the chosen and the rejected answer of a pair. Epoch n // pairs visits all pairs in its own
     order, drawn from `seed`. If an answer does not fit, its end is cut off. A pair is skipped if the prompt of either
