@@ -98,7 +98,8 @@ class Checkpointer:
         self._copies = CopyStream(job.device) if self._beside is not None else None
 
     def save(self, step: int, required: bool = True, prune: bool = True) -> None:
-        """Write `step_<step>`. With `async_mode` it appears once it is complete, at a later `poll` or `wait`.
+        """Write `step_<step>`. With `async_mode`, the checkpoint appears at a later `poll` or `wait`, once it is
+        complete.
 
         Args:
             step: Number of finished steps.

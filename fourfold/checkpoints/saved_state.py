@@ -91,7 +91,8 @@ class CheckpointState(Strict):
 
     format: int
     step: int = Field(ge=0)
-    """Number of finished training steps. If `training` is unchanged, this is also the position in the data."""
+    """Number of finished training steps. If the settings in `training` are unchanged, this is also the position in the
+    data."""
     model: dict[str, Any]
     """The section [model] without `LAYOUT_FREE_KEYS`."""
     training: dict[str, int]

@@ -59,7 +59,7 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) ->
 
 
 def _round(half: NDArray[np.uint64], keys: NDArray[np.uint64], number: int) -> NDArray[np.uint64]:
-    # Put the round number above the half, which has at most 32 bits.
+    # Put the round number above the bits of the half, which has at most 32.
     return _mix((half + np.uint64(number << 40)) * _GOLDEN + keys)
 
 

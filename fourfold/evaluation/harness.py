@@ -170,7 +170,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         _raise_together(None)
         self._is_scoring = True
         yield
-        self._is_scoring = False  # If the pass fails, this stays True.
+        self._is_scoring = False  # If the pass fails, the attribute stays True.
 
 
 def _raise_together(failure: TaskFailed | None) -> None:

@@ -212,7 +212,8 @@ class Parallelized(nn.Module):
             self._take_gradients_in(self.stage.types.stored)
 
     def _take_gradients_in(self, dtype: torch.dtype) -> None:
-        """Cast the gradients to ``dtype``. Sums are float32, but torch's optimizers need the dtype of the weights."""
+        """Cast the gradients to ``dtype``. Gradients are summed in float32, but torch's optimizers need them in the
+        dtype of the weights."""
         for shard in self.shards:
             parameter = shard.parameter
             if parameter.requires_grad and parameter.dtype != self.stage.types.gradient:

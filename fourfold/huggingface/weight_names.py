@@ -32,8 +32,9 @@ class TensorPiece:
     expert: int | None = None
     """The index of the expert, if the decoder's parameter stacks experts along the first dim."""
     paired_rows: int = 0
-    """Number of rows at the beginning of each group that the Hugging Face tensor interleaves: the first half of these
-    rows of the decoder's parameter has the even positions there, and the second half has the odd positions."""
+    """Number of rows at the beginning of each group that the Hugging Face tensor interleaves. In the decoder's
+    parameter, the rows with even positions in the Hugging Face tensor come first, and then the rows with odd
+    positions."""
 
     def of(self, parameter: Tensor) -> Tensor:
         """Return the full parameter, or one expert of a parameter that stacks experts."""
