@@ -61,7 +61,7 @@ class StepMetrics:
 class MetricsWriter:
     """Appends steps to `run_dir`/metrics.jsonl.
 
-    Every line is flushed, so a crash loses at most the line that is being written.
+    Lines are written without buffering, so a crash of the process loses at most the line that is being written.
 
     Args:
         run_dir: Folder of the run.

@@ -82,7 +82,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def family_of(config: Mapping[str, Any], where: str) -> str:
     """Return the ``model_type`` of a config.json.
 
-    If the decoder cannot compute it, the ``UserError`` names what is missing.
+    Raise ``UserError`` if the decoder cannot compute this architecture. The message names what is missing.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str):
