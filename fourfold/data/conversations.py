@@ -31,7 +31,7 @@ class PackingStatistics:
     cut: int
     """Number of conversations that are longer than a window. Their ends are cut off."""
     left_out: int
-    """Number of conversations that are left out, because none of their trained tokens lies within a window."""
+    """Number of conversations that are skipped, because none of their trained tokens is within a window."""
 
 
 class ConversationCorpus:
@@ -130,12 +130,12 @@ class PackedConversations(ConversationCorpus):
 
 
 class PreferencePairs(ConversationCorpus):
-    """Windows of `seq_length` + 1 tokens. Each holds one answer with its prompt, followed by padding that is never
-    trained.
+    """Windows of `seq_length` + 1 tokens. Each window holds one answer with its prompt, followed by padding that is
+    never trained.
 
     Samples 2n and 2n + 1 are the chosen and the rejected answer of a pair. Epoch n // pairs visits all pairs in its own
-    order, drawn from `seed`. If an answer does not fit, its end is cut off. A pair is left out if one of its prompts
-    fills the window.
+    order, drawn from `seed`. If an answer does not fit, its end is cut off. A pair is skipped if the prompt of either
+    answer fills the window.
 
     Raises:
         UserError: See `ConversationCorpus`, or no pair fits.

@@ -67,7 +67,7 @@ class HubDataset(NamedTuple):
         datasets = import_extra("datasets", "datasets", f"reading {self} needs")
         try:
             return datasets.load_dataset(self.name, self.config, split=self.split, streaming=streaming)
-        except Exception as error:  # `datasets` passes on exceptions from the Hub, the network, and Python.
+        except Exception as error:  # `datasets` passes on any exception of the Hub, the network, and Python.
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise UserError(f"{self} cannot be loaded: {reason}") from error
 

@@ -49,7 +49,7 @@ class Manifest:
     bos_id: int | None = None
     """Token that begins every document. None if documents begin with their text."""
     notes: list[str] = field(default_factory=list)
-    """Notes for the user about how the input was read. Files that were left out are not listed here."""
+    """Notes for the user about how the input was read. Skipped files are not listed here."""
 
 
 _MANIFEST = TypeAdapter(Manifest)
@@ -133,7 +133,8 @@ def write_manifests(
 
 
 def read_manifest(prefix: str | Path) -> Manifest | None:
-    """Read the manifest of a corpus. Return None if there is none, as for a corpus made by Megatron-LM.
+    """Read the manifest of a corpus. Return None if there is no manifest, for example because Megatron-LM made the
+    corpus.
 
     Raises:
         UserError: The file is not a valid manifest.

@@ -1,5 +1,5 @@
-"""Prepare a corpus on disk from text: tokenize, keep finished parts, merge the parts, and publish the whole corpus in
-one step."""
+"""Prepare a corpus on disk from text: tokenize, keep finished parts, merge the parts, and publish the complete corpus
+in one step."""
 
 import os
 import time
@@ -46,7 +46,7 @@ class PrepareSummary:
     reused: bool
     """Whether the corpus existed already."""
     notes: tuple[str, ...] = ()
-    """Notes for the user about how the input was read, such as which files were left out."""
+    """Notes for the user about how the input was read, such as which files were skipped."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _check_options(
 
 
 def collect_notes(inputs: list[str], tokenizer: Tokenizer | None) -> list[str]:
-    """Return notes for the user: files that were left out, and a missing beginning-of-text token."""
+    """Return notes for the user: skipped files, and a missing beginning-of-text token."""
     notes = []
     for why, paths in list_left_out(inputs).items():
         more = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""

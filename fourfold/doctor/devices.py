@@ -25,7 +25,7 @@ SLOWED = {
 """nvidia-smi's reasons for lower clocks that indicate a problem. (Idleness and the power cap are no problem.)"""
 
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""The name of this field in newer and in older drivers."""
+"""nvidia-smi's field with these reasons: its name in newer drivers and in older drivers."""
 
 FIELDS = (
     "uuid",
@@ -75,7 +75,8 @@ def query_gpus(*fields: str) -> list[dict[str, str]]:
 
 
 def gpu_state(subject: str, name: str, memory: float, reported: Mapping[str, str]) -> Finding:
-    """Judge a GPU by nvidia-smi's report, which is empty for GPUs that NVIDIA did not make."""
+    """Judge a GPU by nvidia-smi's report, which is empty if nvidia-smi does not know the GPU (for example, an AMD
+    GPU)."""
     text = f"{name}, {format_bytes(memory)}"
     if not reported:
         return ok(subject, text, name=name, memory=memory)
@@ -109,7 +110,7 @@ def host(cores: int, memory: float, gpus: int) -> Finding:
 
 
 def host_memory() -> float:
-    """Return the machine's bytes of memory, or the container's limit if it is lower."""
+    """Return the machine's memory in bytes, or the container's limit if it is lower."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
     return min(installed, int(limit)) if limit.isdecimal() else installed

@@ -1,9 +1,9 @@
 """Describe how each family's files name and store the decoder's parameters.
 
-A row of a table maps one Hugging Face tensor to our parameters that it joins along the output dim. The tensor has the
-parameters in this order, one after another, or interleaved head by head or row by row. ``i`` is the layer's index, and
-``e`` is an expert's index in a parameter that stacks experts. If a model lacks a parameter (such as a bias), its map
-has no row for it.
+A row of a table maps one Hugging Face tensor to the decoder's parameters that it joins along the output dim. The tensor
+has the parameters in this order, one after another, or interleaved head by head or row by row. ``i`` is the layer's
+index, and ``e`` is an expert's index in a parameter that stacks experts. If a model lacks a parameter (such as a bias),
+its map has no row for it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ _GPT_NEOX: Table = {
 def _experts(block: str, **matrices: str) -> Table:
     """Return rows for a router and its experts.
 
-    ``matrices`` maps our names for an expert's matrices to the Hugging Face names.
+    ``matrices`` maps the decoder's names for an expert's matrices to the Hugging Face names.
     """
     theirs, ours = f"model.layers.{{i}}.{block}.", "layers.{i}.mlp."
     router = ("gate.weight", "gate.e_score_correction_bias")
@@ -226,24 +226,24 @@ class Format:
     prefix: str = "model."
     """A prefix that the names in files lack if the model was saved without its head."""
     transposed: tuple[str, ...] = ()
-    """Tensors that are stored as [in, out]. Our parameters are [out, in]."""
+    """Tensors that are stored as [in, out]. The decoder's parameters are [out, in]."""
     by_head: Mapping[str, str] = field(default_factory=dict)
     """Maps tensors that interleave the rows of our parameters head by head to the key of [model] with the number of
     heads."""
     by_row: tuple[str, ...] = ()
-    """Tensors that interleave the rows of our parameters one by one."""
+    """Tensors that interleave the rows of the decoder's parameters one by one."""
     stacked: tuple[str, ...] = ()
-    """Tensors that stack all experts along the first dim, as our parameters do."""
+    """Tensors that stack all experts along the first dim, as the decoder's parameters do."""
     convolutions: tuple[str, ...] = ()
     """Tensors that have a dim of size 1 after the first dim. Our parameters are matrices."""
     rotated_in_pairs: tuple[str, ...] = ()
-    """Parameters of ours whose rows 2i and 2i + 1 of a head are rotated together in these files. Our decoder rotates i
-    and i + d."""
+    """The decoder's parameters for which these files rotate rows 2i and 2i + 1 of a head together. The decoder rotates
+    rows i and i + rotary_dim / 2 together."""
     layers_beyond: str | None = None
     """Key of config.json with the number of extra layers that predict tokens further ahead. They are not imported."""
 
     ignored: tuple[str, ...] = ()
-    """Beginnings of names of modules that predict tokens further ahead and are not imported."""
+    """Name prefixes of modules that predict tokens further ahead. They are not imported."""
 
     def names_beyond(self, last: int, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the name prefixes of tensors that are not imported, such as the layers after the ``last`` layer."""
@@ -342,4 +342,4 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.mas
 HEAD = "lm_head.weight"
 
 VOCABULARY = ("embed_tokens.weight", HEAD)
-"""Parameters with one row per token. Our parameters are padded, and the Hugging Face tensors are not."""
+"""Parameters with one row per token. The decoder's parameters are padded, and the Hugging Face tensors are not."""

@@ -17,10 +17,11 @@ from fourfold.models.transformer import parameter_shapes
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """One of our parameters inside a Hugging Face tensor: ``rows`` of the output dim, in ``groups`` of equal size.
+    """One of the decoder's parameters inside a Hugging Face tensor: ``rows`` of the output dim, in ``groups`` of equal
+    size.
 
     The first group begins at row ``first``, and each following group begins ``stride`` rows later. Any remaining rows
-    of our parameter are padding.
+    of the decoder's parameter are padding.
     """
 
     name: str
@@ -29,19 +30,20 @@ class TensorPiece:
     groups: int
     stride: int
     expert: int | None = None
-    """The index of the expert, if our parameter stacks experts along the first dim."""
+    """The index of the expert, if the decoder's parameter stacks experts along the first dim."""
     paired_rows: int = 0
-    """Number of rows at the beginning of each group that the Hugging Face tensor interleaves: the first half of our
-    rows has the even positions there, and the second half has the odd positions."""
+    """Number of rows at the beginning of each group that the Hugging Face tensor interleaves. In the decoder's
+    parameter, the rows with even positions in the Hugging Face tensor come first, and then the rows with odd
+    positions."""
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return the whole parameter, or one expert of a parameter that stacks experts."""
+        """Return the full parameter, or one expert of a parameter that stacks experts."""
         return parameter if self.expert is None else parameter[self.expert]
 
     def runs(self, rows: slice) -> Iterator[tuple[slice, slice]]:
-        """Divide ``rows`` of our parameter into runs whose rows are evenly spaced in the Hugging Face tensor. For each
-        run, yield two slices: its rows relative to the start of ``rows``, and the same rows in the Hugging Face tensor
-        (with a step of two if they are interleaved)."""
+        """Divide ``rows`` of the decoder's parameter into runs whose rows are evenly spaced in the Hugging Face tensor.
+        For each run, yield two slices: its rows relative to the start of ``rows``, and the same rows in the Hugging
+        Face tensor (with a step above 1 if the rows are interleaved)."""
         size, pairs = self.rows // self.groups, self.paired_rows
         if size == 1:
             first, last = (self.first + row * self.stride for row in (rows.start, rows.stop - 1))
@@ -57,8 +59,8 @@ class TensorPiece:
                 ours += len(part)
 
     def grouped(self, ours: Tensor) -> Tensor:
-        """Split the rows of our parameter into groups, [groups, rows of a group, …]. The rows of each group are in the
-        order of the Hugging Face tensor."""
+        """Split the rows of the decoder's parameter into groups, [groups, rows of a group, …]. The rows of each group
+        are in the order of the Hugging Face tensor."""
         whole: Tensor = ours[: self.rows].unflatten(0, (self.groups, -1))
         if not self.paired_rows:
             return whole
@@ -68,14 +70,14 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class TheirTensor:
-    """A tensor of a Hugging Face model, and the parameters of ours that it joins."""
+    """A tensor of a Hugging Face model, and the decoder's parameters that it joins."""
 
     name: str
     shape: tuple[int, ...]
     transposed: bool
     is_stacked: bool
-    """Whether the tensor and our parameters stack all experts. If they do, ``pieces`` describes the rows of one
-    expert."""
+    """Whether the tensor and the decoder's parameters stack all experts. If they do, ``pieces`` describes the rows of
+    one expert."""
     is_convolution: bool
     """Whether the tensor has a dim of size 1 after the first dim."""
     pieces: tuple[TensorPiece, ...]
@@ -118,8 +120,8 @@ def name_map(kind: str, model: ModelConfig, files: Format | None = None) -> list
 
 
 def _rows(table: Table, model: ModelConfig) -> Iterator[tuple[str, tuple[str, ...], int | None]]:
-    """Yield a table's rows for every layer and expert: the Hugging Face name, our names, and the expert's index (or
-    None)."""
+    """Yield a table's rows for every layer and expert: the Hugging Face name, the decoder's names, and the expert's
+    index (or None)."""
     yield from ((theirs, ours, None) for theirs, ours in table.items() if "{i}" not in theirs)
     layered = [row for row in table.items() if "{i}" in row[0]]
     for i in range(model.num_hidden_layers):

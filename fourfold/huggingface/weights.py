@@ -22,7 +22,8 @@ from fourfold.models.transformer import parameter_shapes
 
 
 class Pretrained:
-    """A transformers folder, opened for a model of the same sizes without reading weights.
+    """The weights in a transformers folder, under the names of fourfold's decoder. Opening the folder reads no weights,
+    except to compare a tied head with the embedding.
 
     Raises:
         UserError: A file or tensor is missing, a shape is wrong, the model does not use a tensor, or weights exist only
@@ -37,8 +38,8 @@ class Pretrained:
         is_stacked = any(name.endswith(".experts.gate_up_proj") for name in self.files.shapes)
         self.tensors = name_map(self.kind, model, WITH_STACKED_EXPERTS.get(self.kind) if is_stacked else None)
         self._places: dict[str, list[tuple[TheirTensor, TensorPiece]]] = {}
-        """Where each of our parameters is in the files. If a parameter stacks experts, it has one place for each
-        expert, in order."""
+        """Where each of the decoder's parameters is in the files. A parameter that stacks experts has one entry per
+        expert, in order, unless the files stack the experts too."""
         for tensor in self.tensors:
             for piece in tensor.pieces:
                 self._places.setdefault(piece.name, []).append((tensor, piece))
@@ -50,12 +51,12 @@ class Pretrained:
                 self._packed[tensor.name] = packed
         whole = [tensor for tensor in self.tensors if tensor.name not in self._packed]
         self._names = {t.name: self.files.find(self._names_in_files(t.name), t.shape) for t in whole}
-        """Maps every other Hugging Face tensor to its name in these files."""
+        """Maps each Hugging Face tensor that is not in ``_packed`` to its name in these files."""
         self._check_nothing_left(model, config)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of one of our parameters. Raise ``UserError`` if its experts have different
-        dtypes."""
+        """Return the stored dtype of a parameter, which is bf16 for packed tensors. Raise ``UserError`` if its experts
+        have different dtypes."""
         tensors = [tensor for tensor, _ in self._places[name]]
         types = {
             torch.bfloat16 if tensor.name in self._packed else self.files.dtype(self._names[tensor.name])
@@ -68,7 +69,7 @@ class Pretrained:
         return types.pop()
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
-        """Read one of our parameters as a whole, or one expert of a parameter that stacks experts."""
+        """Read one full parameter, or one expert of a parameter that stacks experts."""
         slices = whole_or_part(self.shapes[name], expert)
         whole = torch.empty([s.stop - s.start for s in slices], dtype=self.dtype(name))
         self.read_into(whole, name, slices)
@@ -76,7 +77,7 @@ class Pretrained:
 
     @torch.no_grad()
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
-        """Copy the part ``slices`` of one of our parameters into ``out``. Rows of vocabulary padding are zero."""
+        """Copy the part ``slices`` of a parameter into ``out``. Rows of vocabulary padding are zero."""
         places = self._places[name]
         if places[0][0].is_stacked:
             for one, expert in zip(out, range(slices[0].start, slices[0].stop), strict=True):

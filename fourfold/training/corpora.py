@@ -35,7 +35,7 @@ from fourfold.parallel.grid.grid import Axis
 
 VALIDATION_SEED = 1
 STATISTICS_TOKENS = 1 << 17
-"""Before training, a goldfish mask is measured on this many training tokens. This takes milliseconds."""
+"""Before training, the loss masks are measured on about this many training tokens. This takes milliseconds."""
 FIRST_SAMPLES = 16
 """Number of samples of each corpus in the digest that detects changed data."""
 
@@ -51,7 +51,7 @@ class Corpora:
     validation: Loader | None
 
     tokenizer: Tokenizer | None
-    """The tokenizer of the corpus, or None if the corpus does not name one."""
+    """The tokenizer of the corpora, or None if neither the corpora nor the run file name one."""
 
     masks: list[LossMask]
     """The loss masks except goldfish. Validation uses only these."""
@@ -72,12 +72,12 @@ class Corpora:
         self.train.close()
 
     def packing(self) -> list[PackingStatistics]:
-        """Return how full the training sequences are, for each corpus of conversations."""
+        """Return how each training corpus of conversations was packed into sequences."""
         sources = self.train.dataset.sources if isinstance(self.train.dataset, SourceMixture) else []
         return [source.statistics for source in sources if isinstance(source, PackedConversations)]
 
     def pairs(self) -> list[PreferencePairs]:
-        """Return the pairs of answers in the training data and in the validation data."""
+        """Return the corpora of answer pairs in the training data and in the validation data."""
         mixtures = [each.dataset for each in (self.train, self.validation) if each is not None]
         sources = [source for mixture in mixtures if isinstance(mixture, SourceMixture) for source in mixture.sources]
         return [source for source in sources if isinstance(source, PreferencePairs)]
@@ -102,14 +102,15 @@ class Corpora:
 
 
 def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
-    """Open the corpora. If the run uses a built-in source without a corpus, create its corpus first.
+    """Open the corpora. If the run uses the built-in corpus and it does not exist yet, prepare it first.
 
     Args:
         run: The run.
         batch: The axis that splits the global batch.
 
     Raises:
-        UserError: A corpus is missing or damaged, or its vocabulary does not fit the model.
+        UserError: A corpus is missing or damaged, its format, tokenizer, or vocabulary does not fit the run, or the run
+            file lacks a tokenizer or a validation corpus that it needs.
     """
     train, validation = _prefixes(run)
     for prefix, _ in [*train, *validation]:
@@ -143,8 +144,8 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
 
 
 def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, Tokenizer | None]:
-    """Show which tokens the run's loss masks leave out at the beginning of its training data. This takes one process
-    and no model."""
+    """Preview which tokens the run's loss masks leave out at the beginning of its training data. Also return the
+    tokenizer, if there is one. This takes one process and no model."""
     train, _ = _prefixes(run)
     for prefix, _ in train:
         _check_corpus(prefix, run)
@@ -172,12 +173,12 @@ def _training_data(
 def micro_batches(
     batches: Sequence[MicroBatch[NDArray[Any]]], run: RunConfig, cp: Axis, device: torch.device
 ) -> list[MicroBatch[Tensor]]:
-    """Copy a loader's micro-batches to the device, and take this rank's share of each sequence (context
-    parallelism)."""
+    """Copy a loader's micro-batches to the device, and take this rank's share of each sequence (context parallelism).
+    Raises ``UserError`` for a token outside the model's vocabulary."""
 
     def tensor(array: NDArray[Any]) -> Tensor:
         found = torch.from_numpy(array)
-        # A copy from pinned memory is asynchronous.
+        # Pin the memory, because only a copy from pinned memory is asynchronous.
         return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
     found = []
@@ -192,8 +193,8 @@ def micro_batches(
 
 
 def _check_tokens(batch: MicroBatch[NDArray[Any]], vocab_size: int) -> None:
-    """Refuse a token outside the vocabulary. Otherwise each rank would silently assume that another rank has its
-    embedding."""
+    """Refuse a token outside the vocabulary. Otherwise each rank would silently assume that another rank has the
+    token's embedding."""
     smallest, largest = int(batch.tokens.min()), int(batch.tokens.max())
     if batch.labels is not None:
         largest = max(largest, int(batch.labels.max()))
@@ -259,7 +260,7 @@ def _tokenizer(run: RunConfig) -> Tokenizer | None:
 
 
 def _check_validation(run: RunConfig, validation: list[Source], tokenizer: Tokenizer | None) -> None:
-    """Refuse a validation corpus that was made with another tokenizer than the streamed training data."""
+    """Refuse a validation corpus that was made with a different tokenizer than the streamed training data uses."""
     for prefix, _ in validation:
         manifest = read_manifest(prefix)
         if manifest is not None and tokenizer is not None and manifest.fingerprint != tokenizer.fingerprint:

@@ -34,15 +34,16 @@ def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
 
 
 def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> None:
-    """Continue a streamed dataset at the position in a checkpoint. Every process calls this.
+    """Continue a streamed dataset at the position in a checkpoint. Every process calls this. Nothing happens if the
+    data is not streamed, or if there is no checkpoint.
 
     Args:
-        corpora: The data. Nothing happens if it is not streamed.
+        corpora: The data.
         checkpoint: The checkpoint.
         steps: Number of finished steps in the checkpoint.
 
     Raises:
-        UserError: The checkpoint was trained on other data.
+        UserError: The checkpoint was trained on other data, or with another text column, tokenizer, or shuffle buffer.
     """
     stream = corpora.stream
     if stream is None or checkpoint is None or steps == 0:

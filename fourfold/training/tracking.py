@@ -28,7 +28,7 @@ Numbers = Mapping[str, float]
 
 
 class Tracker(Protocol):
-    """A client of one tracker. It is made with a run, its folder, and the number of steps taken.
+    """A client of one tracker. A client is created from a run, the run's folder, and the number of steps taken.
 
     If steps were already taken, the client continues the earlier tracked run. All calls come from one thread. A client
     may raise any exception.
@@ -64,10 +64,11 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to Weights & Biases. Its files are in wandb/ in the run's folder. WANDB_MODE=offline keeps them there.
+    """Logs to Weights & Biases. Local files are in wandb/ in the run's folder. With WANDB_MODE=offline, nothing is
+    uploaded.
 
-    W&B itself records the hardware, the versions of libraries, and the git commit. A resumed run reads its id from a
-    file, to continue the same tracked run.
+    W&B itself records the hardware, the versions of libraries, and the git commit. A resumed run reads its W&B id from
+    a file, to continue the same tracked run.
 
     The step is logged as a separate metric (``step``), because W&B's own step cannot go back.
     """
@@ -121,7 +122,7 @@ class Tracking:
         self._trackers = [InBackground(name, client, first_step) for name, client in clients.items()]
 
     def log(self, step: int, record: dict[str, Any]) -> None:
-        """Log one line of metrics.jsonl. Metrics that are null there, because they are not finite, are left out."""
+        """Log one line of metrics.jsonl. Metrics that are null because they are not finite are not logged."""
         numbers = {key: value for key, value in record.items() if key != "step" and value is not None}
         for tracker in self._trackers:
             tracker.log(step, numbers)

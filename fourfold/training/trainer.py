@@ -81,14 +81,15 @@ CallbackMaker = Callable[[RunConfig, Job, Tokenizer | None, Path], Callback]
 
 @dataclass(frozen=True)
 class TakenStep:
-    """A step after the weights have moved, or after its gradients were dropped."""
+    """The results of a step whose update was applied or skipped."""
 
     number: int
     """Index of the step. The first step is 0."""
     figures: SharedFigures
     verdict: Verdict
     is_updated: bool
-    """False if the weights are unchanged: the step was bad, or its fp16 gradients overflowed."""
+    """False if the weights are unchanged: the step was bad, its batch was left out, or its fp16 gradients
+    overflowed."""
     preferences: dict[str, float]
     """The metrics of preference training ([dpo]). Empty otherwise."""
     seconds: float
@@ -106,7 +107,7 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker] = ())
         The outcome. Every process returns its own.
 
     Raises:
-        UserError: The run cannot start, cannot save, or diverges.
+        UserError: The run cannot start, cannot save, or diverges, or a replayed step gives different results.
     """
     if run.lora.rank and run.model.from_hf is None:
         raise UserError(f"lora.rank = {run.lora.rank} needs a model to adapt; name one in model.from_hf")
@@ -216,7 +217,7 @@ class Trainer:
             started += self.replay.seconds  # Do not include the replay check in the step's time and rate.
             result = StepResult(loss, job.clip(), kept)
         failure = None if self.record is None else self.record.failure
-        # This is the only point of the step that waits for a GPU.
+        # Wait for the GPU. In an ordinary step, this is the only such point.
         figures = figures_of_all_ranks(result, self.stop.is_set, failure is not None)
         if figures.failed:
             self.checkpointer.wait(required=False)
@@ -278,8 +279,8 @@ class Trainer:
         return outcome
 
     def _roll_back(self) -> None:
-        """Go back to the newest checkpoint, and continue from there. The metrics of later steps are removed, and the
-        data continues at the checkpoint's step."""
+        """Go back to the newest checkpoint, and remove the metrics of later steps. The data continues at the
+        checkpoint's step."""
         self.steps = self.checks.roll_back()
         continue_stream(self.corpora, self.checkpointer.newest, self.steps)
         with failing_together():

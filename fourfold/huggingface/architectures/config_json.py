@@ -1,5 +1,4 @@
-"""Convert between a Hugging Face config.json and the keys of ``[model]``. Refuse models that the decoder cannot
-compute.
+"""Convert a Hugging Face config.json to the keys of ``[model]``. Refuse models that the decoder cannot compute.
 
 Keys that transformers ignores are ignored here too. A missing key gets transformers' default.
 """
@@ -94,7 +93,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def family_of(config: Mapping[str, Any], where: str) -> str:
     """Return the ``model_type`` of a config.json.
 
-    If the decoder cannot compute it, the ``UserError`` names what is missing.
+    Raise ``UserError`` if the decoder cannot compute this architecture. The message names what is missing.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str):
@@ -259,7 +258,8 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
         patterns: The files that are needed.
 
     Raises:
-        UserError: The name is neither a folder nor an id on the Hub.
+        UserError: The name is neither a folder nor an id on the Hub, the folder has an unsafe link, or the Hub cannot
+            be reached.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -271,7 +271,7 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
     import huggingface_hub
 
     try:
-        # Some models, such as GPT-OSS, have a second copy of their weights in a folder.
+        # Ignore subfolders, because some models, such as GPT-OSS, have a second copy of their weights there.
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns), ignore_patterns="*/*"))
     except (OSError, ValueError) as error:
         raise UserError(
