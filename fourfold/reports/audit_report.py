@@ -1,4 +1,4 @@
-"""Write the page of one audit, and build the rows that the page and the terminal's tables share."""
+"""Write the HTML report of an audit, and build the rows that the report and the terminal's tables share."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,10 +27,10 @@ ATTACK_HEADER = ("attack", "AUC", "95 % interval", "TPR at 1 % FPR", "TPR at 0.1
 
 
 def write_audit_report(record: Record, folder: Path) -> Path:
-    """Write FOLDER/audit.json and FOLDER/audit.html, and return the page's path.
+    """Write audit.json and audit.html into a folder, and return the path of audit.html.
 
     Raises:
-        UserError: The folder cannot be created.
+        UserError: The folder cannot be created, or a file cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,8 @@ def write_audit_report(record: Record, folder: Path) -> Path:
 
 
 def count_rows(record: Record) -> Rows:
-    """Return one row for each number of times that documents were trained on, and one row for all documents."""
+    """Return one row for each number of times that documents were trained on. If there are several such numbers, the
+    first row is for all of these documents. If there is a reference model, the last row is for it."""
     groups = {counted(int(count), "time"): group for count, group in record["by_count"].items()}
     if len(groups) != 1:
         groups = {"all members": record, **groups}
@@ -66,7 +67,7 @@ def count_rows(record: Record) -> Rows:
 
 
 def attack_rows(record: Record) -> Rows:
-    """Return a row for each membership attack, or no rows if there are too few documents."""
+    """Return a row for each membership inference attack, or no rows if there were too few documents to attack."""
     membership = record["membership"]
     return [
         [
@@ -81,7 +82,7 @@ def attack_rows(record: Record) -> Rows:
 
 
 def generation_facts(record: Record) -> dict[str, str]:
-    """Return labels and values of the greedy continuations. The result is empty if nothing was generated."""
+    """Return labels and values about the greedy continuations, or nothing if none were generated."""
     generation = record["generation"]
     if generation is None:
         return {}
@@ -100,7 +101,8 @@ def generation_facts(record: Record) -> dict[str, str]:
 
 
 def near_rows(record: Record) -> Rows:
-    """Return a row for each number of edited tokens, or no rows if near-verbatim texts were not searched."""
+    """Return a row for each number of edited tokens, or no rows if near-verbatim continuations were not searched
+    for."""
     near = record["near_verbatim"]
     return [
         [
@@ -115,8 +117,7 @@ def near_rows(record: Record) -> Rows:
 
 
 def replay_facts(record: Record) -> dict[str, str]:
-    """Return labels and values that show the effect of the goldfish mask. The result is empty if no mask was
-    replayed."""
+    """Return labels and values about the effect of the goldfish mask, or nothing if no mask was replayed."""
     replay = record["mask_replay"]
     if replay is None:
         return {}
@@ -201,7 +202,7 @@ def _position_chart(record: Record) -> str:
 
 def _count_chart(record: Record) -> list[str]:
     groups: Sequence[tuple[int, Record]] = [(int(count), group) for count, group in record["by_count"].items()]
-    if len(groups) < 3:  # With only two points, a chart is not useful.
+    if len(groups) < 3:  # A chart of two points shows little.
         return []
     counts = [count for count, _ in groups]
     exact = Series("exact match", counts, [100 * group["exact_match"] for _, group in groups], dots=True)

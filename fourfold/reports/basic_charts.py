@@ -1,4 +1,4 @@
-"""Draw records as lines, stacked bars, and scatters, in the form of ECharts options (see chart.py)."""
+"""Draw line charts and stacked bars, as ECharts options (see chart.py)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from fourfold.reports.chart import chart, empty_chart
 from fourfold.reports.numbers import downsample, format_number
 
 BUCKETS = 1000
-"""Number of buckets for a long line. Each bucket keeps two points."""
+"""Number of buckets that a long line is divided into. Each bucket keeps two points."""
 LABELED = 12
-"""A line of dots shows the values of its points if it has at most this many points, and if there is space."""
+"""A line with dots shows the values of its points if it has at most this many points."""
 _AT_END = {"show": True, "position": "right", "color": "--ink", "fontWeight": 600}
 
 
@@ -21,11 +21,11 @@ class Series:
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
-    """The values of the line. None is a gap."""
+    """The values. None is a gap in the line."""
     dots: bool = False
     """Whether to mark each point, for series with few points."""
     joined: bool = True
-    """Whether to draw the line between the points."""
+    """Whether to draw lines between the points."""
 
 
 def line_chart(
@@ -38,7 +38,7 @@ def line_chart(
     from_zero: bool = False,
     height: int = 260,
 ) -> str:
-    """Draw a line per series.
+    """Return a figure with one line per series.
 
     ``log_y`` makes the y axis logarithmic, unless a value is not positive. ``from_zero`` starts a linear axis at 0.
     Long series are thinned (see ``downsample``).
@@ -73,7 +73,8 @@ def _line(series: Series) -> dict[str, Any]:
 
 
 def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, x_label: str) -> str:
-    """Draw a horizontal bar for each entry of ``bars``, with the first on top. An entry maps parts to values ≥ 0.
+    """Return a figure with a horizontal bar for each entry of ``bars``, the first on top. An entry maps parts to values
+    ≥ 0.
 
     A part has the same color in all bars. The sum is written at the end of each bar.
     """

@@ -1,4 +1,4 @@
-"""Build the rows of the terminal's tables for Loki's calibration and evaluation."""
+"""Build the rows of the terminal's tables about the calibration and evaluation of Loki."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +11,14 @@ VARIANTS = {"loki": "Loki", "oracle": "exact top-k", "random": "random basis"}
 
 
 def rank_header(record: Record) -> list[str]:
-    """Return the column headers for ``rank_rows``."""
+    """Return the headers of the columns in ``rank_rows``."""
     header = ["layer", *(f"{kind}-rotary: mean (most)" for kind in record["ranks"])]
     return [*header, *(f"recall, {kind}" for kind in record["recall"]), "ranked by"]
 
 
 def rank_rows(record: Record) -> Rows:
-    """Return one row per layer: the mean and the largest Rank@90 over the heads, and the recall of each kind."""
+    """Return one row per layer: for each kind of keys, the mean and the largest Rank@90 over the heads, then the recall
+    for each kind, and the kind that Loki ranks by."""
     rows = []
     for layer in range(len(record["best"])):
         row = [str(layer)]
@@ -33,7 +34,7 @@ PERPLEXITY_HEADER = ("attention", "keys of a row", "dims that rank", "perplexity
 
 
 def perplexity_rows(record: Record) -> Rows:
-    """Return one row each for dense attention, Loki, the oracle, and the control."""
+    """Return one row each for dense attention, Loki, exact top-k attention, and a random basis (the control)."""
     dims = [layer["d"] for layer in record["layers"] if layer["d"] is not None]
     ranking = f"{min(dims)}" if min(dims) == max(dims) else f"{min(dims)} to {max(dims)}"
     widths = {"loki": ranking, "oracle": str(record["head_dim"]), "random": ranking}
@@ -57,7 +58,8 @@ LAYER_HEADER = ("layer", "d", "recall", "worst 5 %", "random", "mass", "worst 5 
 
 
 def layer_rows(record: Record) -> Rows:
-    """Return recall and captured mass of every layer that uses Loki, with the values of the oracle and the control."""
+    """Return one row per layer: recall and captured mass with Loki, with exact top-k attention, and with a random
+    basis. The row of a layer without Loki says "dense"."""
     rows = []
     for layer in record["layers"]:
         if layer["loki"] is None:
@@ -81,7 +83,7 @@ TASK_HEADER = ("task", "metric", "full attention", "Loki")
 
 
 def task_rows(tasks: Record) -> Rows:
-    """Return every metric of every task, with full attention and with Loki."""
+    """Return one row per task and metric, with the values for full attention and for Loki."""
     return [
         [task, metric, f"{value:.4f}", f"{found['loki'][metric]:.4f}" if metric in found.get("loki", {}) else ""]
         for task, found in tasks.items()

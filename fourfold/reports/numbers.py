@@ -1,4 +1,4 @@
-"""Format numbers for charts, and thin long series without losing their extremes."""
+"""Format numbers for texts and charts, and thin long series without losing their extremes."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,7 +8,7 @@ _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """Format a number with at most ``digits`` significant digits: 12.5k, 3.2M, 7B, 0.25, 3e-4."""
+    """Format a number with at most ``digits`` significant digits, such as 12.5k, 3.2M, 7B, 0.25, or 3e−4."""
     rounded = float(f"{value:.{digits}g}")  # Round first, so that 999,999 becomes 1M and not 1000k.
     magnitude = abs(rounded)
     if 0 < magnitude < 1e-2 or magnitude >= 1e15:
@@ -20,7 +20,7 @@ def format_number(value: float, digits: int = 4) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a number with its noun in the singular or plural: 1 document, 2,000 documents."""
+    """Format a count with its noun in the singular or plural: 1 document, 2,000 documents."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -30,8 +30,8 @@ def downsample(
     """Divide a series into ``buckets`` runs of neighboring points, and keep only the lowest and the highest point of
     each run.
 
-    Points keep their order, and the first and the last point are always kept. A bucket without any number keeps one
-    None, which a chart draws as a gap. A series of at most 2·``buckets`` points is returned unchanged.
+    The points stay in order, and the first and the last point are always kept. A run without any number keeps one None,
+    which a chart draws as a gap. A series of at most 2·``buckets`` points is returned unchanged.
     """
     count = len(x)
     if count <= 2 * buckets:
@@ -47,7 +47,7 @@ def downsample(
 
 
 def bucket_means(y: Sequence[float | None], buckets: int) -> list[tuple[int, float | None]]:
-    """Return the last index and the mean for each of ``buckets`` runs of neighboring points.
+    """Divide a series into ``buckets`` runs of neighboring points, and return the last index and the mean of each run.
 
     The mean of a run without numbers is None.
     """

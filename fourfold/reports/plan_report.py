@@ -1,4 +1,4 @@
-"""Write a plan as an HTML page, which is one self-contained file."""
+"""Write a plan as an HTML page, one self-contained file."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from fourfold.planning.search.plan import Prediction
 
 FASTEST = 200
-"""Number of layouts in the page's table."""
+"""Largest number of layouts in the page's table."""
 
 
 def write_plan_report(path: Path, result: PlanRecord) -> None:
-    """Write the page of a plan: layouts, the waterfall, memory by stage, and scaling."""
+    """Write the HTML page of a plan: the layouts, where a step's time goes, memory by pipeline rank, and strong
+    scaling."""
     plan, best = result.plan, result.plan.best
     wide = []
     if result.explanation is not None:

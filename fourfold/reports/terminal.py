@@ -1,4 +1,4 @@
-"""Print reports as tables in the terminal."""
+"""Print the results of commands as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 
 def parity_table(report: ParityReport) -> None:
-    """For each quantity, print the tensor that deviates most from float64, and the deviation of one process in
-    float32."""
+    """Print a parity report: for each quantity, the tensor with the largest ratio of the grid's deviation from float64
+    to the deviation of one process in float32."""
     rows = []
     shown = [(quantity, report.worst(quantity), report.limit) for quantity in report.deviations]
     shown += [("own types", each, report.own_types_limit) for each in report.own_types]
@@ -68,7 +68,7 @@ def _ok(good: bool) -> str:
 
 
 def trace_tables(report: TraceReport) -> None:
-    """Print memory by kind and collectives by axis and purpose, for one rank or for each pipeline rank."""
+    """Print a trace: memory by kind, for one rank or for each pipeline rank, and collectives by axis and purpose."""
     if report.pipeline:
         _pipeline_memory(report)
     else:
@@ -92,8 +92,8 @@ def trace_tables(report: TraceReport) -> None:
 
 
 def _exposed_by_axis(report: TraceReport) -> None:
-    """Print the fraction of each axis's bytes that no matmul hides, and with a machine also the fraction of its
-    seconds."""
+    """Print the fraction of each axis's bytes that no matmul hides. If the trace has times, also print the total and
+    exposed milliseconds."""
     sent, exposed, timed = Counter[str](), Counter[str](), dict[str, tuple[float, float]]()
     for collective in report.collectives:
         for axis in (collective.axis, "all"):
@@ -123,7 +123,7 @@ def _milliseconds(*seconds: float | None) -> list[str]:
 
 
 def _pipeline_memory(report: TraceReport) -> None:
-    """Print the memory of every pipeline rank, one per line."""
+    """Print the memory of every pipeline rank, one row per rank."""
     name, unit = byte_unit(max(rank.memory.total_peak for rank in report.pipeline))
     rows: list[list[str]] = []
     for rank in report.pipeline:
@@ -136,8 +136,8 @@ def _pipeline_memory(report: TraceReport) -> None:
 
 
 def audit_tables(record: Mapping[str, Any]) -> None:
-    """Print extraction by repetition, generated text, membership attacks, the effect of the goldfish mask, and
-    warnings."""
+    """Print an audit: extraction by repetition, generated continuations, membership attacks, the effect of the goldfish
+    mask, and warnings."""
     console = Console()
     title = f"Exact match of the last {record['suffix']} tokens, {record['model']}"
     print_table(title, COUNT_HEADER, count_rows(record))
@@ -157,8 +157,8 @@ def audit_tables(record: Mapping[str, Any]) -> None:
 
 
 def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[str, Any]) -> None:
-    """Print sequences: trained tokens in green, tokens that the goldfish mask drops in red brackets, and all other
-    tokens dimmed. Then print statistics of the masks."""
+    """Print sequences, with tokens that the loss keeps in green, tokens that the goldfish mask drops in red brackets,
+    and all other tokens dimmed. Then print statistics of the masks."""
     console = Console()
     for sample in preview.samples:
         text = Text()
@@ -201,13 +201,13 @@ def evaluation_tables(record: Mapping[str, Any]) -> None:
 
 
 def print_transferred(record: Mapping[str, Any]) -> None:
-    """Print a line about the files that were written by an import or export of a Hugging Face model."""
+    """Print a line about the files that the import or export of a Hugging Face model has written."""
     what = f"{record['model_type']}, {record['parameters']:,} parameters, {record['bytes']:,} bytes"
     print(f"{record['folder']}: {what} in {record['files']} file{'s' * (record['files'] != 1)}")
 
 
 def rank_table(record: Mapping[str, Any]) -> None:
-    """Print the ranks that a calibration found, layer by layer."""
+    """Print the ranks that a calibration of Loki has found, layer by layer."""
     console = Console()
     title = f"Dims that explain 90 % of the variance of the keys, of {record['head_dim']}"
     print_table(title, rank_header(record), rank_rows(record))
@@ -217,7 +217,7 @@ def rank_table(record: Mapping[str, Any]) -> None:
 
 
 def loki_tables(record: Mapping[str, Any]) -> None:
-    """Print how much quality a model loses with Loki on a text and in tasks."""
+    """Print how much quality a model loses with Loki, on texts and in tasks."""
     if "perplexity" in record:
         title = f"{record['windows']} windows of {record['seq_length']:,} tokens"
         print_table(title, PERPLEXITY_HEADER, perplexity_rows(record))
@@ -227,7 +227,7 @@ def loki_tables(record: Mapping[str, Any]) -> None:
 
 
 def generation_line(record: Mapping[str, Any]) -> str:
-    """Return a line with the sampling settings, the speed, and the size of the cache. If Loki (sparse attention) is on,
+    """Return a line with the sampling settings, the speed, and the size of the KV cache. With Loki (sparse attention),
     the line also says how much of the cache the next token reads."""
     speed = record["tokens_per_second"]
     rate = "" if speed is None else f", then {speed:.1f} tokens/s"

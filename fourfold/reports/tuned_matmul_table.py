@@ -1,4 +1,4 @@
-"""Build the table of tuned matmuls that ``fourfold machine tune-matmul`` prints."""
+"""Build the rows of the table that ``fourfold machine tune-matmul`` prints."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ HEADER = ("layers", "tokens × out × in", "matmul", "layout", "GFLOP/s", "gain"
 
 
 def matmul_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return one row per matmul: its rate in the default layout, and how much faster another layout is.
+    """Return one row per matmul: its rate with the default layout, and how much faster the chosen layout is.
 
-    The column "other order" says how much faster all matmuls of the layer are if its weight is stored in the other
-    order (transposed if the chosen layout is not transposed, and vice versa).
+    The column "other order" says how much faster than the default all matmuls of the layer are together if its weight
+    has the memory order that was not chosen (transposed or not).
     """
     rows = []
     for layer in layers:

@@ -17,11 +17,11 @@ from fourfold.tuning.trial_process import LOG, SUBMISSION
 SCRIPT = "job.sh"
 """Name of the batch script in a trial's folder."""
 SAVE_SECONDS = 30
-"""Number of seconds between the stop signal and the end of a job. A trial saves nothing, so this can be short."""
+"""Seconds between the stop signal and the end of a job. A trial saves nothing, so this can be short."""
 
 
 class SlurmTrial:
-    """A job in the queue or on its nodes. Its output goes to the trial's log."""
+    """A trial as a SLURM job, waiting or running. What it prints goes to the trial's log."""
 
     def __init__(self, run_file: Path, folder: Path, site: Site, job: SlurmJob) -> None:
         self._folder = folder
@@ -53,13 +53,13 @@ class SlurmTrial:
 
 
 def cancel(folder: Path) -> None:
-    """Cancel a trial's job if it was submitted. This does nothing if the job has ended."""
+    """Cancel a trial's job. Do nothing if it was never submitted or has ended."""
     if (folder / SCRIPT).is_file():
         with contextlib.suppress(FileNotFoundError):
             subprocess.run(["scancel", f"--name={_job_name(folder)}"], check=False, capture_output=True)
 
 
 def _job_name(folder: Path) -> str:
-    """Return a unique job name. It is needed because ``sbatch --wait`` prints the job's number only after the job has
-    ended."""
+    """Return a unique job name, to cancel the job by. The job's number is unknown, because ``sbatch --wait`` prints it
+    only after the job has ended."""
     return f"fourfold-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]}"

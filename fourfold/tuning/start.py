@@ -10,10 +10,11 @@ from fourfold.launch.job_processes import run_on_grid
 
 
 def microbenchmark(processes: int | None) -> dict[str, Any] | None:
-    """Run the microbenchmark on a launcher's processes, or without a launcher on ``processes`` local processes.
+    """Run the microbenchmark on the processes of a launcher. Without a launcher, run it on ``processes`` local
+    processes (default: one per GPU, or 2 without GPUs).
 
     Returns:
-        The result, or None on every process of a launcher except the first.
+        The measured rates. Under a launcher, None on every process except the first.
     """
     place = read_environment(os.environ)
     if place is not None:

@@ -1,4 +1,4 @@
-"""Run the processes of one trial on this machine, in their own process group, which is watched and ended as a whole."""
+"""Run the processes of one trial on this machine, in their own process group, which is watched and ended as a unit."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from typing import Protocol
 from fourfold.processes import end_with_starter
 
 LOG = "log.txt"
-"""Name of the file in the trial's folder that gets everything that the trial prints."""
+"""Name of the log in the trial's folder, which gets everything that the trial prints."""
 SUBMISSION = "submission.txt"
-"""Name of the file that gets the messages of a batch system if it refuses a trial."""
+"""Name of the file in the trial's folder that gets the batch system's error messages, for example if it refuses a
+job."""
 PROC = Path("/proc")
 
 
 class TrialProcess(Protocol):
-    """A trial that is running or waiting in a queue."""
+    """A trial that is running, or waiting in a batch system's queue."""
 
     def has_started(self) -> bool:
-        """Return False while the trial is waiting."""
+        """Return whether the trial has started to run, and is no longer waiting in a queue."""
         ...
 
     def exit_code(self) -> int | None:
@@ -32,8 +33,7 @@ class TrialProcess(Protocol):
         ...
 
     def held_bytes(self) -> float | None:
-        """Return the largest number of bytes that one of the trial's processes has held so far, or None if it is
-        unknown."""
+        """Return the most bytes that any running process of the trial has held so far, or None if unknown."""
         ...
 
     def end(self) -> None:
@@ -42,7 +42,7 @@ class TrialProcess(Protocol):
 
 
 class LocalTrial:
-    """A trial that runs ``fourfold train`` on this machine, in its own process group. It ends when this process
+    """A trial that runs ``fourfold train`` on this machine, in its own process group. On Linux, it ends if this process
     ends."""
 
     def __init__(self, run_file: Path, folder: Path, environment: Mapping[str, str]) -> None:
@@ -73,8 +73,7 @@ class LocalTrial:
 
 
 def kernel_kills() -> int | None:
-    """Return how many processes this machine's kernel has killed since boot because memory ran out, or None if
-    unknown."""
+    """Return how many processes the kernel has killed since boot because memory ran out, or None if unknown."""
     with contextlib.suppress(OSError):
         for line in (PROC / "vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
@@ -83,7 +82,7 @@ def kernel_kills() -> int | None:
 
 
 def _members(group: int) -> list[int]:
-    """Return the ids of the processes in a group. The result is empty if the machine has no /proc."""
+    """Return the ids of the processes in a process group. The result is empty on a machine without /proc."""
     found = []
     for entry in PROC.iterdir() if PROC.is_dir() else ():
         if entry.name.isdigit():
@@ -94,7 +93,7 @@ def _members(group: int) -> list[int]:
 
 
 def _resident_bytes(process: int) -> float:
-    """Return the peak memory of a process in bytes, or 0 if it has ended."""
+    """Return the peak resident memory of a process in bytes, or 0 if the process has ended."""
     with contextlib.suppress(OSError):
         for line in (PROC / str(process) / "status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
