@@ -78,7 +78,7 @@ def figures(
 
 
 def gigabytes(size: float) -> str:
-    """Format a number of bytes in GB with three significant digits."""
+    """Format a number of bytes in GB, with at least three significant digits."""
     return _digits(size / 1e9, 3) if size < 999.5e9 else f"{size / 1e9:,.0f}"
 
 

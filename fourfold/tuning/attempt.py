@@ -18,7 +18,7 @@ from fourfold.tuning.trial_run import hopeless, measured, step_seconds_of
 RAN_OUT = re.compile(rb"OutOfMemoryError|out of memory|Cannot allocate memory|can't allocate memory|oom[-_]kill", re.I)
 """Texts that PyTorch, memory allocators, or SLURM print when memory runs out."""
 KEPT_OF_LOG = 1 << 16
-"""Number of bytes at the end of a log that are searched."""
+"""Only this many bytes at the end of a log are searched."""
 TIMES_AS_LONG, AT_LEAST = 5.0, 60.0
 """A trial counts as hung if it takes longer than the first number times the wall time of the longest finished trial,
 plus the second number in seconds."""

@@ -68,8 +68,8 @@ class Candidates:
 
     @cached_property
     def features(self) -> np.ndarray:
-        """Return each layout as a point [n, features]. The distance of two points measures how different the layouts
-        are: a size that differs by a factor of two, or a knob with another value, adds a distance of one."""
+        """Return each layout as a point [n, features]. The Euclidean distance between two points measures how different
+        the layouts are: a factor of two in one size, or another value of one other knob, is a distance of 1."""
         columns = []
         for name, values in self.knobs.items():
             if name in SIZES:

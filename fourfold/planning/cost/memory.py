@@ -160,7 +160,8 @@ def _at_the_peak(
     gradual = _is_gradual(work)
     if not np.any(gradual):
         return np.True_, activations
-    # At the end of the backward, the embedding has a gradient. The head has none, if its weights are freed after use.
+    # At the end of the backward pass, the embedding's gradient is also in memory in the step's dtype. If gathered
+    # weights are freed after use, the head's gathered weight is not in memory, although the weights count it.
     at_ends = tables.embedding - np.where(_is_resharded(work), tables.head, 0)
     end = peak_bytes(work, 1, 1, False, block) + work.step.item_bytes * at_ends / (work.layout.x * work.layout.y)
     at_end = ~gradual | (gradients + np.maximum(end, copied) > activations + freed)

@@ -158,7 +158,7 @@ def of_blocks(every: int) -> str:
 
 
 def predict(work: Workload, machine: Machine, constants: Constants) -> Prediction:
-    """Predict one layout. The layout need not be legal."""
+    """Return the prediction for one layout. The layout need not be legal."""
     block, traffic = block_time(work, machine, constants), weight_traffic(work, machine, constants)
     parts = {name: float(value) for name, value in step_parts(work, machine, constants, block, traffic).items()}
     stages = [
