@@ -19,19 +19,20 @@ from fourfold.processes import end_with_starter
 from fourfold.run_file.load import load_run
 
 LOG = "log.txt"
-"""Name of the file in the trial's folder that gets everything that the trial prints."""
+"""Name of the log in the trial's folder, which gets everything that the trial prints."""
 SUBMISSION = "submission.txt"
-"""Name of the file that gets the messages of a batch system if it refuses a trial."""
+"""Name of the file in the trial's folder that gets the batch system's error messages, for example if it refuses a
+job."""
 
 
 SCRIPT = "job.sh"
 """Name of the batch script in a trial's folder."""
 SAVE_SECONDS = 30
-"""Number of seconds between the stop signal and the end of a job. A trial saves nothing, so this can be short."""
+"""Seconds between the stop signal and the end of a job. A trial saves nothing, so this can be short."""
 
 
 class LocalTrial:
-    """A trial that runs ``fourfold train`` on this machine, in its own process group. It ends when this process
+    """A trial that runs ``fourfold train`` on this machine, in its own process group. On Linux, it ends if this process
     ends."""
 
     def __init__(self, run_file: Path, folder: Path, environment: Mapping[str, str]) -> None:
@@ -62,7 +63,7 @@ class LocalTrial:
 
 
 class SlurmTrial:
-    """A job in the queue or on its nodes. Its output goes to the trial's log."""
+    """A trial as a SLURM job, waiting or running. What it prints goes to the trial's log."""
 
     def __init__(self, run_file: Path, folder: Path, site: Site, job: SlurmJob) -> None:
         self._folder = folder
@@ -95,21 +96,20 @@ TrialProcess = LocalTrial | SlurmTrial
 
 
 def cancel(folder: Path) -> None:
-    """Cancel a trial's job if it was submitted. This does nothing if the job has ended."""
+    """Cancel a trial's job. Do nothing if it was never submitted or has ended."""
     if (folder / SCRIPT).is_file():
         with contextlib.suppress(FileNotFoundError):
             subprocess.run(["scancel", f"--name={_job_name(folder)}"], check=False, capture_output=True)
 
 
 def _job_name(folder: Path) -> str:
-    """Return a unique job name. It is needed because ``sbatch --wait`` prints the job's number only after the job has
-    ended."""
+    """Return a unique job name, to cancel the job by. The job's number is unknown, because ``sbatch --wait`` prints it
+    only after the job has ended."""
     return f"fourfold-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]}"
 
 
 def kernel_kills() -> int | None:
-    """Return how many processes this machine's kernel has killed since boot because memory ran out, or None if
-    unknown."""
+    """Return how many processes the kernel has killed since boot because memory ran out, or None if unknown."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
