@@ -147,7 +147,7 @@ class PreferencePairs(ConversationCorpus):
         if self.corpus.documents % 2:
             raise UserError(f"{prefix}.bin has an answer without its pair; prepare the corpus again")
         lengths, fits = (each.reshape(-1, 2) for each in self._fitting())
-        kept = fits.all(axis=1)
+        kept = fits[:, 0] & fits[:, 1]
         self._pairs = np.flatnonzero(kept)
         if len(self._pairs) == 0:
             raise UserError(
