@@ -1,4 +1,4 @@
-"""Read this process's place in the job from the environment variables of torchrun or srun."""
+"""Read this process's rank and its job's size from the environment variables of torchrun or srun."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Literal
 from fourfold.errors import UserError
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""SLURM uses step ids from this number on for its own steps: the batch script, the interactive shell of salloc, and the
+"""From this number on, step ids belong to SLURM's own steps: the batch script, the interactive shell of salloc, and the
 external step."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one process in a job. `local_rank` and `local_world_size` count only processes on its machine."""
+    """The ranks of one process in a job. `local_rank` and `local_world_size` count only the processes on its
+    machine."""
 
     rank: int
     local_rank: int
@@ -25,15 +26,16 @@ class Place:
     local_world_size: int
     launcher: Literal["torchrun", "slurm", "local"]
     restarts: int = 0
-    """Number of times that the job was restarted."""
+    """Number of times that the launcher has restarted the job."""
     started: float = field(default_factory=time.time, compare=False)
-    """Start time of this attempt, as `time.time` gives it. It is the start of the command, or of the restart."""
+    """Start time of this attempt in Unix seconds: when the command started, or after a restart, when the restart
+    began."""
 
 
 def read_environment(environ: Mapping[str, str]) -> Place | None:
-    """Return this process's place from its launcher's variables, or None if there is no launcher.
+    """Return this process's place from the launcher's variables, or None without a launcher.
 
-    An srun step with one task does not count as a launch, because people also start shells and torchrun this way.
+    An srun step with one task counts as no launcher, because users also start shells and torchrun with srun.
 
     Raises:
         UserError: The launcher's variables are incomplete, invalid, or contradict each other.
@@ -46,15 +48,15 @@ def read_environment(environ: Mapping[str, str]) -> Place | None:
 
 
 def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
-    """Return the host and the port where the launcher's processes meet.
+    """Return the host and the port of the rendezvous of the launcher's processes.
 
     Raises:
-        UserError: torchrun's variables have no MASTER_ADDR.
+        UserError: The variables name no host, or the port or the job id is not a number.
     """
     host, default_port = environ.get("MASTER_ADDR", ""), 29_500
     if place.launcher == "slurm":
         host = host or first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
-        # Use one port per job, because jobs may share a node. Stay below the kernel's ephemeral ports.
+        # Jobs can share a node, so derive the port from the job id. Stay below the kernel's ephemeral ports.
         default_port = 10_000 + _integer(environ, "SLURM_JOB_ID", default=0) % 20_000
     if not host:
         raise UserError("the environment has RANK but not MASTER_ADDR; set it to rank 0's host, or start with torchrun")
@@ -86,9 +88,9 @@ def _read_torchrun(environ: Mapping[str, str]) -> Place:
 
 
 def _read_srun(environ: Mapping[str, str]) -> Place | None:
-    """Return this process's place as a task of srun, or None in a batch script or a shell of salloc.
+    """Return this process's place as a task of srun, or None if it is not a task of a step with several tasks.
 
-    Batch scripts and shells also have SLURM_PROCID = 0 and the SLURM_NTASKS of the whole job. Only the step id
+    Batch scripts and salloc's shells also have SLURM_PROCID = 0, and SLURM_NTASKS of the entire job. Only the step id
     distinguishes them from tasks.
     """
     if "SLURM_PROCID" not in environ or not environ.get("SLURM_STEP_ID", "").isdecimal():
@@ -120,7 +122,8 @@ def _tasks_on_this_node(environ: Mapping[str, str], tasks: int) -> int:
 def _refuse_disagreement(environ: Mapping[str, str], step: Place) -> None:
     """Raise ``UserError`` if RANK or WORLD_SIZE contradicts srun.
 
-    If a script sets RANK from SLURM_PROCID before it calls srun, every task gets the rank of the batch script.
+    This happens if a batch script sets RANK from SLURM_PROCID before it calls srun. Then every task has the batch
+    script's rank.
     """
     for name, ours in (("RANK", step.rank), ("WORLD_SIZE", step.world_size)):
         if _integer(environ, name, default=ours) != ours:
@@ -131,7 +134,7 @@ def _refuse_disagreement(environ: Mapping[str, str], step: Place) -> None:
 
 
 def _check(place: Place, rank: str, size: str, local_rank: str, local_size: str) -> None:
-    """Check that every rank is below its size. The strings are the variables' names."""
+    """Raise ``UserError`` if a rank is not below its size. The strings are the names of the variables."""
     for name, value, limit_name, limit in (
         (rank, place.rank, size, place.world_size),
         (local_rank, place.local_rank, local_size, place.local_world_size),
@@ -141,7 +144,8 @@ def _check(place: Place, rank: str, size: str, local_rank: str, local_size: str)
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Read a variable that must be an integer. Without a default, the variable is required."""
+    """Return a variable that must be a nonnegative integer. Without a default, the variable is required. Raise
+    ``UserError`` otherwise."""
     text = environ.get(name, "" if default is None else str(default))
     if not text:
         raise UserError(f"the environment has variables of a launcher but not {name}; start with torchrun or srun")

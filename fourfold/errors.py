@@ -1,4 +1,4 @@
-"""Define the error that a user's mistake raises."""
+"""Define the error for users' mistakes, and shorten error messages."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LONGEST = 1200
-"""Largest length of a printed message. A message can quote the content of a damaged file, which may be long."""
+"""Largest number of characters of a printed message. A message can quote a damaged file, whose content may be long."""
 
 
 class UserError(ValueError):
-    """A sentence that says what is wrong, where, and what would work. The command line prints it and exits with code
-    2."""
+    """A user's mistake. The message is one sentence that says what is wrong, where, and what would work. The command
+    line prints it and exits with code 2."""
 
 
 @contextmanager
 def given_as(option: str) -> Iterator[None]:
-    """Prefix errors in the block with the option or key whose value caused them. The code that raises these errors does
-    not know the option or key."""
+    """Prefix each ``UserError`` in the block with the option or key whose value caused it, because the code that raises
+    it does not know the option. Messages that already begin with an option stay unchanged."""
     try:
         yield
     except UserError as error:
@@ -25,7 +25,7 @@ def given_as(option: str) -> Iterator[None]:
 
 
 def sentence(error: Exception) -> str:
-    """Return the message of an error as one printable line of limited length."""
+    """Return an error's message as one line of at most ``LONGEST`` printable characters, plus an ellipsis."""
     text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in str(error).strip())
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 200]} … {text[-200:]}"
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 DONE = 0
+"""The command has succeeded."""
 CRASH = 1
-"""The cause is a bug or a failed machine."""
+"""The command has crashed, because of a bug or a failed machine."""
 REFUSED = 2
-"""The cause is a user's mistake. The same command will fail again."""
+"""The command was refused because of a user's mistake. The same command will fail again."""
 STOPPED = 3
-"""The job was stopped by a signal or by max_wall_time, after saving. The same command continues the job."""
+"""The job has saved and stopped after a signal or after max_wall_time. The same command continues it."""
 HANG = 4
 """The watchdog ended the job. The same command continues from the newest checkpoint."""
 
 
 def ended_by(signum: int) -> int:
-    """Return the exit code that shells report for a process that a signal has ended."""
+    """Return the exit code that shells report for a process that was ended by a signal."""
     return 128 + signum

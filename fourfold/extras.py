@@ -1,4 +1,5 @@
-"""Import libraries of the optional extras, and suppress harmless warnings of other libraries."""
+"""Import optional libraries, with an error that names the extra to install. Suppress harmless warnings of other
+libraries."""
 
 from __future__ import annotations
 
@@ -13,16 +14,17 @@ from fourfold.errors import UserError
 HARMLESS = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass and is now natively supported"}
 """Warnings that appear when transformers imports torchao: the name of the logger, and the beginning of the message.
 
-torchao warns about kernels that were built for another GPU or Python, but it works without them. torch's warning is
-meant for the authors of torchao.
+torchao warns that it cannot load kernels that were built for another GPU or Python, but it works without them. torch's
+warning is for the authors of torchao.
 """
 
 RENAMED = r"`torch\.distributed\.\w+(\.\w+)?` is deprecated"
-"""A warning about deprecated names of collectives. torch's own code causes it, so users cannot avoid it."""
+"""Pattern of warnings about deprecated names of collectives. torch's own code causes these warnings, so users cannot
+avoid them."""
 
 
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
-    """Import a module of an optional extra.
+    """Import a module that an optional extra installs, and return it.
 
     Args:
         module: Name of the module.
@@ -39,8 +41,8 @@ def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
 
 
 def require_extra(module: str, extra: str, purpose: str) -> None:
-    """Check that a module is installed, without taking the time to import it. The arguments are the same as for
-    `import_extra`.
+    """Check that a module is installed, without importing it, because the import may take long. The arguments are the
+    same as for `import_extra`.
 
     Raises:
         UserError: The module is not installed.
@@ -50,7 +52,7 @@ def require_extra(module: str, extra: str, purpose: str) -> None:
 
 
 def drop_harmless_warnings() -> None:
-    """Suppress exactly the warnings listed in this module."""
+    """Suppress the warnings listed in this module, and no others."""
     warnings.filterwarnings("ignore", RENAMED, category=FutureWarning)
     for name in HARMLESS:
         logging.getLogger(name).addFilter(_is_worth_printing)

@@ -1,7 +1,7 @@
-"""Record the heartbeats of a process in memory that its watchdog reads. A heartbeat has the step and the action that
-the process has begun last.
+"""Record the heartbeats of a process in memory that its watchdog reads. A heartbeat says which step and which action
+the process has begun most recently.
 
-Code that may take a long time calls `doing` first. A call costs about a microsecond with a watchdog, and nothing
+Code that may take a long time calls `doing` first. A call takes about a microsecond with a watchdog, and does nothing
 without one.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 GROUPS = 64
-"""Number of process groups that fit in the shared memory. A grid has at most about thirty."""
+"""Number of process groups with their own entry in the shared memory. A grid has at most about thirty."""
 
 _HEAD, _TEXT = struct.Struct("<QQQQd"), 512
 _GROUP, _COUNT = struct.Struct("<Q56s"), struct.Struct("<Q")
@@ -34,35 +34,36 @@ class Beat(NamedTuple):
     signs_before_step: int
     """Number of heartbeats before the current step began."""
     step: int
-    """Number of the step. The first step is 1, and before it the number is 0."""
+    """Number of the current step, counted from 1. It is 0 before the first step."""
     time: float
-    """Time of the heartbeat, in seconds since the start of 1970."""
+    """Unix time of the heartbeat, in seconds."""
     doing: str
+    """Description of the action that the process has begun."""
     entered: dict[str, int]
     """Number of collectives that this process has entered, by process group."""
 
 
 class Heartbeat:
-    """Heartbeats in memory that a process and its watchdog share. Both open it from the same file descriptor."""
+    """Heartbeats in memory that a process shares with its watchdog. Both open it from the same file descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, SIZE)
         self._count = self._begun = self._step = self._before = 0
         self._entered: dict[str, tuple[int, Iterator[int]]] = {}
-        """The offset of each group's entry in the shared memory, and the counter of the group's collectives. Two
-        threads may increment a counter at the same time."""
+        """For each group, the offset of its entry in the shared memory, and the counter of its collectives. The counter
+        is an iterator, because two threads may increment it at the same time."""
 
     def begin_step(self, step: int) -> None:
-        """Record that a step begins. The first step is 0."""
+        """Record that step ``step`` begins, counted from 0."""
         self._begun += 1
         self._step, self._before = step + 1, self._count
         self.beat("reading the batch")
 
     def join(self, group: str) -> tuple[int, Iterator[int]]:
-        """Record that this process is in a group. Return the offset of the group's entry in the shared memory, and the
-        counter of the group's collectives."""
+        """Record that this process belongs to a process group. Return the offset of the group's entry in the shared
+        memory, and the counter of its collectives."""
         if group not in self._entered:
-            # The memory has space for this many groups. Further groups share one unnamed entry.
+            # Only the first ``GROUPS`` groups have an entry of their own. All other groups share one unnamed entry.
             number = min(len(self._entered), GROUPS)
             place = _HEAD.size + _TEXT + number * _GROUP.size
             self._entered[group] = (place, itertools.count(1))
@@ -97,19 +98,19 @@ _current: Heartbeat | None = None
 
 
 def send_signs_to(heartbeat: Heartbeat | None) -> None:
-    """Send this process's heartbeats to `heartbeat`. If it is None, do not send them anywhere."""
+    """Record this process's heartbeats in `heartbeat` from now on. With None, stop recording."""
     global _current
     _current = heartbeat
 
 
 def join(group: str) -> None:
-    """Record that this process is in a group. Call this before its first collective."""
+    """Record that this process belongs to a process group. Call this before the group's first collective."""
     if _current is not None:
         _current.join(group)
 
 
 def begin_step(step: int) -> None:
-    """Record that a training step begins. The first step is 0."""
+    """Record that training step ``step`` begins, counted from 0."""
     if _current is not None:
         _current.begin_step(step)
 
@@ -124,8 +125,8 @@ def doing(what: str, axis: str = "", group: str = "") -> None:
 
     Args:
         what: Description of the action.
-        axis: Axis of the collective, if the action is one.
-        group: Process group of the collective, if the action is one.
+        axis: Axis of the grid, if the action is a collective.
+        group: Name of the process group, if the action is a collective.
     """
     if _current is not None:
         _current.beat(f"{what} (over {axis})" if axis else what, group)

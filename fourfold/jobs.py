@@ -23,22 +23,24 @@ if TYPE_CHECKING:  # These modules import torch, but the parent of local workers
 
 
 def train(run: RunConfig, profile: bool = False, started: float | None = None) -> Outcome:
-    """Train the model of a run file, and resume it according to `checkpoint.resume`.
+    """Train the model of a run file. `checkpoint.resume` determines whether the run resumes from a checkpoint.
 
-    Starts one local process for each place in the grid, or joins the processes that torchrun or srun started. Local
-    processes import the program that starts them, so the program needs `if __name__ == "__main__":`. The section
-    [fault_tolerance] sets how often local workers that crash or hang are restarted from the newest checkpoint.
+    Start one local process for each rank of the grid, or join the processes that torchrun or srun has started. Local
+    processes import the program that starts them, so the program needs `if __name__ == "__main__":`. Local processes
+    that crash or hang are restarted from the newest checkpoint, as the section [fault_tolerance] says.
 
     Args:
         run: The run file.
-        profile: Whether to record the third to the fifth step, in the folder `profile` of the run's folder.
-        started: Start of the command by `time.time`, for measuring the start-up time (default: now).
+        profile: Whether to profile the third to the fifth step. The traces are in the folder `profile` of the run's
+            folder.
+        started: Unix time when the command started, to measure the start-up time (default: now).
 
     Returns:
-        The outcome of this process, or of the first process if the processes were started here.
+        The outcome of this process. If this function has started the processes, it is the first process's outcome.
 
     Raises:
         UserError: The run cannot start, or it diverges.
+        WorkerFailed: A local process has crashed or hung, and the run was not restarted.
     """
     if run.metrics.machine is not None:
         load_machine(run.metrics.machine, "metrics.machine =")  # Refuse a wrong file before any process starts.
@@ -67,24 +69,25 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
 
 
 def _may_restart(run: RunConfig, starts: int) -> bool:
-    """Return whether the attempt began to train. If a run fails before that, a restart would fail again.
+    """Return whether a failed run may be restarted: restarts are enabled, the run resumes automatically, and the failed
+    attempt had begun to train. A run that fails before that would fail again.
 
     Args:
         run: The run file.
-        starts: Number of recorded starts before the attempt.
+        starts: Number of recorded starts of training before the attempt.
     """
     began_to_train = count_starts(folder_of(run)) > starts
     return run.fault_tolerance.max_restarts > 0 and run.checkpoint.resume == "auto" and began_to_train
 
 
 def audit(request: AuditRequest) -> dict[str, Any] | None:
-    """Measure how much of a set of documents a model has memorized, on the grid of the model's own run file.
+    """Measure how much of a set of documents a model has memorized, on the grid of the model's run file.
 
     Args:
         request: The model, the documents, and the options.
 
     Returns:
-        The record that `fourfold audit --json` prints. None on all processes of a launcher except the first.
+        The record that `fourfold audit --json` prints. Under a launcher, it is None on all processes except the first.
 
     Raises:
         UserError: The model or the documents cannot be audited.

@@ -1,4 +1,4 @@
-"""Define the order in which batch parts take their steps. Both the layers and the planner follow it."""
+"""Define the order in which batch parts run their steps. Both the layers and the planner use it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ T = TypeVar("T")
 
 
 class Until(Enum):
-    """The condition that a batch part's next step waits for."""
+    """A condition that a batch part's next step waits for."""
 
     GATHERED = auto()
-    """The part's input is gathered. The next step runs a matmul on it."""
+    """The part's input has been gathered. The next step runs a matmul on it."""
     SUMMED = auto()
     """The sums of the last step's matmuls are complete."""
     SUMMED_TO_GATHER = auto()
-    """The sums of the last step's matmuls are complete. The next step directly starts an all-gather, with no matmul in
-    between."""
+    """The sums of the last step's matmuls are complete. The next step starts an all-gather immediately, with no matmul
+    before it."""
     ALL_PARTS = auto()
     """All parts of the micro-batch have reached this point."""
 
 
 Steps = Generator[Until, None, T]
-"""Work that is done in steps. The generator returns the result."""
+"""Work that is split into steps. The generator yields after each step, and returns the result."""
 
 
 @dataclass(eq=False)
@@ -35,16 +35,17 @@ class _Part(Generic[T]):
     until: Until | None = None
     """Condition that the part's next step waits for. None if the part can continue immediately."""
     matmuls: int = -1
-    """Number of steps with matmuls, summed over all parts, when this part's last step ended."""
+    """Number of steps with matmuls that all parts together had run when this part's last step ended."""
 
 
 def run_batch_parts(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:
-    """Run all batch parts step by step. The part that has waited the longest goes first.
+    """Run all batch parts step by step. Usually, the part that has waited the longest runs next.
 
     Args:
         workers: The steps of each part.
-        runs_ahead: Whether to prefer parts during whose wait another part has run a matmul. Among these parts, a part
-            that is about to start an all-gather goes first, so that matmuls hide its all-gather too.
+        runs_ahead: Whether to skip parts whose collective no matmul of another part has hidden yet, as long as there
+            are other parts. Of the remaining parts, one that starts an all-gather next runs first, so that matmuls also
+            hide this all-gather.
 
     Returns:
         The results of the parts, in the order of `workers`.

@@ -1,4 +1,4 @@
-"""Parse JSON and TOML from untrusted sources. Every problem raises a ValueError."""
+"""Parse JSON and TOML from untrusted sources. Every problem with the text raises a ValueError."""
 
 from __future__ import annotations
 

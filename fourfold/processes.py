@@ -21,7 +21,8 @@ from fourfold.errors import UserError
 PR_SET_PDEATHSIG = 1
 
 LEAST_FILES, ENOUGH_FILES = 64, 4096
-"""Two limits for open files: the smallest that allows two local processes, and one that is enough for a large job.
+"""Limits for the number of open files: the smallest that lets two local processes connect, and one that is enough for a
+large job.
 
 In a large job, rank 0 has a connection to every rank, and NCCL has several connections to each peer.
 """
@@ -33,12 +34,11 @@ def available_cores() -> int:
 
 
 def time_of_start() -> float:
-    """Return the time when this process was started, as `time.time` gives it. Return the current time if the kernel
-    does not know."""
+    """Return the Unix time when this process was started. On systems other than Linux, return the current time."""
     if not sys.platform.startswith("linux"):
         return time.time()
     with open("/proc/self/stat", encoding="ascii", errors="replace") as stat:
-        ticks = int(stat.read().rpartition(")")[2].split()[19])  # This time counts from the boot of the machine.
+        ticks = int(stat.read().rpartition(")")[2].split()[19])  # In clock ticks since boot.
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
@@ -46,7 +46,7 @@ def time_of_start() -> float:
 def importing() -> Iterator[None]:
     """Pause garbage collection while large libraries are imported.
 
-    Otherwise garbage collection takes a fifth of the import time, and finds no garbage.
+    Garbage collection would take a fifth of the import time, and would find no garbage.
     """
     collected = gc.isenabled()
     gc.disable()
@@ -58,7 +58,7 @@ def importing() -> Iterator[None]:
 
 
 def raise_file_limit() -> None:
-    """Let this process and its children open as many files as the system allows, up to `ENOUGH_FILES`.
+    """Let this process and its children open as many files as the system allows, but at most `ENOUGH_FILES`.
 
     Raises:
         UserError: The limit is too low even for two processes to connect to each other.
@@ -77,12 +77,13 @@ def raise_file_limit() -> None:
 
 
 def keep_gloo_local() -> None:
-    """Make gloo use the loopback interface, because this machine's name may not resolve."""
+    """Make gloo use the loopback interface, because the machine's host name may not resolve."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 def prepare_environment(world_size: int) -> None:
-    """Divide the cores among the workers, and keep gloo on this machine. Call this before importing torch."""
+    """Give this process its share of the cores, and make gloo use the loopback interface, unless the user has set the
+    environment variables. Call this before importing torch."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // world_size)))
     keep_gloo_local()
 
@@ -92,7 +93,7 @@ class _LossyFile(io.FileIO):
 
     Args:
         descriptor: The file's descriptor.
-        errors: Numbers of the errors to ignore. None ignores all errors.
+        errors: The error numbers (errno) to ignore. None ignores all errors.
     """
 
     def __init__(self, descriptor: int, errors: frozenset[int] | None) -> None:
@@ -110,10 +111,12 @@ class _LossyFile(io.FileIO):
 
 @contextlib.contextmanager
 def lossy_output(any_error: bool = False) -> Iterator[None]:
-    """Discard what this process prints during the block if the reader of its output (`head`, a terminal) is gone.
+    """Discard output of this process during the block if it cannot be written because its reader (`head`, a terminal)
+    is gone.
 
     Args:
-        any_error: Whether to discard output after any error, such as a full disk. Otherwise such an error is raised.
+        any_error: Whether to also discard output that cannot be written for any other reason, such as a full disk. If
+            false, the error is raised.
     """
     before = sys.stdout, sys.stderr
     errors = None if any_error else frozenset((errno.EPIPE, errno.EIO, errno.EBADF))
@@ -128,9 +131,10 @@ def lossy_output(any_error: bool = False) -> Iterator[None]:
 
 
 def _lossy(stream: TextIO | None, errors: frozenset[int] | None) -> TextIO:
-    """Return a lossy stream to the same file.
+    """Return a stream to the same file that discards output that cannot be written.
 
-    Return the stream itself if the program has replaced it with something else.
+    Return the stream itself if the program has replaced it by another kind of object, or if it must report the error of
+    an earlier write.
     """
     if stream is None:  # The shell has closed this file.
         return open(os.devnull, "w")
@@ -164,12 +168,13 @@ def end_with_starter() -> None:
 
 
 def end_with_parent() -> None:
-    """End this worker when the thread that started it ends, even by SIGKILL."""
+    """End this worker process when its parent ends, even if the parent is killed with SIGKILL. On Linux, it ends as
+    soon as the thread that started it ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in workers only"
     if sys.platform == "linux":
         end_with_starter()
-        if not parent.is_alive():  # The parent had ended before the previous call.
+        if not parent.is_alive():  # The parent ended before the previous call.
             os._exit(1)
     else:
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

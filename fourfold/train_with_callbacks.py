@@ -14,7 +14,10 @@ def train_with_callbacks(place: Place, run: RunConfig, profile: bool) -> Outcome
     Args:
         place: This process's place in the job.
         run: The run.
-        profile: Whether to record a few steps in the folder ``profile`` of the run's folder.
+        profile: Whether to profile a few steps. The traces are in the folder ``profile`` of the run's folder.
+
+    Returns:
+        The outcome of this process.
     """
     callbacks: list[CallbackMaker] = []  # Import each callback only if it is needed.
     if run.audit.interval:

@@ -1,4 +1,4 @@
-"""Check untrusted files and folders before anything in them is read or copied."""
+"""Check files and folders from untrusted sources before fourfold reads or copies them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from fourfold.errors import UserError
 from fourfold.parsing import parse_json
 
 READ_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken")
-"""Suffixes of the files in a model's folder that fourfold or transformers may read."""
+"""Suffixes of files that fourfold or transformers may read from a model's folder."""
 
 
 ADAPTER_CONFIG = "adapter_config.json"
+"""Name of the file that marks a folder as a peft adapter."""
 
 
 def check_no_adapter(folder: Path) -> None:
     """Check that a folder is not a peft adapter, because an adapter alone is not a model.
 
     Raises:
-        UserError: The folder is an adapter.
+        UserError: The folder is an adapter, or its adapter_config.json is damaged.
     """
     file = folder / ADAPTER_CONFIG
     if not file.is_file():
@@ -36,7 +37,7 @@ def check_no_adapter(folder: Path) -> None:
 
 
 def check_regular(file: Path) -> Path:
-    """Return the path if it is a file or does not exist. Opening a named pipe would wait forever.
+    """Return the path if it is a regular file or does not exist. (Opening a named pipe could wait forever.)
 
     Raises:
         OSError: The path is a folder, a named pipe, or a device.
@@ -69,11 +70,12 @@ def read_text_file(path: Path, what: str, instead: str) -> str:
 def check_model_folder(folder: Path) -> None:
     """Check every file of a model's folder that fourfold or transformers may read.
 
-    Links inside the Hub's cache are allowed. They lead to the `blobs` folder of the same repository.
+    Links are allowed if they lead to a file in the folder, or in the Hub's cache, to the `blobs` folder of the same
+    repository.
 
     Raises:
-        UserError: A link leads out of the folder (an export would publish its target), a file is a named pipe, or an
-            index names files in other folders.
+        UserError: A link leads to any other place (an export would publish its target), a file is not a regular file or
+            cannot be read, or an index names files in other folders.
     """
     root = Path(os.path.realpath(folder))
     allowed = [root, *(place.parent / "blobs" for place in (root, *root.parents) if place.name == "snapshots")]
@@ -97,7 +99,7 @@ def _check_index(index: Path) -> None:
     try:
         listed = dict(parse_json(index.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError):
-        return  # The code that reads the index will report this damage.
+        return  # The code that reads the index reports this damage.
     for tensor, file in listed.items():
         if not isinstance(file, str) or file in ("", "..") or Path(file).name != file or "\0" in file:
             raise UserError(f"{index} has {tensor} in {file!r}, which is not the name of a file in the same folder")

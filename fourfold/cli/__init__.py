@@ -1,1 +1,1 @@
-"""One small file per command. It parses the arguments, calls one function, and prints the result."""
+"""The commands, with one small file each. A command parses its arguments, calls one function, and prints the result."""

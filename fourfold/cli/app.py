@@ -1,4 +1,4 @@
-"""Define the command line, with one file per command. A user's mistake is printed as one sentence."""
+"""Define the command line from the files of the commands, and print a user's mistake as one sentence."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Inspect": {"report": report, "parity": parity, "evaluate": evaluate, "audit": audit},
     "Use": {"checkpoint": checkpoint, "generate": generate, "loki": loki},
 }
-"""The commands, in the order in which a project needs them."""
+"""The commands in the order in which a project needs them, grouped as in the help text."""
 
 
 class InOrder(TyperGroup):
@@ -78,14 +78,16 @@ def version(show: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def main() -> None:
-    """Run a command. A user's mistake exits with 2 and one sentence, a worker's crash with 1 and its traceback.
+    """Run a command and exit. A user's mistake prints one sentence and exits with code 2. A crash of a worker prints
+    its traceback and exits with code 1. A hang exits with code 4.
 
-    If the reader of the output has gone (``| head``), the command finishes its work silently.
+    If the reader of the output is gone (``| head``), the command finishes silently.
     """
     try:
         try:
             with lossy_output():
-                # Without a terminal, some shells set COLUMNS to 0, and then no line would fit.
+                # Without a terminal, some shells set COLUMNS to 0. Then rich would find no space for a line, so remove
+                # the variable.
                 if not os.environ.get("COLUMNS", "").strip(" 0"):
                     os.environ.pop("COLUMNS", None)
                 check_arguments(sys.argv[1:])
@@ -120,7 +122,7 @@ def main() -> None:
 
 
 def _end(message: str, code: int) -> NoReturn:
-    """Exit with a message on standard error, or only with the code if nothing can be written there."""
+    """Print a message to standard error and exit with ``code``. Output that cannot be written is discarded."""
     with lossy_output(any_error=True):
         print(message, file=sys.stderr)
     sys.exit(code)

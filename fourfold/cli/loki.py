@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fourfold.cli import loki_options as options
+from fourfold.cli import options
 from fourfold.cli.options import TASK_LIST, AsJson, TaskFolder, TaskLimit, show
 from fourfold.data.progress import working
 from fourfold.errors import UserError, given_as
@@ -52,7 +52,7 @@ def calibrate(
     from fourfold.data.files import check_writable
     from fourfold.huggingface.export_model import as_huggingface
     from fourfold.inference.loki import calibrate as find_basis
-    from fourfold.reports.terminal import rank_table
+    from fourfold.reports.loki_report import rank_table
 
     check_writable(out, "--out", "basis.safetensors")
     with as_huggingface(model) as names:
@@ -89,7 +89,7 @@ def evaluate(
 ) -> None:
     """Measure the quality that Loki loses on a text: recall of the best keys, captured attention, and perplexity.
 
-    Compares Loki with full attention, with the exact best keys (which Loki approximates), and with random directions
+    Compares Loki with full attention, with the true top-k keys (which Loki approximates), and with random directions
     (the control). --tasks also runs lm-eval tasks. Only tasks that generate text run the decoding kernels.
 
     Example: fourfold loki evaluate --model exported --basis basis.safetensors --text held_out.txt --loki d=32
@@ -101,7 +101,7 @@ def evaluate(
     from fourfold.inference.lm_eval_tasks import checked_tokenizer, task_names
     from fourfold.inference.loki import LokiBasis
     from fourfold.inference.loki.quality import compare_tasks, measure_quality
-    from fourfold.reports.terminal import loki_tables
+    from fourfold.reports.loki_report import loki_tables
 
     names = task_names(tasks)
     with given_as("--basis"):
@@ -127,7 +127,8 @@ def _open(
     length: int | None,
     max_tokens: int | None,
 ) -> tuple[PreTrainedModel, AnyTokenizer, list[list[int]]]:
-    """Return a loaded model, its tokenizer, and the files, cut into windows."""
+    """Load a model and its tokenizer, and cut the tokenized files into windows. Return the model, the tokenizer, and
+    the windows."""
     from fourfold.data.transformers_tokenizer import load_any_tokenizer
     from fourfold.huggingface.transformers_models import checked_ids, load_model, positions_of
     from fourfold.inference.text import token_windows

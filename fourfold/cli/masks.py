@@ -17,11 +17,11 @@ def masks(
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006 (typer only reads it)
 ) -> None:
-    """Show which tokens of a run's data its masks leave out, before you train.
+    """Show which tokens of a run's data its masks drop from the loss, before you train.
 
-    Prints training sequences with their trained tokens marked, the fraction of tokens that are trained, the longest
-    passage without a gap (a token left out), and the fraction of passages without a gap. The mask does not protect
-    these passages.
+    Prints training sequences in which the tokens that the loss keeps are marked, the fraction of such tokens, the
+    longest passage without a gap (a dropped token), and the fraction of passages without a gap. The mask does not
+    protect passages without a gap.
     """
     from fourfold.memorization.goldfish_laws import expected_extraction
     from fourfold.reports.terminal import masks_view

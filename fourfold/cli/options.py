@@ -1,15 +1,19 @@
-"""Define the options that several commands share, and print a record."""
+"""Define the options that several commands share, and print a command's result."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from fourfold.errors import UserError
 from fourfold.planning.machines.names import machine_names
+
+if TYPE_CHECKING:
+    from fourfold.inference.loki import LokiConfig
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")]
 Overrides = Annotated[
@@ -31,18 +35,49 @@ KNOBS = (
     "selective, full. stages_per_rank: 1, 2, 3, 4, 6, 8. cp_method: ring, ulysses. schedule: 1F1B, Interleaved1F1B, "
     "InterleavedZeroBubble, ZBVZeroBubble, and, searched only if named, GPipe, LoopedBFS, DualPipeV."
 )
-"""Limits of a search, and their values. ``planning.search.limits`` parses this text."""
+"""Help text that lists the limits of a search and their values. ``planning.search.limits`` parses the limits that a
+user gives."""
 StoredDtype = Literal["auto", "fp32", "bf16", "fp16"]
-"""Dtype of a model's weights. auto keeps the stored dtype."""
+"""Dtype of stored weights, for options. auto keeps the stored dtype."""
+ModelName = Annotated[
+    str, typer.Option("--model", metavar="DIR|ID|RUN", help="A Hugging Face model, or a run or checkpoint of fourfold.")
+]
+TokenizerName = Annotated[str | None, typer.Option(metavar="DIR|ID|bytes", help="Default: the model's own.")]
+DtypeName = Annotated[StoredDtype, typer.Option(help="Type of the weights. auto is the stored type.")]
+DeviceName = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")]
+LokiValues = Annotated[
+    list[str],
+    typer.Option(
+        "--loki",
+        metavar="KEY=VALUE",
+        help="Options of Loki (docs/loki.md): d=32, d_f=0.25, or variance=0.9. k=2048 or k_f=0.25. min_k=128, "
+        "min_seq=512, sink=4, recent=8, skip_layers=0,1. prefill=dense or simulate. basis=best, pre, or post. "
+        "kernels=auto, torch, triton, or numba. Repeatable.",
+    ),
+]
 
 
 def show(record: dict[str, Any] | None, as_json: bool, tables: Callable[[dict[str, Any]], object]) -> None:
     """Print a record as JSON or as tables.
 
-    Print nothing if the record is None. Under a launcher, every process except the first has None.
+    Under a launcher, the record is None on every process except the first, and nothing is printed.
     """
     if record is not None:
         if as_json:
             print(json.dumps(record))
         else:
             tables(record)
+
+
+def loki_config(values: Sequence[str], **defaults: Any) -> LokiConfig:
+    """Parse KEY=VALUE pairs into a Loki configuration. ``defaults`` replace Loki's own defaults. Raise ``UserError``
+    for a malformed pair, an unknown key, or an impossible value."""
+    from fourfold.inference.loki import LokiConfig
+
+    found = dict(defaults)
+    for pair in values:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise UserError(f"--loki {pair} is not KEY=VALUE, such as k=2048")
+        found[name] = value
+    return LokiConfig(**found)

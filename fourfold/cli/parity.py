@@ -40,7 +40,7 @@ def parity(
             run.parallel.world_size,
             wanted_device=run.training.device,
         )
-    if result is None:  # Only the launcher's first process has a result.
+    if result is None:  # Under a launcher, only the first process has a result.
         return
     show(result.record(), as_json, lambda _: parity_table(result))
     if not result.ok:

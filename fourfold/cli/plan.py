@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class LayoutUnlessNamed(TyperGroup):
-    """Runs ``fourfold plan …`` as ``fourfold plan layout …`` unless another command is named."""
+    """A group of commands that runs ``fourfold plan …`` as ``fourfold plan layout …`` unless another command is
+    named."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
@@ -58,7 +59,8 @@ Batch = Annotated[
 
 
 def _one_of(names: str, default: str) -> OptionInfo:
-    """Return an option whose value the run file may set instead. ``names`` lists its values, separated by ``|``."""
+    """Return an option whose default is the run file's value, or ``default`` without a run file. ``names`` lists the
+    possible values, separated by ``|``."""
     option: OptionInfo = typer.Option(metavar=names, help=f"Default: the run file's, or {default}.")
     return option
 
@@ -114,9 +116,9 @@ def layout(
 
     request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision, optimizer)
     _print_note(request)
-    with working("Searching layouts") as watch:  # The search takes a few seconds, or more for 100,000 GPUs.
-        with_all = report is not None
-        result = plan_request(request, machine, limits, top, tokens, explain or with_all, with_all, watch)
+    with working("Searching layouts") as watch:  # This takes seconds, or longer for 100,000 GPUs.
+        explained = explain or report is not None
+        result = plan_request(request, machine, limits, top, tokens, explained, watch)
     if write is not None:
         with given_as("--write"):
             write_run(write, request, result.plan.best)
@@ -185,7 +187,7 @@ def scaling(
     as_json: AsJson = False,
     limits: Limit = [],  # noqa: B006
 ) -> None:
-    """Plan a model again at growing numbers of GPUs.
+    """Plan a model at several numbers of GPUs, to see how it scales.
 
     Example: fourfold plan scaling --model gpt-80b --machine frontier --gpus 512:8192 --strong
     """
@@ -211,6 +213,6 @@ def scaling(
 
 
 def _print_note(request: Request) -> None:
-    """Print notes about the model's file on standard error."""
+    """Print the request's note about the model, if there is one, to standard error."""
     if request.note is not None:
         print(f"note: {request.note}", file=sys.stderr)

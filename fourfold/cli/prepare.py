@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _of_text = partial(typer.Option, rich_help_panel="Options of --format text")
-"""Define an option of --format text only. The other formats refuse it."""
+"""Define an option that applies only to --format text."""
 
 
 def prepare(

@@ -1,4 +1,4 @@
-"""`fourfold report`: write a page about one run, or a page that compares several."""
+"""`fourfold report`: write a report of one run, or a page that compares several runs."""
 
 from pathlib import Path
 from typing import Annotated

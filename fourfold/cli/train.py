@@ -30,7 +30,7 @@ def train(
 ) -> None:
     """Train a model described by a run file.
 
-    Starts one local process for each place of the grid, or joins the processes that torchrun or srun has started.
+    Starts one local process for each rank of the grid, or joins the processes that torchrun or srun has started.
     Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1 save a checkpoint and stop with exit code 3. A second signal stops immediately,
     without saving (130 or 143). A job that hangs ends with exit code 4. Local processes that crash or hang are
     restarted, as set in [fault_tolerance].

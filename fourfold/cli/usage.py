@@ -1,4 +1,4 @@
-"""Print each mistake that typer finds in a command line as one sentence, instead of typer's box."""
+"""Describe each mistake that typer finds in a command line in one sentence, instead of in typer's box."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typer.core import TyperGroup
 from fourfold.errors import UserError
 
 LARGEST = 2**64 - 1
-"""The largest integer that an option such as --seed takes."""
+"""Largest integer that an option such as --seed accepts."""
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise ``UserError`` for a number that is too large, and for an empty value, which an unset shell variable
-    causes."""
+    """Raise ``UserError`` for a number that is too large, and for an empty value, which often comes from an unset shell
+    variable."""
     for before, argument in pairwise(("", *arguments)):
         given, equals, value = argument.partition("=")
         option, value = (given, value) if equals and given.startswith("--") else (before, argument)
@@ -33,7 +33,8 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 
 def usage_sentence(error: ClickException) -> str:
-    """Return one sentence that says what is wrong with the command line, where, and what works."""
+    """Return a sentence that says what is wrong with the command line, where, and what would work. Raise ``UserError``
+    for an unknown command."""
     context = error.ctx if isinstance(error, UsageError) else None
     path = "fourfold" if context is None else context.command_path
     name = path.removeprefix("fourfold").strip()
@@ -63,14 +64,14 @@ def usage_sentence(error: ClickException) -> str:
 
 
 def refuse_command(name: str, known: list[str], where: str) -> None:
-    """Raise ``UserError`` for a command that does not exist."""
+    """Raise ``UserError`` for an unknown command, with the closest known command or with all of them."""
     close = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean '{close[0]}'?" if close else f"there are {', '.join(known)}"
     raise UserError(f"no command '{name}'{where}; {hint}")
 
 
 def refuse_misspelled(name: str, known: list[str], where: str) -> None:
-    """Raise ``UserError`` for a word that is close to a command and names no file."""
+    """Raise ``UserError`` for a word that looks like a misspelled command and is not the name of an existing file."""
     if difflib.get_close_matches(name, known, 1, 0.7) and not name.startswith("-") and not Path(name).exists():
         refuse_command(name, known, where)
 
@@ -83,7 +84,7 @@ def _given(error: BadParameter) -> str:
 
 
 def _example(context: Context | None) -> str:
-    """Return the example in a command's help."""
+    """Return the example from a command's help text, as a phrase. Empty if there is none."""
     command: Command | None = None if context is None else context.command
     found = re.search(r"Example: (fourfold [^\n]*)", (command and command.help) or "")
     return f"for example {found[1]}" if found else ""

@@ -1,1 +1,1 @@
-"""The run file: one strict schema for everything that a run depends on."""
+"""The schema of the run file. It is strict, and covers everything that a run depends on."""

@@ -14,20 +14,20 @@ class ChecksConfig(Strict):
     ([reliability.md](reliability.md#bad-numbers))."""
 
     non_finite: Literal["stop", "skip", "roll_back"] = "stop"
-    """What to do if a loss or gradient norm is not finite. `stop` ends the run, `skip` leaves out the step's update,
-    and `roll_back` returns to the newest checkpoint and skips the bad batch this time. Gradients that overflow in fp16
-    are handled by [loss_scaling](#loss_scaling) instead."""
+    """What to do if a loss or gradient norm is not finite. `stop` ends the run, `skip` skips the step's update, and
+    `roll_back` returns to the newest checkpoint, continues from there, and skips the bad batch. Gradients that overflow
+    in fp16 are handled by [loss_scaling](#loss_scaling) instead."""
     spike: Literal["off", "stop", "skip", "roll_back"] = "off"
-    """What to do if a loss or gradient norm is far above its values in previous steps. `off` ignores it. The other
-    choices are as in `non_finite`."""
+    """What to do if a loss or gradient norm is far above its values in previous steps. `off` ignores it. All other
+    choices are the same as for `non_finite`."""
     spike_sigma: float = Field(6.0, gt=0)
-    """A value this many standard deviations above the window's mean is a spike."""
+    """A value is a spike if it is more than this many standard deviations above its mean over the window."""
     spike_window: int = Field(128, ge=2)
-    """Number of recent good steps in the window. Nothing is a spike until the window is full."""
+    """Number of recent good steps in the window. No value counts as a spike until the window is full."""
     roll_back_batches: int = Field(1, ge=1)
     """Number of batches to skip after a roll-back: the bad batch and the batches right before it."""
     max_in_a_row: int = Field(10, ge=1)
     """Number of consecutive bad steps that may be skipped or rolled back. One more ends the run."""
     replay_interval: int = Field(0, ge=0)
-    """Compute the gradients of every n-th step twice, and compare them and all copies of weights bit for bit ([silent
-    corruption](reliability.md#silent-corruption)). 0 disables this."""
+    """Every n steps, compute the gradients twice, and compare the two results and all replicas of the weights bit for
+    bit ([silent corruption](reliability.md#silent-corruption)). 0 disables this."""

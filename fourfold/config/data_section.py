@@ -10,12 +10,12 @@ from fourfold.config.strict import PathText, Strict
 
 
 class Corpus(Strict):
-    """One tokenized corpus. If there are several, each sample comes from one of them."""
+    """One tokenized corpus. With several corpora, each sample comes from one of them."""
 
     path: PathText = Field(examples=["data/corpus"])
     """Prefix of an indexed corpus: PATH.bin and PATH.idx."""
     weight: float = Field(1.0, gt=0)
-    """Share of the samples that come from this corpus, relative to the weights of all corpora."""
+    """Weight of this corpus. Its share of the samples is its weight divided by the sum of all weights."""
 
 
 class DataConfig(Strict):
@@ -23,9 +23,10 @@ class DataConfig(Strict):
     Keys whose description begins with *hf:* are for streamed datasets only."""
 
     format: Literal["text", "sft", "preferences"] = "text"
-    """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`. A sequence holds
-    several whole conversations, which do not attend to each other (mask_documents). Only answers are trained on.
-    `preferences` is pairs of answers from `fourfold prepare --format preferences`, for the section [dpo](#dpo)."""
+    """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`. A sequence holds several
+    complete conversations, which do not attend to each other (mask_documents). The loss covers only the answers.
+    `preferences` is pairs of a better and a worse answer from `fourfold prepare --format preferences`, for the section
+    [dpo](#dpo)."""
 
     train: list[Corpus] = Field([], examples=[[{"path": "data/corpus"}]])
     """Corpora from `fourfold prepare`, or any Megatron .bin/.idx pair."""
@@ -41,19 +42,19 @@ class DataConfig(Strict):
     cache_dir: PathText = "data"
     """Folder for the tokenized built-in source."""
     mask_documents: bool = False
-    """Keep attention inside each document of a sequence, and restart positions at each document."""
+    """Do not let attention cross document boundaries inside a sequence, and restart positions at each document."""
 
     text_key: str = "text"
     """hf: name of the column that holds the text."""
     eos_token: str | None = None
-    """hf: the special token that ends every document. By default it is the tokenizer's own."""
+    """hf: the special token that ends every document. Default: the tokenizer's end-of-text token."""
     bos_token: str | None = None
-    """hf: the special token that begins every document. 'auto' uses the tokenizer's own. By default there is none."""
+    """hf: the special token that begins every document. 'auto' uses the tokenizer's. Default: none."""
     streams: int = Field(1, ge=1)
-    """hf: number of streams to divide the dataset's files into. A process reads only the streams of its own samples.
-    The number must divide global_batch_size, and may be at most the number of files."""
+    """hf: number of streams to divide the dataset's files into. A process reads only the streams that its samples come
+    from. The number must divide global_batch_size, and must not exceed the number of files."""
     shuffle_buffer: int = Field(0, ge=0)
-    """hf: number of a stream's documents to shuffle together, in memory. 0 keeps the dataset's order."""
+    """hf: number of documents of a stream to shuffle at a time, in memory. 0 keeps the dataset's order."""
     read_ahead: int = Field(2, ge=1)
     """hf: largest number of global batches to read and tokenize ahead."""
     read_timeout: float = Field(300.0, gt=0)
@@ -61,7 +62,7 @@ class DataConfig(Strict):
 
     @property
     def is_streamed(self) -> bool:
-        """Return whether ``source`` is a dataset that is read while the run trains."""
+        """Return whether ``source`` is a dataset that is streamed during training."""
         return self.source is not None and self.source.startswith("hf:")
 
     @field_validator("source")

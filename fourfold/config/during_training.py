@@ -1,5 +1,4 @@
-"""The sections of the run file for validation, weight averages, audits, and evaluation during training, and for ending
-a run early."""
+"""The sections [validation], [ema], [dpo], [audit], [evaluation], and [sample] of the run file."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from fourfold.config.strict import PathText, Strict
 class ValidationConfig(Strict):
     """Validation during training.
 
-    The validation loss determines which checkpoint is the best, and can end the run. If the section [ema](#ema) keeps a
-    moving average of the weights, the loss of the average is used instead.
+    The validation loss determines which checkpoint is the best, and can end the run. If [ema](#ema) keeps a moving
+    average of the weights, the loss with the average determines both instead.
     """
 
     interval: int = Field(0, ge=0)
@@ -21,12 +20,12 @@ class ValidationConfig(Strict):
     steps: int = Field(8, gt=0)
     """Number of global batches in one validation."""
     keep_best: bool = False
-    """Save after each validation with a new lowest loss, and keep that checkpoint until a better one exists. The link
+    """After each validation with a new lowest loss, save a checkpoint, and keep it until a better one exists. The link
     checkpoints/best points to it."""
     patience: int = Field(0, ge=0)
     """End the run after this many consecutive validations without a new lowest loss. 0 disables this."""
     min_improvement: float = Field(0.0, ge=0)
-    """A validation loss counts as lower only if it is below the lowest loss so far by more than this."""
+    """A validation loss counts as a new lowest loss only if it is below the lowest loss so far by more than this."""
 
     @model_validator(mode="after")
     def _there_are_validations(self) -> ValidationConfig:
@@ -42,8 +41,8 @@ class ValidationConfig(Strict):
 class EMAConfig(Strict):
     """An exponential moving average of the trained weights (arXiv 1703.01780), in float32 and sharded like the weights.
 
-    Checkpoints hold it, validation measures it too, and `fourfold checkpoint export-hf --ema` exports it
-    ([validation.md](validation.md#a-moving-average-of-the-weights)).
+    Checkpoints include it, validation also computes the loss with it, and `fourfold checkpoint export-hf --ema` exports
+    it ([validation.md](validation.md#a-moving-average-of-the-weights)).
     """
 
     decay: float = Field(0.0, ge=0, lt=1)
@@ -55,23 +54,24 @@ class DPOConfig(Strict):
     """Direct preference optimization (arXiv 2305.18290) on pairs of answers, one of them preferred.
 
     The reference is the model at the start of training. Its log-probabilities of all answers are computed once, on the
-    same grid ([preferences.md](preferences.md)). Batch sizes are numbers of answers, so a pair adds two.
+    same grid ([preferences.md](preferences.md)). Batch sizes count answers, so a pair counts as two.
     """
 
     beta: float = Field(0.0, ge=0)
-    """Strength of the pull towards the reference model (DPO's β), for example 0.1. With 0, DPO is off, and the run
-    trains on next-token prediction."""
+    """How strongly the model is kept close to the reference model (DPO's β), for example 0.1. With 0, DPO is off, and
+    the run trains on next-token prediction."""
 
 
 class AuditConfig(Strict):
     """Audits of canaries during training, written to memorization.jsonl. `fourfold audit` measures more."""
 
     interval: int = Field(0, ge=0)
-    """Number of steps between audits. 0 disables audits. The last step is audited too."""
+    """Number of steps between audits. If it is above 0, the audit also runs after the last step. 0 disables audits."""
     documents: PathText | None = None
     """A .jsonl file: the canaries that `fourfold prepare` listed, or any other documents."""
     suffix: int = Field(50, ge=1)
-    """Number of tokens at a document's end that the model must reproduce."""
+    """Number of tokens at the end of each document that the audit checks: does the model reproduce them from the tokens
+    before?"""
 
     @model_validator(mode="after")
     def _documents_given(self) -> AuditConfig:
@@ -87,7 +87,8 @@ class EvaluationConfig(Strict):
     """lm-eval tasks during training, on the training grid, written to tasks.jsonl (needs the extra `evaluate`)."""
 
     interval: int = Field(0, ge=0)
-    """Number of steps between evaluations. 0 disables them. The last step is evaluated too."""
+    """Number of steps between evaluations. If it is above 0, the evaluation also runs after the last step. 0 disables
+    them."""
     tasks: list[str] = Field([])
     """Names of lm-eval tasks."""
     include_path: PathText | None = None
@@ -95,7 +96,7 @@ class EvaluationConfig(Strict):
     limit: int | None = Field(None, gt=0)
     """Number of documents per task. Default: all."""
     num_fewshot: int | None = Field(None, ge=0)
-    """Number of examples in a task's prompt. Default: the task's."""
+    """Number of few-shot examples in each prompt. Default: the task's own number."""
 
     @model_validator(mode="after")
     def _tasks_given(self) -> EvaluationConfig:

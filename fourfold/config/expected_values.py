@@ -1,4 +1,4 @@
-"""Describe the values that each key of a schema accepts, and turn pydantic's errors into sentences."""
+"""Describe the values that each key of a schema accepts, and turn pydantic's errors into sentences for the user."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIGNS = {Gt: (">", "gt"), Ge: ("≥", "ge"), Lt: ("<", "lt"), Le: ("≤", "le")}
 SIMPLE: tuple[Any, ...] = (1, 0.5, 2.0, "name", ["name"], [1], [])
 """Values to suggest for keys that have neither an example nor a default."""
 PATTERN = "string_pattern_mismatch"
-"""pydantic's error for a name that cannot be a folder name. Only run names have a pattern."""
+"""pydantic's error type for a string that does not match its pattern. Only run names have a pattern."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Key:
     "unset"."""
 
     def example(self, given: Any) -> Any:
-        """Return a value that the schema accepts, as close to the given one as possible, or None if none is known."""
+        """Return a value that the schema accepts, as close to the ``given`` value as possible. Return None if none is
+        known."""
         annotated: Any = Annotated[self.annotation, Field(), *self.metadata]
         schema: TypeAdapter[Any] = TypeAdapter(annotated)
         for candidate in (*_respelled(given, section_of(self.annotation)), *self.samples, *SIMPLE):
@@ -56,7 +57,8 @@ class Key:
 
 
 def key_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> Key:
-    """Return the key at one of pydantic's locations, without the union alternatives that pydantic adds."""
+    """Return the key at the location of a pydantic error. Trailing parts of the location that name alternatives of a
+    union are dropped."""
     annotation: Any = schema
     key = Key("", schema, [], [])
     for part in location:
@@ -78,7 +80,8 @@ def key_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> Key:
 
 
 def mistake(error: ErrorDetails, schema: type[BaseModel]) -> str:
-    """Say in one sentence which key is wrong, its value, what it must be, and a value that works."""
+    """Return a sentence about a pydantic error that says which key is wrong, its value, what it must be, and, if
+    possible, a value that works."""
     key = key_at(schema, error["loc"])
     reason = f"must be {_with_article(type_name(key.annotation, key.metadata))}".replace("`", "").replace('"', "'")
     if error["type"] == "value_error":
@@ -97,14 +100,15 @@ def mistake(error: ErrorDetails, schema: type[BaseModel]) -> str:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section behind an annotation such as ``Section``, ``Section | None``, or ``list[Section]``."""
+    """Return the section's class in an annotation such as ``Section``, ``Section | None``, or ``list[Section]``. Return
+    None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for arg in get_args(annotation) if (model := section_of(arg))), None)
 
 
 def shown(value: Any) -> str:
-    """Return a value as TOML text, shortened if it is long."""
+    """Return a value as TOML text. Long values are shortened."""
     return _TOML.repr(value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value)
 
 
@@ -125,8 +129,8 @@ _TOML.maxstring = _TOML.maxother = 60
 
 
 def _respelled(given: Any, section: type[BaseModel] | None) -> Iterator[Any]:
-    """Yield what the user may have meant: a number instead of its text in quotes, or a list with the value as its only
-    item."""
+    """Yield values that the user may have meant: a value without its quotes, an integer instead of a whole float, a
+    section given by its only required key, or a list with the value as its only item."""
     if isinstance(given, str):
         with contextlib.suppress(ValueError):
             yield parse_toml(f"value = {given}")["value"]
@@ -140,7 +144,7 @@ def _respelled(given: Any, section: type[BaseModel] | None) -> Iterator[Any]:
 
 
 def type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Describe a type and its limits in words."""
+    """Return a description of a type and its bounds, such as "integer ≥ 1"."""
     limits, lengths = [], []
     for bound in (bound for given in metadata for bound in getattr(given, "metadata", [given])):
         if type(bound) in SIGNS:

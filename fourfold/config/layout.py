@@ -1,9 +1,10 @@
-"""Check a run's layout, and determine how the ranks share attention."""
+"""Check a run's layout, and determine how the ranks of y and cp share attention."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from fourfold.config.expected_values import shown
 from fourfold.config.layout_sizes import Sizes
 from fourfold.config.legality import RULES
 from fourfold.config.run import RunConfig
@@ -13,21 +14,23 @@ AttentionSplit = Literal["heads", "batch", "sequence"]
 ContextMethod = Literal["ring", "ulysses"]
 
 CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
-"""Number of logits that one rank computes at once. It is small enough for a CPU's cache, and large enough to fill a
-GPU's tensor cores."""
+"""Number of logits that one rank computes at once, by device type. They fit into a CPU's cache, and are enough to fill
+a GPU's tensor cores."""
 
 
 class MatmulSizes(NamedTuple):
     """Sizes of one linear layer's matmuls on one rank."""
 
     tokens: int
-    """Number of input rows in one matmul."""
+    """Number of input rows in one matmul of the forward pass."""
     outputs: int
+    """Number of output features."""
     inputs: int
+    """Number of input features."""
 
 
 def matmul_sizes(run: RunConfig) -> dict[str, MatmulSizes]:
-    """Return the matmul sizes of a block's linear layers by name."""
+    """Return the matmul sizes of a dense block's linear layers, by the layer's name."""
     model, grid, training = run.model, run.parallel, run.training
     parts = run.overlap.batch_parts if grid.x * grid.y > 1 else 1
     tokens = training.micro_batch_size * training.seq_length // grid.cp // parts
@@ -43,19 +46,21 @@ def matmul_sizes(run: RunConfig) -> dict[str, MatmulSizes]:
 
 
 def check_layout(run: RunConfig) -> None:
-    """Raise ``UserError`` if the model, the batch, or the sequence does not divide over the grid."""
+    """Raise ``UserError`` if a run breaks one of the ``RULES``, for example because a size cannot be divided over the
+    grid, or if ``training.compile`` or ``training.tuned_products`` does not work with its other settings."""
     sizes = Sizes.of(run)
     for rule in RULES:
         if rule.broken(sizes):
             raise UserError(rule.sentence(run, sizes))
     training, grid = run.training, run.parallel
-    for key, off, needed in (("compile", False, 0), ("tuned_products", "off", run.model.kv_lora_rank)):
-        if (run.model.num_experts or needed) and getattr(training, key) != off:
-            without = f" without latent attention, and model.kv_lora_rank = {needed}" if needed else ""
+    not_compiled = ("num_experts", "linear_num_key_heads")
+    not_tuned = (*not_compiled, "kv_lora_rank", "attention_output_gate")
+    for key, off, others in (("compile", False, not_compiled), ("tuned_products", "off", not_tuned)):
+        found = [f"model.{other} = {shown(getattr(run.model, other))}" for other in others if getattr(run.model, other)]
+        if found and getattr(training, key) != off:
             raise UserError(
-                f"training.{key} = {repr(getattr(training, key)).lower()} is for dense models"
-                f"{without or f', and model.num_experts = {run.model.num_experts}'}; training.{key} = "
-                f"{repr(off).lower()} works"
+                f"training.{key} = {shown(getattr(training, key))} does not work with {found[0]}; training.{key} = "
+                f"{shown(off)} works"
             )
     if training.tuned_products != "off":
         if training.float8 != "none":
@@ -71,15 +76,15 @@ def check_layout(run: RunConfig) -> None:
 
 
 def attention_split(run: RunConfig) -> AttentionSplit:
-    """Return the dimension along which the ranks of the tensor axis y share attention: heads if they divide evenly,
-    else the batch, else queries."""
+    """Return the dimension along which the ranks of the tensor axis y share attention: heads if x·y divides them,
+    otherwise the batch if y divides it, and otherwise the queries of each sequence."""
     sizes = Sizes.of(run)
     return "heads" if sizes.whole_heads else "sequence" if sizes.splits_queries else "batch"
 
 
 def context_method(run: RunConfig) -> ContextMethod:
-    """Return how the ranks of the context axis cp share attention. "auto" becomes "ulysses" if the heads divide
-    evenly."""
+    """Return how the ranks of the context axis cp share attention. "auto" becomes "ulysses" if the heads can be divided
+    equally, and "ring" otherwise."""
     if run.parallel.cp_method != "auto":
         return run.parallel.cp_method
     return "ring" if Sizes.of(run).uneven_heads else "ulysses"

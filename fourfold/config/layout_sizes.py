@@ -1,5 +1,4 @@
-"""Compute the sizes that determine whether a layout is legal. The letters x, y, z, dp, cp, and pp are the axes of the
-grid."""
+"""Compute the sizes that determine whether a layout is legal. x, y, z, dp, cp, and pp are the axes of the grid."""
 
 from __future__ import annotations
 
@@ -12,15 +11,15 @@ from fourfold.config.run import RunConfig
 from fourfold.config.stages import IN_ROUNDS, SPLIT_BACKWARD, stages_per_rank
 
 FLOAT8_MULTIPLE = 16
-"""Every size of a float8 matmul is a multiple of this (torch._scaled_mm)."""
+"""Every size of a float8 matmul must be a multiple of this (torch._scaled_mm)."""
 
 Number = Any
-"""An int or a bool, or a NumPy array of them with one entry per layout."""
+"""An int or a bool, or a NumPy array with one of them per layout."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Every size that determines whether a layout is legal."""
+    """The sizes of a run that determine whether its layout is legal."""
 
     layers: int
     hidden: int
@@ -31,7 +30,7 @@ class Sizes:
     """Width of the dense MLPs. 0 if there are none."""
     vocab: int
     positions: int
-    """Rows of a learned position table. 0 if there is none."""
+    """Number of learned position embeddings. 0 if there are none."""
     seq: int
     batch: int
     float8: bool
@@ -47,9 +46,9 @@ class Sizes:
     shards_per_node: Number
     stages: Number
     in_rounds: Number
-    """Whether a pipeline has one of the schedules ``IN_ROUNDS``."""
+    """Whether pp > 1 and the schedule is one of ``IN_ROUNDS``."""
     split_backward: Number
-    """Whether a pipeline has one of the schedules ``SPLIT_BACKWARD``."""
+    """Whether pp > 1 and the schedule is one of ``SPLIT_BACKWARD``."""
     dual_pipe_v: Number
     ulysses: Number
     layers_per_stage: tuple[int, ...] | None = None
@@ -59,13 +58,19 @@ class Sizes:
     expert_inner: int = 0
     """Width of one expert."""
     latents: int = 0
-    """Largest number that divides the widths of all latents. 0 if there are none."""
+    """Greatest common divisor of the widths of the latents and of the shared key channels. 0 without latent
+    attention."""
+    linear_heads: int = 0
+    """Number of key heads of linear attention. 0 if there is none."""
+    output_gate: bool = False
+    """Whether attention's output has a gate."""
     shared_inner: int = 0
     """Width of the shared expert. 0 if there is none."""
     ep: Number = 1
 
     @classmethod
     def of(cls, run: RunConfig) -> Self:
+        """Return the sizes of a run."""
         model, grid, training = run.model, run.parallel, run.training
         return cls(
             layers=model.num_hidden_layers,
@@ -93,30 +98,32 @@ class Sizes:
             experts=model.num_experts,
             expert_inner=model.moe_intermediate_size if model.num_experts else 0,
             latents=math.gcd(model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim),
+            linear_heads=model.linear_num_key_heads,
+            output_gate=model.attention_output_gate,
             shared_inner=model.shared_expert_intermediate_size,
             ep=grid.ep,
         )
 
     @property
     def keys(self) -> int:
-        """Return the number of features of all key heads."""
+        """Return the width of all key heads together."""
         return self.kv_heads * self.head_dim
 
     @property
     def tokens(self) -> Number:
-        """Return the number of tokens of a micro-batch on all ranks of cp."""
+        """Return the number of tokens of a micro-batch, summed over the ranks of cp."""
         return self.micro_batch * self.seq
 
     @cached_property
     def sequences_per_part(self) -> Number:
-        """Return the number of sequences in one matmul of a rank: the whole micro-batch, or one part if a
-        micro-batch is split into parts by sequences."""
+        """Return the number of sequences that one matmul processes: all sequences of the micro-batch, or those of one
+        batch part if the parts divide the sequences."""
         parts_are_sequences = (self.x * self.y > 1) & (self.micro_batch % self.batch_parts == 0)
         return self.micro_batch // (1 + (self.batch_parts - 1) * parts_are_sequences)
 
     @cached_property
     def at_once(self) -> Number:
-        """Return the number of sequences that all ranks together run at the same time."""
+        """Return the number of sequences that all ranks together process at the same time."""
         return self.micro_batch * self.dp * self.z
 
     @cached_property
@@ -126,37 +133,41 @@ class Sizes:
 
     @property
     def rounds(self) -> Number:
-        """Return the number of rounds (at least one) in the schedules ``IN_ROUNDS``. Each round has at least pp
-        micro-batches."""
+        """Return the number of rounds per step in the schedules ``IN_ROUNDS``. Each round has at least pp
+        micro-batches, unless a step has fewer. Then there is one round."""
         whole = self.micro_batches // self.pp
         return whole + (whole == 0)
 
     @cached_property
     def whole_heads(self) -> Number:
-        """Return whether the number of heads is divisible over x and y."""
+        """Return whether x·y divides the number of query heads."""
         return self.heads % (self.x * self.y) == 0
 
     @cached_property
     def splits_queries(self) -> Number:
-        """Return whether the y ranks share attention by queries, because neither the heads nor the sequences divide
-        evenly over y."""
+        """Return whether the y ranks share attention by queries, because neither the heads nor the sequences can be
+        divided equally."""
         return (self.heads % (self.x * self.y) != 0) & (self.sequences_per_part % self.y != 0)
 
     @property
     def whole_keys(self) -> Number:
-        """Return the number of key and value features that the axes x and y must split: all of them if the heads divide
-        evenly over x and y, and otherwise none."""
+        """Return the width of the keys that must be divisible by x·y: all of it if x·y divides the query heads, and 0
+        otherwise."""
         return self.keys * self.whole_heads
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the blocks have only the parts that batch parts and float8 support."""
+        return self.experts + self.latents + self.linear_heads + self.output_gate == 0
 
     @cached_property
     def head_ranks(self) -> Number:
-        """Return the number of ranks that share the heads when cp exchanges heads for tokens."""
+        """Return the number of ranks that share the heads if cp exchanges heads for tokens (Ulysses)."""
         return self.cp * self.x * (1 + self.whole_heads * (self.y - 1))
 
     @property
     def uneven_heads(self) -> Number:
-        """Return whether the heads cannot be divided equally among these ranks without cutting a query head or a key
-        head."""
+        """Return whether the ``head_ranks`` ranks cannot share the query heads or the key heads equally."""
         return (self.heads % self.head_ranks != 0) | (self.kv_heads % self.head_ranks != 0)
 
     @property
@@ -170,13 +181,13 @@ class Sizes:
 
     @cached_property
     def token_ranks(self) -> Number:
-        """Return the number of ranks that split the tokens. Each group of ``ep`` neighbors among them shares one
-        copy of the experts."""
+        """Return the number of ranks that split the tokens of a step. Each group of ``ep`` neighbors among them shares
+        one copy of the experts."""
         return self.dp * self.cp * self.z
 
     @property
     def float8_sizes(self) -> dict[str, Number]:
-        """Return the sizes of one rank's matmuls by name."""
+        """Return the sizes of one rank's matmuls that float8 restricts, by the keys that they follow from."""
         return {
             "model.hidden_size / y": self.hidden // self.y,
             "model.num_attention_heads × head_dim / x": self.heads * self.head_dim // self.x,

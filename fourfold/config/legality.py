@@ -1,6 +1,6 @@
-"""Decide which layouts are legal, with one table of rules for the run file and for the planner's search.
+"""Decide which layouts are legal, with one list of rules for run files and for the planner's search.
 
-Each condition is arithmetic on ``Sizes``, which holds ints for one layout and NumPy arrays for many layouts.
+Each condition is arithmetic on ``Sizes``, whose fields are ints for one layout and NumPy arrays for many layouts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ class Rule(NamedTuple):
     """A reason that makes a layout illegal."""
 
     reason: str
-    """The reason without numbers, for refusing many layouts."""
+    """The reason without values, for the planner's search, which refuses many layouts at once."""
     broken: Callable[[Sizes], Number]
+    """Returns whether a layout breaks the rule."""
     sentence: Callable[[RunConfig, Sizes], str]
-    """Returns a sentence that refuses one run, with the keys, their values, and the nearest values that work."""
+    """Returns an error message for one run, with the keys, their values, and the nearest values that work."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,20 @@ class Divides:
     """The rule that the product of some axes divides a number. It has the attributes of a ``Rule``."""
 
     axes: tuple[str, ...]
+    """Axes whose product must divide the number."""
     what: str
+    """The number, as a phrase for ``reason``."""
     number: str
     """The number's name in ``Sizes``."""
     layer: str
+    """The layers that split the number, for error messages."""
     key: str
-    """The run-file key for which to propose another value."""
+    """The run file's key for which an error message suggests another value."""
     product: str = ""
-    """Keys whose product is the number, with their names in ``Sizes``. Empty if the number is the value of ``key``."""
+    """Text with the keys that the number is computed from, and placeholders for their values in ``Sizes``. Empty if the
+    number is the value of ``key``."""
     unit: str = ""
-    """Name in ``Sizes`` of a unit that always divides the number."""
+    """Name in ``Sizes`` of another number that must divide the number."""
 
     @property
     def reason(self) -> str:
@@ -50,7 +55,7 @@ class Divides:
 
     def broken(self, sizes: Sizes) -> Number:
         number = getattr(sizes, self.number)
-        if isinstance(number, int) and number == 0:  # Return early, because a search checks many layouts.
+        if isinstance(number, int) and number == 0:  # Skip the arithmetic, because a search checks many layouts.
             return False
         return number % self._ranks(sizes) != 0
 
@@ -66,13 +71,15 @@ class Divides:
         )
 
     def _start(self, sizes: Sizes, axis: str) -> str:
-        """Suggest a size of the axis that satisfies this rule. The run may break other rules too."""
+        """Return a message that suggests a size of the axis for which this rule holds. The run may break other rules
+        too."""
         number, others = getattr(sizes, self.number), self._ranks(sizes) // getattr(sizes, axis)
         most = next(n for n in range(getattr(sizes, axis), 0, -1) if number % (others * n) == 0 or n == 1)
         return f"{axis} = {most} works here, and other rules are broken too"
 
     def _other_sizes(self, run: RunConfig, sizes: Sizes, axis: str) -> str:
-        """Return the nearest sizes of an axis that make the run legal."""
+        """Return text with the nearest smaller and larger sizes of an axis that make the run legal. Empty if there are
+        none."""
         now, number = getattr(sizes, axis), getattr(sizes, self.number)
         whole = [n for n in range(1, 4 * now + 1) if number % (self._ranks(sizes) // now * n) == 0]
         below = next((n for n in reversed(whole) if n < now and accepts(run, f"parallel.{axis}", n)), None)
@@ -81,7 +88,7 @@ class Divides:
         return f"{axis} = {' or '.join(found)}" if found else ""
 
     def _other_values(self, run: RunConfig, sizes: Sizes) -> list[int]:
-        """Return values of the key that the axes divide, nearest first."""
+        """Return values to suggest for the key, nearest first. With most of them, the axes divide the number."""
         ranks, section = self._ranks(sizes), self.key.partition(".")
         now = int(getattr(getattr(run, section[0]), section[2]))
         if self.key == "model.num_key_value_heads":
@@ -101,6 +108,7 @@ KEYS = "the features of keys and values"
 KV_FEATURES = "model.num_key_value_heads × head_dim = {s.kv_heads} × {s.head_dim}"
 TOKENS = "training.micro_batch_size × seq_length = {s.micro_batch} × {s.seq}"
 EXPERTS = "layers.*.mlp.experts"
+PLAIN = "dense models with neither latent, linear, nor gated attention"
 LATENTS = "the common divisor of model.q_lora_rank, kv_lora_rank, and qk_rope_head_dim"
 
 RULES: tuple[Divides | Rule, ...] = (
@@ -150,6 +158,23 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Divides(("x", "y"), KEYS, "whole_keys", K_PROJ, "model.num_key_value_heads", KV_FEATURES),
+    Rule(
+        "linear attention cannot be shared over y: it divides neither the heads nor the micro-batch",
+        lambda s: s.linear_heads > 0 and s.splits_queries,
+        lambda run, s: (
+            f"linear attention cannot be split over y = {s.y}: neither model.num_attention_heads = {s.heads} (over x·y "
+            f"= {s.x * s.y}) nor training.micro_batch_size = {s.micro_batch} divides; micro_batch_size = "
+            f"{round_to_multiple(s.micro_batch, s.y)} works"
+        ),
+    ),
+    Rule(
+        "the ranks that share heads do not divide the key heads of linear attention",
+        lambda s: s.linear_heads > 0 and s.linear_heads % s.head_ranks != 0,
+        lambda run, s: (
+            f"model.linear_num_key_heads = {s.linear_heads} must divide over the {s.head_ranks} ranks of cp, x and y "
+            f"that share the heads; {math.gcd(s.linear_heads, s.head_ranks)} such ranks work"
+        ),
+    ),
     Rule(
         "batch_parts divides neither the micro-batch nor its tokens",
         lambda s: (
@@ -261,19 +286,14 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "batch parts work with neither experts nor latent attention",
-        lambda s: s.experts + s.latents > 0 and (s.batch_parts > 1) & (s.x * s.y > 1),
-        lambda run, s: (
-            f"overlap.batch_parts = {s.batch_parts} is for dense models without latent attention; batch_parts = 1 works"
-        ),
+        f"batch parts are for {PLAIN}",
+        lambda s: not s.is_plain and (s.batch_parts > 1) & (s.x * s.y > 1),
+        lambda run, s: f"overlap.batch_parts = {s.batch_parts} is for {PLAIN}; batch_parts = 1 works",
     ),
     Rule(
-        "float8 computes neither experts nor latent attention",
-        lambda s: (s.experts + s.latents > 0) & s.float8,
-        lambda run, s: (
-            f"training.float8 = '{run.training.float8}' is for dense models without latent attention; "
-            "float8 = 'none' works"
-        ),
+        f"float8 is for {PLAIN}",
+        lambda s: (not s.is_plain) & s.float8,
+        lambda run, s: f"training.float8 = '{run.training.float8}' is for {PLAIN}; float8 = 'none' works",
     ),
     Rule(
         f"float8 needs multiples of {FLOAT8_MULTIPLE} features and tokens on every rank",
@@ -302,12 +322,12 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
 )
-"""A layout is refused for the first rule that it breaks."""
+"""Rules that a legal layout must satisfy. A layout is refused with the first rule that it breaks."""
 
 
 def accepts(run: RunConfig, key: str, value: int) -> bool:
-    """Return whether a run is legal with another value of one key. Sizes that follow from this key are either kept or
-    derived again."""
+    """Return whether a run is legal with another value of one key, both if sizes that were derived from this key stay
+    the same and if they are derived again."""
     section, _, name = key.partition(".")
     table = run.model_dump()
     table[section][name] = value
@@ -326,7 +346,7 @@ def accepts(run: RunConfig, key: str, value: int) -> bool:
 
 
 def _largest_divisor(number: int, most: int) -> int:
-    """Return the largest divisor that is at most ``most``."""
+    """Return the largest divisor of ``number`` that is at most ``most``."""
     return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
 
 

@@ -1,4 +1,4 @@
-"""The sections of the run file that choose which tokens the loss leaves out."""
+"""The section [masks] of the run file: which tokens the loss skips."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ Strategy = Literal["none", "hash", "hash-table", "static", "random"]
 
 
 class GoldfishConfig(Strict):
-    """The goldfish loss: about 1 in k tokens is never trained on, so the model learns no long passage verbatim.
+    """The goldfish loss: about one token in k is masked in the loss, so that the model does not learn long passages
+    verbatim.
 
-    Validation is never masked. See [memorization.md](memorization.md) for how to choose k and h.
+    Validation uses no mask. See [memorization.md](memorization.md) for how to choose k and h.
     """
 
     strategy: Strategy = "none"
     """How to choose the masked tokens. `none` masks no token. With `hash`, the mask depends on the h preceding tokens,
     so every copy of a passage has the same mask. `hash-table` reproduces the published code bit for bit. `static` masks
-    every k-th token of a sequence. `random` masks different tokens in every copy and every pass. It gives no
-    protection, and is meant only for comparisons."""
+    every k-th token of a sequence. `random` masks different tokens in every copy of a passage and in every epoch. It
+    does not prevent memorization, and is meant only for comparisons."""
     k: int = Field(4, ge=2)
-    """One token in k is left out. A smaller k protects more and trains on fewer tokens."""
+    """On average, one token in k is masked. A smaller k protects better, but trains on fewer tokens."""
     h: int = Field(13, ge=1, le=2**20)
     """Number of preceding tokens that determine whether a token is masked (hash, hash-table)."""
     start_step: int = Field(0, ge=0)
-    """First optimizer step that uses the mask."""
+    """First optimizer step that uses the goldfish mask."""
     include_target: bool = True
-    """For `hash-table`: whether the h tokens include the target, as in the published code. With false, the h tokens
-    precede the target."""
+    """`hash-table` only: whether the h tokens end with the target itself, as in the published code. With false, they
+    end with the token before the target."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Selects the mask (hash, random)."""
+    """Seed of the mask (hash, random)."""
     exempt: list[int] = Field([])
-    """Token ids that are never left out, in addition to the tokenizer's special tokens."""
+    """Token ids that are never masked, in addition to the tokenizer's special tokens."""
 
     @property
     def preceding(self) -> int:
@@ -43,8 +44,8 @@ class GoldfishConfig(Strict):
 
 
 class MasksConfig(Strict):
-    """Masks on the loss. A token is trained on if every mask keeps it. The first token of a document is never trained
-    on, because no token of the document precedes it."""
+    """Masks on the loss. The loss includes a token only if every mask keeps it. It never includes the first token of a
+    document, because no token of the document precedes it."""
 
     goldfish: GoldfishConfig = GoldfishConfig()
     """The goldfish loss against memorization, described below."""

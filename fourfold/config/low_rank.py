@@ -1,4 +1,4 @@
-"""The section of the run file for low-rank adapters."""
+"""The section [lora] of the run file, for fine-tuning with low-rank adapters."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ Target = Literal[
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     "q_a_proj", "kv_a_proj", "q_nope_proj", "q_rope_proj", "k_nope_proj", "k_rope_proj",
 ]  # fmt: skip
-"""The linear layers that can have an adapter. The second line names the layers of latent attention."""
+"""Linear layers that can have an adapter. The second row has the layers of latent attention."""
 
 
 class LoRAConfig(Strict):
-    """Fine-tuning with low-rank adapters. The model itself is frozen. It is stored in the dtype of training.precision,
-    without optimizer states.
+    """Fine-tuning with low-rank adapters. The weights of the model are frozen. They are stored in the dtype of
+    training.precision, without optimizer states.
 
     It needs `model.from_hf`. Checkpoints hold only the adapters. `fourfold checkpoint export-hf` writes the adapters in
     peft's format, or merges them into the model ([huggingface.md](huggingface.md#lora)).
     """
 
     rank: int = Field(0, ge=0)
-    """Rank r of the adapters. 0 trains the whole model."""
+    """Rank of the adapters. 0 turns LoRA off and trains all weights."""
     alpha: float = Field(32.0, gt=0)
-    """The adapters' outputs are multiplied by alpha / rank."""
+    """The outputs of adapters are multiplied by alpha / rank."""
     targets: list[Target] | None = Field(None, min_length=1, examples=[["q_proj", "v_proj"]])
-    """Linear layers with an adapter. Default: all linear layers of a block."""
+    """Linear layers that get an adapter. Default: all linear layers of a block."""

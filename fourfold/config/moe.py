@@ -8,17 +8,18 @@ from fourfold.config.strict import Strict
 
 
 class MoEConfig(Strict):
-    """Training of a mixture-of-experts (MoE) model ([moe.md](moe.md)). The experts themselves are keys of
-    [model](#model)."""
+    """Training of a mixture-of-experts (MoE) model ([moe.md](moe.md)). The keys of [model](#model) define the experts
+    themselves."""
 
     capacity_factor: float = Field(0.0, ge=0)
-    """In training, each expert takes at most this multiple of an equal share of a sequence's tokens. Later tokens of
-    the sequence skip the expert. Padding is not counted. Validation, audits, evaluation, and exports have no limit. 0
-    sets no limit in training either."""
+    """In training, limit the tokens that each expert takes from a sequence to this multiple of an equal share. Later
+    tokens of the sequence skip the expert. Padding does not count. Validation, audits, evaluation, and exports have no
+    limit. 0 sets no limit in training either."""
     load_balancing_loss: float = Field(0.0, ge=0)
     """Coefficient of the [load-balancing loss](moe.md#load-balancing-loss), which is larger if some experts get more
     tokens than others. Raise it if a few experts get most tokens."""
     z_loss: float = Field(0.0, ge=0)
     """Coefficient of the router's z-loss, logsumexp(logits)², per token. It keeps router logits small."""
     bias_update_rate: float = Field(0.0, ge=0)
-    """With model.router_bias, every step moves each expert's bias by this much towards an equal load."""
+    """With model.router_bias, each step changes each expert's bias by this amount, up if the expert gets too few tokens
+    and down if it gets too many."""

@@ -1,4 +1,4 @@
-"""List the keys of [model] that have no meaning with some values of other keys."""
+"""List the keys of [model] that have no meaning with certain values of other keys."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _OF_LATENTS = dict.fromkeys(("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_di
 """Keys that need latent attention, with their default values."""
 
 NOT_WITH_LATENTS: dict[str, Any] = dict.fromkeys(
-    ("attention_bias", "attention_output_bias", "qk_norm", "attention_sinks"), False
-) | {"partial_rotary_factor": 1.0, "sliding_window": 0}
+    ("attention_bias", "attention_output_bias", "attention_output_gate", "qk_norm", "attention_sinks"), False
+) | {"partial_rotary_factor": 1.0, "sliding_window": 0, "linear_num_key_heads": 0}
 """Keys that must have their default values with latent attention."""
 
 NO_MEANING: tuple[tuple[str, Any, str, Any], ...] = (
@@ -44,5 +44,5 @@ NO_MEANING: tuple[tuple[str, Any, str, Any], ...] = (
     *((key, unset, "num_experts", 0) for key, unset in _OF_EXPERTS.items()),
     *((key, unset, "kv_lora_rank", 0) for key, unset in _OF_LATENTS.items()),
 )
-"""Each entry has a key, its default value, another key, and a value of the other key. If the other key has this value,
+"""Each entry has a key, its default value, another key, and a value of that other key. If the other key has this value,
 the first key must have its default."""

@@ -1,5 +1,4 @@
-"""The section [optimizer] of the run file, the rule that updates each parameter, and the states that each rule
-keeps."""
+"""The section [optimizer] of the run file, and the update rule and the optimizer states of each parameter."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ STATES: dict[Rule, tuple[str, ...]] = {
 
 
 class ParameterGroup(Strict):
-    """A group of parameters with its own settings. The first group that matches a parameter applies.
+    """A group of parameters with its own settings. If several groups match a parameter, the first one applies.
 
     `[[optimizer.groups]]` begins a group. Names look like `layers.0.mlp.down_proj.weight`, as in `fourfold parity`.
     """
@@ -30,8 +29,8 @@ class ParameterGroup(Strict):
     lr_ratio: float = Field(1.0, ge=0)
     """Factor on the learning rate of these parameters. 0 freezes them."""
     weight_decay: float | None = Field(None, ge=0)
-    """Weight decay of these parameters. It also applies to norms and biases that the group names. Default: as
-    without the group."""
+    """Weight decay of these parameters, including norms and biases that the group names. Default: the same as without
+    the group."""
 
     @model_validator(mode="after")
     def _says_something(self) -> ParameterGroup:
@@ -49,25 +48,25 @@ class OptimizerConfig(Strict):
     """
 
     name: Rule = "adamw"
-    """`muon` uses Muon for the layers' matrices, and AdamW with the same `lr` for embeddings, head, norms, biases, and
-    routers."""
+    """Update rule. `muon` uses Muon for the matrices of the layers, and AdamW with the same `lr` for embeddings, head,
+    norms, biases, and routers."""
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate, after the warm-up."""
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
-    """Decay of AdamW's running means of the gradient and of its square, or Lion's β1 and β2. Lion's authors use [0.95,
-    0.98] for language models."""
+    """Decay rates of AdamW's running means of the gradient and of its square, or Lion's β1 and β2. For language models,
+    Lion's authors use [0.95, 0.98]."""
     eps: float = Field(1e-8, gt=0)
     """AdamW adds eps to the denominator of its update. Lion uses u / eps instead of the sign of its interpolated
     momentum u if u is between -eps and eps."""
     momentum: float = Field(0.95, ge=0, lt=1)
-    """Decay of Muon's running mean of the gradient."""
+    """Decay rate of Muon's running mean of the gradient."""
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled weight decay: each step shrinks matrices by lr × weight_decay."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Clip gradients to this global norm."""
     stochastic_rounding: bool = False
-    """With training.master_weights = 'bf16', round updated weights up or down at random, so updates that are too small
-    for bf16 are right on average. The optimizer states stay in float32."""
+    """With training.master_weights = 'bf16', round updated weights up or down at random. Updates that are too small for
+    bf16 then still take effect on average. The optimizer states stay in float32."""
     groups: list[ParameterGroup] = Field([], examples=[[{"parameters": ["embed_tokens.*"], "lr_ratio": 0.1}]])
     """Parameters with their own learning rate or weight decay."""
 
@@ -79,17 +78,18 @@ class OptimizerConfig(Strict):
 
 
 def rule_of(name: str, dims: int, optimizer: Rule) -> Rule:
-    """Return the rule that a parameter follows. Muon updates only matrices of the layers, except routers.
+    """Return the update rule of a parameter. Muon updates only matrices of the layers, except routers and convolutions.
 
-    Each row of a router, and the gate of a shared expert, computes one output by itself. Muon's authors leave such
-    weights to AdamW.
+    A row of a router or of a convolution, and the gate of a shared expert, are vectors that each compute one output.
+    Muon's authors use AdamW for such weights.
     """
     if optimizer != "muon":
         return optimizer
-    of_router = ".mlp.gate." in name or ".shared_expert_gate." in name
-    return "muon" if name.startswith("layers.") and is_matrix(name, dims) and not of_router else "adamw"
+    by_row = ".mlp.gate." in name or ".shared_expert_gate." in name or name.endswith("_conv")
+    return "muon" if name.startswith("layers.") and is_matrix(name, dims) and not by_row else "adamw"
 
 
 def is_matrix(name: str, dims: int) -> bool:
-    """Return whether a parameter is a matrix, or a stack of matrices. A stack of the experts' biases is not one."""
+    """Return whether a parameter is a matrix or a stack of matrices. A stack of the experts' biases also has two
+    dimensions, but is neither."""
     return dims > 1 and not name.endswith("bias")

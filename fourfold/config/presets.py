@@ -1,4 +1,4 @@
-"""Named models, with their published sizes under the keys of ``ModelConfig``."""
+"""Presets: named models with their published sizes, under the keys of ``ModelConfig``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _read() -> dict[str, dict[str, Any]]:
 
 
 PRESETS = _read()
-"""The keys of [model] for each named model."""
+"""The keys of [model] for each preset."""
 
 
 def with_preset(section: dict[str, Any], given_as: str = "model.preset =") -> dict[str, Any]:
@@ -37,8 +37,8 @@ def with_preset(section: dict[str, Any], given_as: str = "model.preset =") -> di
 
 
 def filled(section: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return a ``[model]`` table with its missing keys filled from defaults. If both have a table ``rope_scaling`` of
-    the same type, its missing keys are filled too."""
+    """Return a ``[model]`` table in which ``defaults`` fills the missing keys. If both have a table ``rope_scaling``,
+    and ``section`` does not change its type, the missing keys of this table are filled too."""
     both = {**defaults, **section}
     of_default, own = defaults.get("rope_scaling"), section.get("rope_scaling")
     if (

@@ -1,4 +1,5 @@
-"""Settings of rotary embeddings for contexts longer than the model was trained on."""
+"""The table model.rope_scaling of the run file: how rotary embeddings are stretched for contexts longer than the model
+was trained on."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ class RopeScaling(Strict):
     in Hugging Face's config.json."""
 
     rope_type: Literal["linear", "llama3", "yarn"]
-    """How to stretch the frequencies. A description that begins with a method's name applies to this method only."""
+    """How to stretch the frequencies. If the description of another key begins with a method's name, the key is only
+    for that method."""
     factor: float = Field(gt=0)
     """How many times longer the context becomes."""
     original_max_position_embeddings: int | None = Field(None, gt=0)
-    """Context length before the stretch. llama3 and yarn need it."""
+    """Context length that the model was trained on. llama3 and yarn need it."""
     low_freq_factor: float = Field(1.0, gt=0)
     """llama3: channels that turn fewer times than this in the original context are stretched fully."""
     high_freq_factor: float = Field(4.0, gt=0)
@@ -57,7 +59,8 @@ class RopeScaling(Strict):
 
 
 def no_pairs(head_dim: int, is_derived: bool, share: float, channels: int) -> str:
-    """Return a message that the number of a head's rotated channels is odd, so that they cannot be paired.
+    """Return an error message for an invalid number of rotated channels per head. Rotary embeddings rotate pairs of
+    channels, so it must be even and above 0.
 
     Args:
         is_derived: whether head_dim follows from hidden_size and num_attention_heads.

@@ -1,4 +1,5 @@
-"""The sections of the run file. ``ParallelConfig`` describes the axes of the grid: x, y, z, dp, cp, pp, and ep."""
+"""The schema of the complete run file. ``ParallelConfig`` describes the axes of the grid: x, y, z, dp, cp, pp, and
+ep."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from fourfold.config.optimizer_rules import OptimizerConfig
 from fourfold.config.strict import PathText, Size, Strict
 
 AXES = ("pp", "dp", "cp", "z", "y", "x")
-"""The grid's axes, outermost first. x is innermost, so its groups fall inside a node."""
+"""The axes of the grid, outermost first. The ranks of x are neighbors, so that x stays inside a node."""
 
 AxisSize = Annotated[int, Field(ge=1, le=2**20)]
 
@@ -46,28 +47,30 @@ class ParallelConfig(Strict):
     """Tensor-parallel axis over the input features of q, k, v, up, and gate, and over the hidden size of the residual
     stream. Use it if x alone would be large."""
     z: AxisSize = 1
-    """Split the batch, and shard the stored weights (FSDP)."""
+    """Split the batch, and shard weights, gradients, and optimizer states (FSDP)."""
     dp: AxisSize = 1
-    """Split the batch. Weights are replicated unless `zero` shards them."""
+    """Split the batch (data parallel). Weights are replicated unless `zero` shards them."""
     cp: AxisSize = 1
     """Split the sequence (context parallel). Use it for long sequences."""
     pp: AxisSize = 1
     """Split the layers into stages (pipeline parallel)."""
     ep: AxisSize = 1
-    """Split the experts over this many neighboring processes of dp·cp·z. This axis adds no processes."""
+    """Split the experts over this number of neighboring processes of dp·cp·z (expert parallel). This axis adds no
+    processes."""
     zero: Literal[0, 1, 2, 3] = 0
-    """Also shard over dp·cp: stored weights and optimizer states (1), gradients too (2), the weights in use too (3)."""
+    """ZeRO stage. Also shard over dp·cp: the stored weights and optimizer states (1), gradients too (2), and the
+    weights in use too (3)."""
 
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
-    """How cp splits attention: pass keys and values around (ring), or exchange heads for tokens (ulysses). `auto` uses
-    ulysses if the heads can be divided evenly, and otherwise ring."""
+    """How cp splits attention: pass keys and values around a ring (ring), or exchange heads for tokens (ulysses).
+    `auto` uses ulysses if the heads can be divided evenly, and ring otherwise."""
     schedule: Schedule = "1F1B"
-    """Order of the micro-batches in the pipeline, by torch's schedule names."""
+    """Pipeline schedule, by the name that torch uses."""
     stages_per_rank: int = Field(2, ge=2)
     """Number of stages per pp rank in LoopedBFS and the two Interleaved schedules. ZBVZeroBubble and DualPipeV always
     have 2, GPipe and 1F1B have 1. More stages shrink the bubble and add transfers."""
     layers_per_stage: tuple[int, ...] | None = Field(None, strict=False, examples=[(4, 4)])
-    """Number of layers in each stage. By default the stages are balanced, including the work of embedding and head."""
+    """Number of layers in each stage. By default, fourfold balances the stages, and counts embedding and head too."""
 
     @property
     def world_size(self) -> int:
@@ -86,22 +89,24 @@ class ParallelConfig(Strict):
 
 
 class OverlapConfig(Strict):
-    """Communication that runs during computation. You can switch off each kind to measure what it gains."""
+    """Overlap of communication with computation. You can switch off each kind to measure its effect."""
 
     input_gradients: bool = True
-    """Reduce a linear layer's input gradient while its weight gradient is computed (OAR)."""
+    """Sum a linear layer's input gradient over ranks while its weight gradient is computed (overlapped all-reduce,
+    OAR)."""
     gate_sum: bool = True
     """Sum the gate's output over y while the up projection is computed."""
     batch_parts: int = Field(1, ge=1)
     """Number of parts of a micro-batch that take turns (default 1). One part computes while another part's collectives
-    run over x and y. More parts hide more communication, but each matmul gets smaller. The number must divide
+    over x and y run. More parts hide more communication, but each matmul gets smaller. The number must divide
     micro_batch_size or the number of tokens of a sequence on one rank. No effect if x·y = 1."""
     weight_prefetch: int = Field(1, ge=0)
-    """Number of layers whose weights are gathered ahead of use (OAG). Higher values hide more communication and use
-    more memory. 0 gathers weights when they are needed."""
+    """Number of layers whose weights are gathered before they are needed (overlapped all-gather, OAG). Higher values
+    hide more communication and use more memory. 0 gathers weights when they are needed."""
     shards_per_node: int = Field(1, ge=1)
-    """Number of ranks of a shard group (z, or dp·cp·z with parallel.zero) in one node: the node's GPUs / (x·y). Above
-    1, the group's collectives run in two levels, inside and across nodes, not in one ring over all ranks."""
+    """Number of ranks per node in a shard group (z, or dp·cp·z with parallel.zero). Set it to the number of GPUs per
+    node / (x·y). Above 1, the collectives of the group run in two levels, inside nodes and across nodes. With 1, they
+    run in one ring over all ranks."""
 
 
 class TrainingConfig(Strict):
@@ -112,25 +117,26 @@ class TrainingConfig(Strict):
     seq_length: Size = Field(examples=[1024])
     """Number of tokens per sequence."""
     train_steps: int = Field(examples=[1000], gt=0)
-    """Number of optimizer steps in the whole run."""
+    """Number of optimizer steps in the run."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Dtype of weights and activations in the step. fp16 uses loss scaling."""
+    """Dtype of weights and activations in the forward and backward pass. fp16 uses [loss_scaling](#loss_scaling)."""
     master_weights: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the stored weights and optimizer states. bf16 halves their memory and needs precision = 'bf16'."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Dtype of gradient sums over a step's micro-batches and over ranks. Use fp32, or the dtype of `precision`, which
-    halves memory and traffic but loses accuracy with every micro-batch."""
+    """Dtype of gradient sums over a step's micro-batches and over ranks. It must be fp32 or the dtype of `precision`. A
+    16-bit dtype halves memory and traffic, but loses accuracy with every micro-batch."""
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
-    """Run the blocks' matmuls in float8, with this torchao recipe. Needs precision = 'bf16' and a GPU with float8."""
+    """Run the blocks' matmuls in float8, with this torchao recipe. Needs precision = 'bf16' and a GPU that supports
+    float8."""
     tuned_products: Literal["off", "cached", "measured"] = "off"
     """Memory layouts of the blocks' matmuls. `cached` uses the layouts that `fourfold machine tune-matmul` found faster
-    on this machine. `measured` also measures missing sizes when the run starts."""
+    on this machine. `measured` also measures sizes that are not in the cache when the run starts."""
     compile: bool = False
     """Compile each block with torch.compile."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of the weights and of the order of the samples."""
+    """Seed of the initial weights and of the order of the samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` uses GPUs if the machine has any."""
+    """Device to train on. `auto` uses GPUs if the machine has any, and the CPU otherwise."""
 
     @model_validator(mode="after")
     def _types_fit(self) -> TrainingConfig:
@@ -167,29 +173,31 @@ class SchedulerConfig(Strict):
     warmup_steps: int = Field(0, ge=0)
     """Number of steps of linear warm-up."""
     decay_style: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up. `wsd` lowers it only in the last `decay_ratio` of the run."""
+    """How the learning rate falls after the warm-up. `wsd` (warm-up, stable, decay) lowers it only in the last part of
+    the run (`decay_ratio`)."""
     decay_ratio: float = Field(0.2, gt=0, le=1)
-    """wsd: the rate falls during this last fraction of the run's steps."""
+    """wsd: fraction of the run's steps, at its end, in which the learning rate falls."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Final learning rate relative to optimizer.lr."""
 
 
 class CheckpointConfig(Strict):
     interval: int = Field(0, ge=0)
-    """Number of steps between checkpoints. 0 saves only at the end."""
+    """Number of steps between checkpoints. 0 saves no checkpoint before the end of the run."""
     save_last: bool = True
-    """Save when the run ends."""
+    """Save a checkpoint when the run ends."""
     keep_latest_k: int = Field(2, ge=0)
     """Number of recent checkpoints to keep. Older ones are removed. 0 keeps all."""
     keep_every: int = Field(0, ge=0)
-    """Keep every n-th step's checkpoint forever. 0 disables this."""
+    """Never remove checkpoints of steps that are a multiple of n. 0 disables this."""
     async_mode: Literal["disabled", "async"] = "disabled"
-    """`async` continues training while a checkpoint is written."""
+    """`async` continues training while a checkpoint is written. `disabled` waits."""
     on_failed_save: Literal["warn", "stop"] = "warn"
     """What to do if a checkpoint cannot be written, for example on a full disk: continue with a warning, or end the
     run. If the run's last checkpoint cannot be written, the run always ends with an error."""
     resume: PathText = "auto"
-    """'auto' resumes from the run's newest checkpoint, 'never' starts from scratch, and a path resumes from there."""
+    """'auto' resumes from the run's newest checkpoint, 'never' starts from scratch, and a path resumes from the
+    checkpoint at this path."""
 
 
 class MetricsConfig(Strict):
@@ -207,12 +215,12 @@ class MetricsConfig(Strict):
 
 
 class RunConfig(Strict):
-    """A whole run file."""
+    """A complete run file."""
 
     name: PathText = Field("run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
-    """Name of the run, and of the run's folder inside output_dir."""
+    """Name of the run, and of its folder inside output_dir."""
     output_dir: PathText = "runs"
-    """Folder that holds the folders of all runs."""
+    """Folder that contains the folders of all runs."""
     model: ModelConfig = Field(examples=[{"preset": "gpt2"}])
     data: DataConfig = Field(examples=[{"source": "python-stdlib"}])
     masks: MasksConfig = MasksConfig()

@@ -1,4 +1,4 @@
-"""Compute which layers each pipeline stage has, and which stages each rank has."""
+"""Compute which layers each pipeline stage has, and which rank has each stage."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FORWARDS_FIRST = ("GPipe", "LoopedBFS")
 """Schedules that run all forward passes of a step before its first backward pass."""
 
 IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
-"""Schedules that run micro-batches in rounds of pp, the number of pipeline ranks (Narayanan et al. 2021, arXiv
-2104.04473)."""
+"""Schedules that run micro-batches in rounds of as many micro-batches as there are pipeline ranks (Narayanan et al.
+2021, arXiv 2104.04473)."""
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Schedules that give rank r of p the stages r and 2p − 1 − r, so that rank 0 has both the first and the last stage."""
@@ -26,21 +26,21 @@ SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def stages_per_rank(grid: ParallelConfig) -> int:
-    """Return the number of stages on one pipeline rank."""
+    """Return the number of stages per pipeline rank."""
     if grid.pp == 1 or grid.schedule in ONE_STAGE:
         return 1
     return 2 if grid.schedule in V_SHAPED else grid.stages_per_rank
 
 
 def splits_backward(grid: ParallelConfig) -> bool:
-    """Return whether weight gradients are computed separately from input gradients."""
+    """Return whether the pipeline computes weight gradients separately from input gradients."""
     return grid.pp > 1 and grid.schedule in SPLIT_BACKWARD
 
 
 def rank_of_stage(stage: int, grid: ParallelConfig) -> int:
-    """Return the pipeline rank that has a stage.
+    """Return the pipeline rank that runs a stage.
 
-    Stages are assigned to the ranks in turn, or, in V-shaped schedules, from the first rank to the last and back.
+    The ranks get stages in turn. In V-shaped schedules, the order of the ranks is from the first to the last and back.
     """
     if grid.schedule in V_SHAPED:
         return min(stage, 2 * grid.pp - 1 - stage)
@@ -50,7 +50,8 @@ def rank_of_stage(stage: int, grid: ParallelConfig) -> int:
 def stage_layers(model: ModelConfig, grid: ParallelConfig) -> list[range]:
     """Return the layers of every stage.
 
-    ``parallel.layers_per_stage`` sets them. By default the largest stage is as small as possible.
+    ``parallel.layers_per_stage`` sets their number. By default, the stages are balanced so that the stage with the most
+    work has as little as possible.
     """
     counts = grid.layers_per_stage
     if counts is None:
@@ -62,12 +63,13 @@ def stage_layers(model: ModelConfig, grid: ParallelConfig) -> list[range]:
 
 @lru_cache
 def balanced(layers: int, stages: int, first: float, last: float) -> tuple[int, ...]:
-    """Balance the layers over the stages.
+    """Return the number of layers of each stage, balanced so that the stage with the most work has as little as
+    possible.
 
-    The first stage has extra work equal to ``first`` layers, and the last stage has extra work equal to ``last``
-    layers. The head takes time: each of its weights costs one multiplication per token, like a weight of a layer. The
-    embedding takes hardly any time. But its weights and their optimizer states fill the memory of the first stage,
-    which also holds the most micro-batches.
+    The first stage has additional work equal to ``first`` layers, and the last stage has additional work equal to
+    ``last`` layers. The head takes time: each of its weights costs one multiplication per token, like a weight of a
+    layer. The embedding takes hardly any time, but its weights and their optimizer states fill the memory of the first
+    stage, which also holds the most micro-batches. So both count.
     """
     counts, work = [1] * stages, [1.0] * stages
     work[0] += first

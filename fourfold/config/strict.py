@@ -1,4 +1,4 @@
-"""The base of every section of the run file. It refuses unknown keys."""
+"""The base class of all sections of the run file. It refuses unknown keys."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 Size = Annotated[int, Field(gt=0, le=2**31)]
 """The size of one tensor dimension. The product of two such sizes stays below 2^63."""
 LARGEST = 2**63 - 1
-"""The largest integer that torch and NumPy hold."""
+"""Largest integer that torch and NumPy can represent."""
 LONGEST_NAME, LONGEST_PATH = 240, 3500
-"""Longest name and longest path in bytes. They are below the usual limits of file systems, because fourfold makes
-longer names and paths from them."""
+"""Largest number of bytes in a file name and in a path. They are below the usual limits of file systems, because
+fourfold appends to the user's names and paths."""
 
 
 class Strict(BaseModel):
@@ -30,7 +30,7 @@ class Strict(BaseModel):
 
 
 def _possible_path(path: str) -> str:
-    """Return the path. Raise ``ValueError`` if no file system can hold it."""
+    """Return the path, or raise ``ValueError`` if no file system can have it."""
     if "\0" in path:
         raise ValueError("a path has no zero bytes")
     encoded = os.fsencode(path)

@@ -1,7 +1,7 @@
 """Open the corpora that a run file names. The built-in corpus is prepared on first use."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fourfold.config.data_section import DataConfig
@@ -21,12 +21,12 @@ from fourfold.errors import UserError, given_as
 
 _VALIDATION_FRACTION = 0.02
 
-KINDS: dict[str, type[TokenWindows | PackedConversations | PreferencePairs]] = {
-    "text": TokenWindows,
+KINDS: dict[str, Callable[[str | Path, int, int, int], Samples]] = {
+    "text": TokenWindows.open,
     "sft": PackedConversations,
     "preferences": PreferencePairs,
 }
-"""Maps the format of a corpus to the class that reads its samples."""
+"""Maps the format of a corpus to the function that opens its samples."""
 
 
 def build_dataset(
@@ -48,8 +48,8 @@ def build_dataset(
     samples: list[tuple[Samples, float]] = []
     for number, (prefix, weight) in enumerate(sources):
         manifest = read_manifest(prefix)
-        kind = KINDS["text" if manifest is None else manifest.format]
-        samples.append((kind.open(prefix, seq_length, seed + number, look_back), weight))
+        open_samples = KINDS["text" if manifest is None else manifest.format]
+        samples.append((open_samples(prefix, seq_length, seed + number, look_back), weight))
     return SourceMixture(samples, seed)
 
 

@@ -69,7 +69,7 @@ def read_row(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Conv
         A list with one conversation or one completion.
 
     Raises:
-        ValueError: The row has another form, a value has the wrong type, or a key would not be used.
+        ValueError: The row has another form, or a key would not be used.
     """
     row = {key: value for key, value in row.items() if key not in ignored and value is not None}
     prompt, completion = row.get("prompt"), row.get("completion")

@@ -8,7 +8,6 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,7 +34,43 @@ class PackingStatistics:
     """Number of conversations that are skipped, because none of their trained tokens is within a window."""
 
 
-class PackedConversations:
+class ConversationCorpus:
+    """A prepared corpus of conversations. Subclasses cut it into samples of `seq_length` + 1 tokens.
+
+    Args:
+        prefix: Path, without a suffix, of a corpus that `fourfold prepare --format` made. Each conversation is one
+            document. In a corpus of pairs, each answer with its prompt is one document.
+        seq_length: Number of tokens per sample.
+        seed: Seed of the order of samples.
+        look_back: Number of padding tokens before each sample, for masks.
+
+    Attributes:
+        corpus: Tokens of the conversations.
+        answers: For each token of `corpus`, a flag that says whether the token is trained.
+        padding: Token that fills the end of a sample.
+
+    Raises:
+        UserError: The two corpora do not belong together, or a file is missing or damaged.
+    """
+
+    def __init__(self, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> None:
+        self.padding = corpus_tokenizer(prefix).eod_id
+        self.corpus, self.answers = IndexedDataset(prefix), IndexedDataset(trained_prefix(prefix))
+        if (self.answers.tokens, self.answers.documents) != (self.corpus.tokens, self.corpus.documents):
+            raise UserError(
+                f"{self.answers.prefix}.bin does not belong to {self.corpus.prefix}.bin; prepare the corpus again"
+            )
+        self.seq_length, self.seed, self.look_back = seq_length, seed, look_back
+        self._offsets = self.corpus.document_offsets
+
+    def _fitting(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the length of each conversation, and whether one of its trained tokens is within the first
+        `seq_length` + 1 tokens."""
+        lengths = np.diff(self._offsets)
+        return lengths, first_answers(self.answers, self._offsets) < np.minimum(lengths, self.seq_length + 1)
+
+
+class PackedConversations(ConversationCorpus):
     """Windows of `seq_length` + 1 tokens, filled with conversations and padding.
 
     Each conversation is a document. The padding is a separate document and is never trained. Which conversations share
@@ -45,43 +80,21 @@ class PackedConversations:
     also has `look_back` positions before its window, for masks. They hold padding, because nothing comes before a
     conversation.
 
-    Args:
-        corpus: Tokens of the conversations, one document each.
-        answers: For each token of `corpus`, a flag that says whether the token is trained.
-        seq_length: Number of tokens per sample.
-        seed: Seed of the order of windows.
-        padding: Token that fills the end of a window.
-        look_back: Number of positions before each window.
-
     Raises:
-        UserError: The two corpora do not belong together, or no conversation has a trained token within a window.
+        UserError: No conversation has a trained token within a window, or the corpus cannot be opened (see
+            `ConversationCorpus`).
     """
 
-    def __init__(
-        self,
-        corpus: IndexedDataset,
-        answers: IndexedDataset,
-        seq_length: int,
-        seed: int,
-        padding: int,
-        look_back: int = 0,
-    ) -> None:
-        if answers.tokens != corpus.tokens or answers.documents != corpus.documents:
-            raise UserError(f"{answers.prefix}.bin does not belong to {corpus.prefix}.bin; prepare the corpus again")
-        self.corpus, self.answers, self.padding = corpus, answers, padding
-        self.seq_length, self.seed, self.look_back = seq_length, seed, look_back
-        self._offsets = corpus.document_offsets
+    def __init__(self, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> None:
+        super().__init__(prefix, seq_length, seed, look_back)
         room = seq_length + 1
-        lengths = np.diff(self._offsets)
-        first = first_answers(answers, self._offsets)
-        kept = np.flatnonzero(first < np.minimum(lengths, room))
+        lengths, fits = self._fitting()
+        kept = np.flatnonzero(fits)
         if len(kept) == 0:
             raise UserError(
-                f"no conversation of {corpus.prefix}.bin has an answer within training.seq_length = {seq_length}; "
-                "raise it"
+                f"no conversation of {prefix}.bin has an answer within training.seq_length = {seq_length}; raise it"
             )
-        self._windows = pack(np.minimum(lengths[kept], room), room)
-        self._windows = [kept[window] for window in self._windows]
+        self._windows = [kept[window] for window in pack(np.minimum(lengths[kept], room), room)]
         self.statistics = PackingStatistics(
             windows=len(self._windows),
             conversations=len(kept),
@@ -89,13 +102,6 @@ class PackedConversations:
             cut=int((lengths[kept] > room).sum()),
             left_out=len(lengths) - len(kept),
         )
-
-    @classmethod
-    def open(cls, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> Self:
-        """Open a corpus that `fourfold prepare --format sft` made."""
-        padding = corpus_tokenizer(prefix).eod_id
-        answers = IndexedDataset(trained_prefix(prefix))
-        return cls(IndexedDataset(prefix), answers, seq_length, seed, padding, look_back)
 
     def __len__(self) -> int:
         """Return the number of windows in one epoch."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -34,8 +34,8 @@ class Windows:
     """Index of each sample in the order of training [samples]."""
     look_back: int = 0
     answers: NDArray[np.bool_] | None = None
-    """Whether each token belongs to a trained answer of a conversation [samples, seq_length + 1]. For plain text, None
-    or all True."""
+    """Whether each token belongs to a trained answer of a conversation [samples, seq_length + 1]. None for plain
+    text."""
     reference: NDArray[np.float32] | None = None
     """Log-probability of each answer under the reference model of preference optimization [samples]."""
     is_data: NDArray[np.bool_] | None = None
@@ -147,26 +147,20 @@ class SourceMixture:
         block, place = np.divmod(numbers, BLOCK)
         source = self._source[place]
         own_number = block * self.counts[source] + self._rank[place]
-        stream = np.empty((len(place), self.look_back + self.seq_length + 1), dtype=np.int64)
-        documents = np.empty_like(stream)
-        answers = np.ones((len(place), self.seq_length + 1), dtype=bool)
-        reference: NDArray[np.float32] | None = None
-        is_data: NDArray[np.bool_] | None = None
-        for index in np.unique(source):
-            rows = np.flatnonzero(source == index)
-            windows = self.sources[index].read(own_number[rows])
-            stream[rows] = windows.stream
-            documents[rows] = windows.stream_documents
-            answers[rows] = True if windows.answers is None else windows.answers
-            if windows.reference is not None:
-                reference = np.empty(len(place), dtype=np.float32) if reference is None else reference
-                reference[rows] = windows.reference
-            # data.format applies to all sources, so either every source has padding or none has, and this sets every
-            # row.
-            if windows.is_data is not None:
-                is_data = np.empty_like(answers) if is_data is None else is_data
-                is_data[rows] = windows.is_data
-        return Windows(stream, documents, numbers, self.look_back, answers, reference, is_data)
+        rows = [np.flatnonzero(source == index) for index in range(len(self.sources))]
+        parts = [each.read(own_number[own]) for each, own in zip(self.sources, rows, strict=True) if len(own)]
+        # The concatenated parts are ordered by source. This index restores the order of `numbers`.
+        order = np.argsort(np.concatenate(rows))
+
+        def mixed(field: str) -> Any:
+            """Return a field of all rows. data.format applies to all sources, so either all or none of them have the
+            field."""
+            found = [getattr(windows, field) for windows in parts]
+            return None if found[0] is None else np.concatenate(found)[order]
+
+        stream, documents = mixed("stream"), mixed("stream_documents")
+        optional = (mixed(field) for field in ("answers", "reference", "is_data"))
+        return Windows(stream, documents, numbers, self.look_back, *optional)
 
 
 def windows_of(

@@ -1,1 +1,1 @@
-"""Measure memory layouts of matmuls on this machine, and choose the fastest."""
+"""Measure matmuls with different memory layouts on this machine, and choose the fastest layouts."""

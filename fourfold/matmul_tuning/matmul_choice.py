@@ -1,5 +1,5 @@
-"""Choose the layouts of a run's matmuls from this machine's table, or by measuring. All processes make the same
-choice."""
+"""Choose the memory layouts of a run's matmuls from this machine's table, or by measuring. All processes use the choice
+of rank 0."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fourfold.parallel.tensor.matmul_layouts import LayerLayout, Layouts
 
 
 def agreed_layouts(run: RunConfig, device: torch.device) -> Layouts:
-    """Return the layouts that rank 0 finds, on every process. Ranks that share a weight must store it the same way.
+    """Return rank 0's layouts on every process, because ranks that share a weight must store it in the same way.
 
-    The result is empty if ``training.tuned_products`` is off.
+    The result has only the layouts that differ from the default. It is empty if ``training.tuned_products`` is off.
 
     Raises:
-        UserError: The table is damaged.
+        UserError: The table of this machine is damaged, or cannot be read or written.
     """
     if run.training.tuned_products == "off":
         return {}
@@ -51,7 +51,8 @@ def _layouts(run: RunConfig, device: torch.device) -> Layouts:
 def tuned_layers(
     run: RunConfig, dtype: torch.dtype, device: torch.device, again: bool = False
 ) -> dict[MatmulSizes, TunedLayer]:
-    """Return the tuned layers for the sizes in a run. Sizes that the machine's table lacks are measured and added.
+    """Return the tuned layers for the matmul sizes of a run. Sizes that are not in the machine's table are measured and
+    added to it.
 
     Args:
         run: The run.

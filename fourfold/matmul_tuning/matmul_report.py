@@ -19,7 +19,7 @@ from fourfold.processes import available_cores
 
 
 def tune_matmuls(run: RunConfig, again: bool) -> dict[str, Any]:
-    """Measure the matmuls of one rank that this machine's table lacks, and report all of them.
+    """Measure those matmuls of one rank that are not in this machine's table, and return a record of all of them.
 
     On a CPU, a rank uses the number of threads that ``fourfold train`` gives it on this machine: OMP_NUM_THREADS, or
     its share of the cores.
@@ -42,7 +42,7 @@ def tune_matmuls(run: RunConfig, again: bool) -> dict[str, Any]:
 
 
 def layer_records(names: Mapping[str, MatmulSizes], layers: Mapping[MatmulSizes, TunedLayer]) -> list[dict[str, Any]]:
-    """Return one record per size, with the names of its layers."""
+    """Return one record per matmul size, with the names of the layers that have this size."""
     return [
         {
             "layers": [name for name, own in names.items() if own == sizes],

@@ -1,4 +1,4 @@
-"""Read and write the file in the user's cache directory that holds the fastest matmul layouts on this machine."""
+"""Read and write this machine's table of the fastest matmul layouts, a file in the user's cache directory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from fourfold.errors import UserError
 from fourfold.parallel.tensor.matmul_layouts import LayerLayout
 
 PRODUCTS = tuple(name for name in LayerLayout.model_fields if name != "turned")
+"""Names of a linear layer's three matmuls."""
 
 
 class Gain(Strict):
-    """The measured time of one matmul, and the gain of its layout over the default layout."""
+    """The measured time of one matmul, and how much faster its chosen layout is than the default layout."""
 
     seconds: float = Field(gt=0)
-    """Seconds in the default layout."""
+    """Seconds with the default layout."""
     gain: float = Field(gt=0)
-    """Seconds in the default layout, divided by seconds in this layout: the median over the rounds."""
+    """Seconds with the default layout divided by seconds with the chosen layout, as the median over the rounds."""
     low: float = Field(gt=0)
     """Lower quartile of this gain over the rounds."""
     high: float = Field(gt=0)
@@ -35,12 +36,12 @@ class Gain(Strict):
 
 
 class TunedLayer(Strict):
-    """The layouts of a layer's three matmuls, with their gains by their names in ``LayerLayout``."""
+    """The chosen layouts of a linear layer's three matmuls, and their gains by the names of the matmuls."""
 
     layout: LayerLayout
     gains: dict[str, Gain]
     other_order: float = Field(gt=0)
-    """The gain of all three matmuls together, if the weight is stored in the other order than the chosen one."""
+    """The gain of all three matmuls together with the weight in the memory order that was not chosen."""
 
     @field_validator("gains")
     @classmethod
@@ -63,13 +64,13 @@ class MatmulTable(Strict):
 
 
 def key_of(sizes: MatmulSizes, dtype: torch.dtype) -> str:
-    """Return the name of a layer's sizes in the table."""
+    """Return the key of a layer's sizes in the table."""
     return f"{str(dtype).removeprefix('torch.')} {sizes.tokens}x{sizes.outputs}x{sizes.inputs}"
 
 
 def machine_of(device: torch.device) -> str:
-    """Return a text with everything that determines the speed of a matmul: the device, the libraries' versions, and the
-    number of threads."""
+    """Return a text that names everything that determines the speed of a matmul: the device, the versions of the
+    libraries, and on a CPU the number of threads."""
     library = f"torch {torch.__version__}"
     if device.type == "cuda":
         version = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
@@ -91,8 +92,8 @@ def _processor() -> str:
 
 
 def table_file(machine: str) -> Path:
-    """Return the path of a machine's file in $XDG_CACHE_HOME/fourfold or ~/.cache/fourfold. Raise ``UserError`` if
-    there is no home folder."""
+    """Return the path of a machine's table in $XDG_CACHE_HOME/fourfold or ~/.cache/fourfold. Raise ``UserError`` if the
+    user has no home directory."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -101,7 +102,8 @@ def table_file(machine: str) -> Path:
 
 
 def read_table(machine: str) -> MatmulTable:
-    """Return a machine's table. It is empty if there is no file. Raise ``UserError`` if the file is damaged."""
+    """Return a machine's table. It is empty if there is no file. Raise ``UserError`` if the file is damaged, cannot be
+    read, or belongs to another machine."""
     file = table_file(machine)
     try:
         text = file.read_bytes()
@@ -119,7 +121,7 @@ def read_table(machine: str) -> MatmulTable:
 
 
 def write_table(table: MatmulTable) -> Path:
-    """Write the file of the table's machine. Raise ``UserError`` if it cannot be written."""
+    """Write a table to its machine's file, and return the path. Raise ``UserError`` if it cannot be written."""
     file = table_file(table.machine)
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Time a linear layer's matmuls in all layouts, and choose layouts whose gain is larger than the noise.
+"""Time a linear layer's matmuls with all memory layouts, and choose layouts whose gain is larger than the noise.
 
-Timings are noisy, and the fastest of many is often just the luckiest. So the first rounds only nominate layouts: one
-for each matmul and each way to store the weight. Then new rounds alternate between the nominee and the default layout,
-which copies no operand. Only these rounds determine the choice.
+Timings are noisy, so the fastest of many layouts is often just the luckiest. Therefore the first rounds only nominate
+layouts: one for each matmul and each memory order of the weight. Then new rounds alternate between the nominee and the
+default layout, which copies no operand. Only these rounds determine the choice.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from fourfold.matmul_tuning.matmul_table import Gain, TunedLayer
 from fourfold.parallel.tensor.matmul_layouts import LaidOutMatmuls, LayerLayout, Way
 
 LEAST_GAIN = 1.02
-"""A layout is chosen if it is faster by this factor in three of four rounds."""
+"""A layout is chosen only if it is faster than the default by this factor in three of four rounds."""
 
 HOPELESS = 1.1
-"""A layout that is slower than the default layout by this factor in the first round is not timed any further."""
+"""A layout that copies operands is not timed further if it is slower than the default by this factor in the first
+round."""
 
 NOMINATING_ROUNDS = 3
 DECIDING_SECONDS, FEWEST_ROUNDS, MOST_ROUNDS = 1.0, 7, 21
 LEAST_SECONDS = 2e-3
-"""A matmul is repeated for this many seconds, so that the clock's resolution and a GPU's launch times matter little."""
+"""Least number of seconds to repeat a matmul, so that the resolution of the clock and the launch times of a GPU matter
+little."""
 
 _WEIGHT_COPIES = (Way(), Way(right="turned"), Way(right="padded"), Way(right="turned and padded"), Way(left="padded"))
 WAYS = {
@@ -46,14 +48,14 @@ WAYS = {
         Way(left="padded", right="padded"),
     ),
 }
-"""The copies to try for each matmul. The first entry copies nothing."""
+"""The ways to copy operands that are tried for each matmul. The first copies nothing."""
 
 
 K = TypeVar("K", bound=Hashable)
 
 
 class Candidate(NamedTuple):
-    """A way to store the weight, and the copies that a matmul makes."""
+    """A memory order of the weight (``turned``: transposed), and the copies of operands that a matmul makes."""
 
     turned: bool
     way: Way
@@ -61,19 +63,19 @@ class Candidate(NamedTuple):
 
 AS_STORED = Candidate(False, Way())
 Ratios = tuple[float, float, float]
-"""How much faster a candidate is than the default layout: the lower quartile, the median, and the upper quartile of the
-ratio of their seconds."""
+"""Speed of a candidate relative to the default layout: the lower quartile, the median, and the upper quartile over the
+rounds."""
 
 
 class Chosen(NamedTuple):
-    """The copies of one matmul for one way to store the weight."""
+    """The best copies of one matmul for one memory order of the weight."""
 
     way: Way
     ratios: Ratios
 
 
 def tune_layer(sizes: MatmulSizes, dtype: torch.dtype, device: torch.device) -> TunedLayer:
-    """Measure the three matmuls of a layer with these sizes, and choose their layouts."""
+    """Time the three matmuls of a linear layer with these sizes, and return the chosen layouts with their gains."""
     doing(f"timing matmuls of {sizes.tokens} × {sizes.outputs} × {sizes.inputs}")
     seconds, by_matmul = {}, {}
     for matmul in WAYS:
@@ -104,8 +106,8 @@ def _turning_pays(seconds: dict[str, float], by_matmul: dict[str, dict[bool, Cho
 def _tune_matmul(
     matmul: str, sizes: MatmulSizes, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, dict[bool, Chosen]]:
-    """Return the seconds in the default layout, and the best copies of operands, both for the stored weight and for its
-    transpose."""
+    """Return the seconds with the default layout, and the best copies of operands for both memory orders of the weight,
+    by whether the weight is transposed."""
     candidates = [Candidate(turned, way) for turned in (False, True) for way in WAYS[matmul]]
     calls = matmul_calls(matmul, candidates, sizes, dtype, device)
     times = seconds_in_rounds(calls, 1, device)
@@ -120,13 +122,13 @@ def _tune_matmul(
     chosen = {turned: Chosen(each.way, _ratios(times, each)) for turned, each in nominated.items()}
     if chosen[False].ratios[0] < LEAST_GAIN:
         chosen[False] = Chosen(Way(), (1.0, 1.0, 1.0))
-    return min(times[AS_STORED]), chosen  # Take the minimum, because other programs can only slow repetitions down.
+    return min(times[AS_STORED]), chosen  # Take the minimum, because other programs can only slow a round down.
 
 
 def _nominee(medians: dict[Candidate, float], turned: bool) -> Candidate:
-    """Return the fastest candidate for this way of storing the weight.
+    """Return the fastest candidate for one memory order of the weight.
 
-    Prefer the candidate without copies if it is only slightly slower.
+    If the candidate without copies is only slightly slower, return it instead.
     """
     plain = Candidate(turned, Way())
     best = min((candidate for candidate in medians if candidate.turned == turned), key=medians.__getitem__)
@@ -142,7 +144,7 @@ def _ratios(times: dict[Candidate, list[float]], candidate: Candidate) -> Ratios
 def matmul_calls(
     matmul: str, candidates: Iterable[Candidate], sizes: MatmulSizes, dtype: torch.dtype, device: torch.device
 ) -> dict[Candidate, Callable[[], Tensor]]:
-    """Return functions that compute the matmul on random operands, one per candidate."""
+    """Return one function per candidate that computes the matmul on random operands."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(rows: int, columns: int) -> Tensor:
@@ -165,7 +167,7 @@ def matmul_calls(
 def seconds_in_rounds(
     calls: Mapping[K, Callable[[], object]], rounds: int, device: torch.device
 ) -> dict[K, list[float]]:
-    """Return the seconds of each call in each round. Every round starts with a different call."""
+    """Return the seconds of each call in each round. The rounds start with different calls, in turn."""
     times: dict[K, list[float]] = {name: [] for name in calls}
     turns = deque(calls)
     calls[turns[0]]()
@@ -177,7 +179,7 @@ def seconds_in_rounds(
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one call, measured over enough calls to fill ``LEAST_SECONDS``."""
+    """Return the seconds of one call, averaged over enough calls to fill ``LEAST_SECONDS``."""
     timed = gpu_seconds if device.type == "cuda" else _cpu_seconds
     once = timed(call, 1)
     repetitions = math.ceil(LEAST_SECONDS / max(once, 1e-7))
@@ -185,7 +187,8 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _cpu_seconds(call: Callable[[], object], repetitions: int) -> float:
-    """Return the CPU time of a call in seconds. On one thread, it excludes the time when other programs ran."""
+    """Return the seconds of several calls. With one thread, this is CPU time, which excludes the time that other
+    programs take."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     begin = clock()
     for _ in range(repetitions):
@@ -194,7 +197,8 @@ def _cpu_seconds(call: Callable[[], object], repetitions: int) -> float:
 
 
 def gpu_seconds(call: Callable[[], object], repetitions: int) -> float:
-    """Return the seconds of several calls. Two events exclude the time that the host waits for the result."""
+    """Return the seconds of several calls. CUDA events measure them on the GPU, so they exclude the time that the host
+    takes to wait for the result."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(repetitions):

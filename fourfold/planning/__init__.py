@@ -1,1 +1,1 @@
-"""Predict a layout's memory and time before anything runs. This package uses only NumPy and never imports torch."""
+"""Predict the memory and step time of layouts before a run. This package uses only NumPy and never imports torch."""

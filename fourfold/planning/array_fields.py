@@ -1,5 +1,5 @@
-"""Dataclasses whose fields are numbers or arrays. With arrays, one call can predict many layouts. The code calls each
-of them a *case*."""
+"""Define dataclasses whose fields are scalars or arrays. With arrays, one call predicts many *cases*. A case is one
+entry of all arrays, such as one layout."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 Number = float | np.ndarray
-"""A number, or an array [n] with one number for each of n cases that are predicted together."""
+"""A scalar, or an array [n] with one entry per case."""
 Flag = bool | np.bool_ | np.ndarray
-"""A boolean, or an array [n] of booleans."""
+"""A boolean, or an array [n] with one boolean per case."""
 
 
 @dataclass(frozen=True)
 class ArrayFields:
-    """A dataclass whose fields are numbers, arrays [n], or further ``ArrayFields``."""
+    """A dataclass whose fields are scalars, arrays [n], or nested ``ArrayFields``. Fields of other types, such as
+    names, are the same for all cases."""
 
     def map_arrays(self, change: Callable[[np.ndarray], np.ndarray]) -> Self:
-        """Return a copy with ``change`` applied to every array. Scalars are kept."""
+        """Return a copy with ``change`` applied to every array, also in nested ``ArrayFields``. All other values stay
+        the same."""
         changed: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, ArrayFields):
@@ -30,11 +32,13 @@ class ArrayFields:
         return replace(self, **changed)
 
     def take(self, index: np.ndarray | slice) -> Self:
-        """Select the cases at ``index``."""
+        """Return a copy with only the cases at ``index``."""
         return self.map_arrays(lambda array: array[index])
 
     def followed_by(self, more: Self) -> Self:
-        """Return these cases, followed by the cases of ``more``. Scalars must be the same in both."""
+        """Return these scores, followed by the scores ``more``."""
+        """Return a copy in which the cases of ``more`` follow the cases of ``self``. Values that are not arrays come
+        from ``self``, so they must be the same in both."""
         joined: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, ArrayFields):
@@ -44,7 +48,7 @@ class ArrayFields:
         return replace(self, **joined)
 
     def with_float_arrays(self) -> Self:
-        """Return a copy with arrays of integers converted to floats."""
+        """Return a copy with all integer arrays converted to float64."""
         return self.map_arrays(lambda array: array.astype(float) if array.dtype.kind == "i" else array)
 
 
@@ -52,9 +56,10 @@ SomeArrayFields = TypeVar("SomeArrayFields", bound=ArrayFields)
 
 
 def stack(cases: Sequence[SomeArrayFields]) -> SomeArrayFields:
-    """Stack single cases into arrays.
+    """Stack single cases into arrays [n].
 
-    Numbers become arrays (bool if the field's default is bool). Other fields are taken from the first case.
+    Fields of type ``Number`` and ``Flag`` become arrays of floats, or of booleans if the field's default is a boolean.
+    All other fields come from the first case.
     """
     columns: dict[str, Any] = {}
     for field in fields(cases[0]):
@@ -67,17 +72,22 @@ def stack(cases: Sequence[SomeArrayFields]) -> SomeArrayFields:
 
 
 def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Find the unique rows in integer ``columns`` [n]. Return the indices of the unique rows, and for every row its
-    position among the unique rows."""
+    """Find the unique rows of a table, given as columns [n] of nonnegative integers.
+
+    Returns:
+        The index of the first occurrence of each unique row, and for every row [n], the position of its unique row in
+        that list.
+    """
     codes, numbers = np.zeros(np.shape(columns[0]), dtype=np.int64), 1
     for column in columns:
-        if any(np.asarray(column).strides):  # Skip a broadcast scalar, because it is equal in all rows.
+        if any(np.asarray(column).strides):  # A broadcast scalar has strides of 0. It is equal in all rows.
             values = int(column.max()) + 1
             if numbers * values >= 2**63:
                 kinds, codes = np.unique(codes, return_inverse=True)
                 numbers = len(kinds)
             codes, numbers = codes * values + column.astype(np.int64), numbers * values
-    # Consecutive rows are often equal. Finding these first is quicker than sorting all rows.
+    # Consecutive rows are often equal. Sorting only the first row of each run of equal rows is faster than sorting all
+    # rows.
     begins = np.flatnonzero(np.diff(codes, prepend=codes[:1] - 1))
     _, first, back = np.unique(codes[begins], return_index=True, return_inverse=True)
     return begins[first], np.repeat(back, np.diff(begins, append=len(codes)))

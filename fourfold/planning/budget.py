@@ -1,5 +1,5 @@
-"""Compute the budget of a training run: days, GPU-hours, energy, cost, the best checkpoint interval, and goodput under
-failures."""
+"""Compute the budget of a training run: days, GPU-hours, energy, price, the best checkpoint interval, and the goodput
+if GPUs fail."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from fourfold.errors import UserError
 from fourfold.planning.machines.machine import Machine
 
 RESTART_SECONDS = 600.0
-"""Number of seconds from a failure to the next step: detection, a new job, and loading. Llama 3 (arXiv 2407.21783)
-reports more than 90 % effective time with automatic restarts."""
+"""Assumed seconds from a failure to the next training step: detecting the failure, starting a new job, and loading the
+checkpoint. (With automatic restarts, Llama 3 spent more than 90 % of the time training, arXiv 2407.21783.)"""
 CHECKPOINT_BANDWIDTH = 1e9
-"""Bytes per second from each GPU to storage, if the machine file has no ``checkpoint_bandwidth``."""
+"""Bytes per second that each GPU writes to storage, if the machine file has no ``checkpoint_bandwidth``."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The cost of training on a number of tokens. If the machine file lacks a constant for a field, the field is
-    None."""
+    """The cost of training on a number of tokens. If ``goodput`` is known, days and GPU-hours include the time that
+    failures and checkpoints take. A field is None if the machine file lacks the value that it is computed from."""
 
     tokens: float
     days: float
     gpu_hours: float
     kwh: float | None
     price: float | None
-    """The cost, in the currency of the machine file's ``price_per_gpu_hour``."""
+    """Price of all GPU-hours, in the currency of the machine file's ``price_per_gpu_hour``."""
     checkpoint_seconds: float
     checkpoint_interval_seconds: float | None
     mtbf_hours: float | None
     goodput: float | None
-    """Fraction of time that is left after checkpoints, lost work, and restarts."""
+    """Fraction of the time that is spent on training. The remaining time goes to checkpoints, lost work, and
+    restarts."""
 
 
 def costs(tokens: float, tokens_per_second: float, gpus: int, saved: float, machine: Machine) -> Costs:
-    """Compute the cost of training.
+    """Compute how long training takes and what it costs.
 
     Args:
         tokens: Number of tokens to train on.
@@ -45,7 +46,7 @@ def costs(tokens: float, tokens_per_second: float, gpus: int, saved: float, mach
         machine: The machine.
 
     Raises:
-        UserError: Failures leave no time for training.
+        UserError: The GPUs fail so often that checkpoints, lost work, and restarts would take all of the time.
     """
     seconds = tokens / tokens_per_second
     writing, interval = checkpoint_seconds(saved, gpus, machine)
@@ -75,10 +76,10 @@ def costs(tokens: float, tokens_per_second: float, gpus: int, saved: float, mach
 
 
 def checkpoint_seconds(saved: float, gpus: int, machine: Machine) -> tuple[float, float | None]:
-    """Return the number of seconds to write a checkpoint of ``saved`` bytes, and the best interval between checkpoints
-    in seconds.
+    """Return the seconds to write a checkpoint of ``saved`` bytes, and the interval between checkpoints that loses the
+    least time, in seconds.
 
-    The interval is None if the machine file does not say how often a GPU fails.
+    The interval is None if the machine file has no ``mtbf_gpu_hours`` (mean time between failures of one GPU).
     """
     writing = saved / ((machine.checkpoint_bandwidth or CHECKPOINT_BANDWIDTH) * gpus)
     mtbf = machine.mtbf_gpu_hours
@@ -87,5 +88,6 @@ def checkpoint_seconds(saved: float, gpus: int, machine: Machine) -> tuple[float
 
 def checkpoint_interval(writing: float, mtbf: float) -> float:
     """Return the interval between checkpoints that loses the least time, √(2 · writing · MTBF) seconds (Young 1974,
-    Daly 2006)."""
+    Daly 2006). ``writing`` is the time to write a checkpoint and ``mtbf`` is the mean time between failures of the job,
+    both in seconds."""
     return math.sqrt(2 * writing * mtbf)

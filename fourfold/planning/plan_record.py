@@ -18,7 +18,6 @@ from fourfold.planning.calibration.machine_constants import (
 from fourfold.planning.cost.optimizer_cost import saved_bytes
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.request import Request
-from fourfold.planning.scaling import ScalingPoint, scaling_curve
 from fourfold.planning.search.explain import explain
 from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import Plan, Prediction, make_plan, predict
@@ -26,33 +25,33 @@ from fourfold.planning.search.space import refusal
 from fourfold.planning.search.within_error import WithinError, layouts_within_error
 
 TALLEST = 5
-"""Charts show the run file's own layout only if its step time is at most this many times the best layout's."""
+"""Charts show the run file's layout only if its step time is at most this many times the best layout's step time."""
 
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """A plan, the request that it answers, and the extras that the options ask for."""
+    """A plan, the request that it answers, and the results that the options add."""
 
     request: Request
     plan: Plan
     own: Prediction | None
-    """The prediction for the run file's own layout."""
+    """The prediction for the run file's layout. None without a run file, or if the layout is illegal."""
     own_refused: str
-    """Reason why the run file's own layout is illegal. Empty if it is legal."""
+    """Reason why the run file's layout is illegal. Empty if it is legal, or without a run file."""
     explanation: dict[str, Any] | None
     costs: Costs | None
     extrapolation: list[str]
-    """Features of the best layout that are outside the calibrated range."""
+    """Features of the best layout's workload that are outside the calibrated range of the machine, each with the
+    range."""
     interval_factors: tuple[float, float] | None
-    """Factors on the predicted seconds that give the 5th and the 95th percentile of measured seconds. None on a machine
-    that the user calibrated."""
+    """Factors on predicted seconds that give the 5th and the 95th percentile of measured seconds. None on a machine
+    that the user calibrated, because the factors come from fourfold's calibration."""
     within_error: WithinError
-    """The best layouts, whose predicted times differ by less than the planner's error."""
-    curve: list[ScalingPoint]
-    """The strong-scaling curve around the requested number of GPUs. Only the HTML page shows it."""
+    """The layouts that are too close to the best one to tell apart, given the planner's error."""
 
     def labeled(self) -> list[tuple[str, Prediction]]:
-        """Return the ranked layouts with their ranks as labels, and the run file's own layout."""
+        """Return the ranked layouts with their ranks as labels, followed by the run file's layout if it has a
+        prediction."""
         ranked = [(str(rank), prediction) for rank, prediction in enumerate(self.plan.ranked, start=1)]
         if self.own is None:
             return ranked
@@ -60,24 +59,24 @@ class PlanRecord:
 
     @property
     def own_label(self) -> str:
-        """Return the name of the run file's own layout in tables. The name includes the layout's number of GPUs, if it
-        differs from the requested number."""
+        """Return the label of the run file's layout in tables. It includes the layout's number of GPUs if this differs
+        from the requested number."""
         if self.own is None or self.own.gpus == self.request.gpus:
             return "yours"
         return f"yours, on {self.own.gpus} GPU{'s' if self.own.gpus > 1 else ''}"
 
     @property
     def is_own_drawn(self) -> bool:
-        """Return whether charts show the run file's own layout.
-
-        They leave out a layout whose step is so long that the bars of all other layouts would be too small to read.
-        """
+        """Return whether charts show the run file's layout: it has a prediction for the requested number of GPUs, and
+        its step takes at most ``TALLEST`` times as long as the best layout's. A longer bar would make all other bars
+        too small to read."""
         own = self.own
         return own is not None and own.gpus == self.request.gpus and own.seconds <= TALLEST * self.plan.best.seconds
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Return the 5th and the 95th percentile of the best layout's step seconds."""
+        """Return the 5th and the 95th percentile of the best layout's step time in seconds, or None without
+        ``interval_factors``."""
         if self.interval_factors is None:
             return None
         low, high = self.interval_factors
@@ -107,17 +106,22 @@ def plan_request(
     top: int,
     tokens: float | None,
     explained: bool,
-    for_page: bool = False,
     watch: Callable[[int, int], None] | None = None,
 ) -> PlanRecord:
     """Plan the request, and explain the plan if ``explained`` is set.
 
     Args:
-        for_page: Whether to also compute the scaling curve, which only the HTML page shows.
-        watch: See ``search``.
+        request: The model, its step, and the number of GPUs.
+        machine_name: Name of a built-in machine, or path of a machine file.
+        limit_settings: Limits of the search, as ``limits.parse_limits`` reads them.
+        top: Number of layouts to return.
+        tokens: Number of tokens to train on, to compute costs. None computes no costs.
+        explained: Whether to explain why the best layout is the fastest.
+        watch: Called with the number of finished layouts and the number of all layouts.
 
     Raises:
-        UserError: No layout is legal and fits.
+        UserError: ``tokens``, the machine, or a limit is invalid, no layout is legal and fits, or the GPUs fail too
+            often to train.
     """
     if tokens is not None and not 0 < tokens < float("inf"):
         raise UserError(f"--tokens {tokens:g} must be a number above 0, such as 2e12")
@@ -127,9 +131,6 @@ def plan_request(
     best = plan.best
     refused = "" if request.own is None else refusal(request.own, machine)
     own = None if request.own is None or refused else predict(request.own, machine, constants)
-    factors = (0.25, 0.5, 1, 2, 4) if for_page else ()
-    sizes = [int(request.gpus * factor) for factor in factors if request.gpus * factor >= 1]
-    curve = scaling_curve(request.base, machine, constants, sizes, False, limits, known=plan)
     factor = shipped_order_factor()
     saved = float(saved_bytes(request.base, num_parameters(request.model)))
     return PlanRecord(
@@ -142,5 +143,4 @@ def plan_request(
         extrapolation=outside_calibrated_range(machine, best.work),
         interval_factors=shipped_interval(machine),
         within_error=layouts_within_error(plan, factor),
-        curve=curve,
     )

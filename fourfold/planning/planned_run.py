@@ -17,15 +17,15 @@ from fourfold.run_file.dump import to_toml
 from fourfold.run_file.load import make_run
 
 REPLACED = ("schedule", "stages_per_rank", "layers_per_stage", "cp_method")
-"""Keys of [parallel] that a plan overwrites, apart from the axes: other choices of the plan, and keys whose values
+"""Keys of [parallel] that are dropped from the user's run file, because the plan chooses them or because their values
 depend on the axes."""
 
 
 def planned_run(request: Request, layout: Prediction) -> RunConfig:
-    """Return a run with a planned layout.
+    """Return a run with a planned layout, and with the batch and the sequence length that it was planned for.
 
-    All other keys come from the request's run file. Without a run file, they have their defaults, with built-in text as
-    data.
+    Precision and optimizer come from the request, if it sets them. All other keys come from the request's run file.
+    Without a run file, they have their defaults, and the data is built-in text.
     """
     table: dict[str, Any] = {
         "name": request.name,
@@ -57,9 +57,10 @@ def planned_run(request: Request, layout: Prediction) -> RunConfig:
 
 
 def rate_to_choose(request: Request) -> str | None:
-    """If the request replaces the optimizer, return a warning: the learning rate was chosen for another optimizer.
+    """Return a warning if the request switches to or from Lion, because the learning rate was chosen for the other
+    optimizer. Return None otherwise.
 
-    AdamW and Muon use the same rate (docs/optimizers.md).
+    AdamW and Muon use the same learning rate (docs/optimizers.md), so a switch between these two needs no warning.
     """
     before = OptimizerConfig() if request.run is None else request.run.optimizer
     if request.optimizer is None or (request.optimizer == "lion") == (before.name == "lion"):
@@ -69,9 +70,9 @@ def rate_to_choose(request: Request) -> str | None:
 
 
 def write_run(path: Path, request: Request, layout: Prediction) -> None:
-    """Write the run file of a planned layout. Comments tell the user what is left to choose.
+    """Write the run file of a planned layout. Its comments tell the user what is left to choose.
 
-    If the user's run file sets no checkpoint interval, and the machine file says how often GPUs fail, the written file
+    If the user's run file sets no checkpoint interval, and the machine file has ``mtbf_gpu_hours``, the written file
     gets the interval that loses the least time to failures and checkpoints.
     """
     comment = f"# Planned for {request.gpus} GPUs of {layout.machine.name}: {layout.seconds:.3g} s a step.\n"

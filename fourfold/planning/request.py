@@ -12,19 +12,20 @@ from fourfold.config.presets import with_preset
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import QUANTIZED, model_of, read_config
-from fourfold.planning.run_workload import workload_of, workload_of_model
+from fourfold.planning.run_workload import check_predicted, workload_of, workload_of_model
 from fourfold.planning.search.space import LIMITED, MOST_GPUS
 from fourfold.planning.workload import OPTIMIZERS, Workload
 from fourfold.run_file.load import load_run
 
 STEP_TOKENS = 4 << 20
-"""Number of tokens in a step if ``--global-batch`` is not given. This is a common size for models with billions of
-parameters."""
+"""Approximate number of tokens per step if ``--global-batch`` is not given. This is a common size for models with
+billions of parameters."""
 LONGEST_DEFAULT = 8192
-"""Length of a sequence in tokens if ``--seq`` is not given and the model's own context is longer."""
+"""Largest default of ``--seq``, in tokens. Models with a shorter context use their context length."""
 LARGEST = {"--gpus": MOST_GPUS, "--seq": 1 << 26, "--global-batch": (1 << 31) - 1}
-"""Largest value of each option. Beyond it, a layout's sizes do not fit into the 32 bits that the search uses."""
+"""Largest value of each option. Larger values could overflow the 32-bit integers that the search uses."""
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8": 8}
+"""The ``Step.bits`` of each value of ``--precision``."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,15 @@ class Request:
     """The model and its step, on a grid of one process."""
     gpus: int
     own: Workload | None
-    """The run file's own layout, if there is one."""
+    """The workload of the run file's layout. None without a run file."""
     run: RunConfig | None
+    """The run file. None if a model was given instead."""
     precision: str | None
+    """A key of ``BITS``. None if the option is not given."""
     optimizer: str | None
+    """One of ``OPTIMIZERS``. None if the option is not given."""
     note: str | None = None
-    """Notes for the user about the model's file."""
+    """A note for the user about the model's config.json. None if there is nothing to say."""
 
 
 def request_from_options(
@@ -58,13 +62,13 @@ def request_from_options(
     """Make the request from the options of ``fourfold plan``.
 
     Args:
-        model: A preset, a config.json, or its folder. Give this or ``run_file``.
-        run_file: A run file, whose model and step are planned.
+        model: Name of a preset, or path of a config.json or its folder. Give either this or ``run_file``.
+        run_file: Path of a run file. Its model and step are planned.
         overrides: Overrides of the run file, ``section.key=value``.
         gpus: Number of GPUs. Default: the run file's number of processes.
         seq: Number of tokens per sequence. Default: the run file's, or the model's context length, but at most 8,192.
-        batch: Number of sequences per step. Default: the run file's. Without a run file, the number that has about 4M
-            tokens.
+        batch: Number of sequences per step. Default: the run file's. Without a run file, about 4M tokens' worth of
+            sequences, a multiple of ``gpus``.
         precision: A key of ``BITS``, such as "bf16". Default: the run file's, or "bf16".
         optimizer: One of ``OPTIMIZERS``. Default: the run file's, or "adamw".
 
@@ -72,7 +76,7 @@ def request_from_options(
         The request.
 
     Raises:
-        UserError: Options contradict each other or are out of range, or a file cannot be read.
+        UserError: Options are missing, contradict each other, or are out of range, or a file is missing or invalid.
     """
     if (model is None) == (run_file is None):
         raise UserError("give either --model (a preset, a config.json or its folder) or a run file")
@@ -99,6 +103,7 @@ def request_from_options(
         sizes, name, note = _load_model(model, precision or "bf16")
         seq = seq or min(sizes.max_position_embeddings, LONGEST_DEFAULT)
         batch = batch or max(1, round(STEP_TOKENS / seq / gpus)) * gpus
+        check_predicted(sizes)
         base = workload_of_model(sizes).but(seq_length=seq, global_batch_size=batch)
     changes: dict[str, int] = {}
     changes |= {"seq_length": seq} if seq else {}
@@ -116,7 +121,7 @@ def request_from_options(
 
 
 def training_keys(precision: str) -> dict[str, str]:
-    """Return the keys of [training] for a precision of ``BITS``."""
+    """Return the keys of the run file's [training] section that set a precision of ``BITS``."""
     if precision == "fp8":
         return {"precision": "bf16", "float8": "tensorwise"}
     return {"precision": precision, "float8": "none"}
@@ -134,6 +139,6 @@ def _load_model(name: str, precision: str) -> tuple[ModelConfig, str, str | None
         return ModelConfig.model_validate(with_preset({"preset": name}, "--model")), name, None
     folder = path if path.is_dir() else path.parent
     config, note = read_config(path), None
-    if config.pop(QUANTIZED, None):  # This key only changes how weights are stored. The trained model is the same.
+    if config.pop(QUANTIZED, None):  # This key only says how weights are stored. It does not change the model to train.
         note = f"{name} has quantized weights ({QUANTIZED}): the plan trains in {precision}, or as --precision says"
     return model_of(config, name), folder.resolve().name, note

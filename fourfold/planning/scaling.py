@@ -1,4 +1,4 @@
-"""Compute a model's scaling curve. The model is planned again at each number of GPUs."""
+"""Compute a model's scaling curve, by planning the model at each number of GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from fourfold.errors import UserError
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.search.plan import Plan, Prediction, make_plan
+from fourfold.planning.search.plan import Prediction, make_plan
 from fourfold.planning.search.space import MOST_GPUS, SearchLimits
 from fourfold.planning.workload import Workload
 
@@ -20,16 +20,16 @@ class ScalingPoint:
 
     gpus: int
     best: Prediction | None
-    """The fastest layout. None if no layout fits."""
+    """The prediction for the fastest layout. None if no layout is legal and fits."""
     efficiency: float | None
-    """Number of tokens per second per GPU, relative to the first size that fits."""
+    """Tokens per second per GPU, relative to the first point that has a layout. None if no layout fits."""
     why_not: str
-    """Reason why no layout fits. Empty if a layout fits."""
+    """Reason why there is no layout. Empty if there is one."""
 
     @property
     def pflops(self) -> tuple[float, float]:
-        """Return two numbers for the PFLOP/s of all GPUs. The first counts model FLOPs, as MFU does. The second counts
-        FLOPs as Megatron-LM and most published figures do."""
+        """Return the PFLOP/s of all GPUs, counted in two ways: model FLOPs, as in MFU, and FLOPs as Megatron-LM and
+        most publications count them. ``best`` must not be None."""
         assert self.best is not None
         return self.best.pflops(self.best.work.model_flops()), self.best.pflops(self.best.work.megatron_flops())
 
@@ -44,13 +44,13 @@ class ScalingPoint:
 
 
 def sizes_of(text: str) -> list[int]:
-    """Return the numbers of GPUs that a text lists.
+    """Parse a list of GPU counts.
 
     Args:
-        text: ``512:32768`` (doubling from the first number to the last), or a list such as ``8,24,64``.
+        text: ``512:32768`` (512, then doubled as long as the count is at most 32,768), or a list such as ``8,24,64``.
 
     Raises:
-        UserError: The text has another form, or a number is out of range.
+        UserError: The text has another form, or a count is below 1 or above ``MOST_GPUS``.
     """
     try:
         ends = [int(part) for part in text.split(":" if ":" in text else ",")]
@@ -74,20 +74,18 @@ def scaling_curve(
     weak: bool,
     limits: SearchLimits | None = None,
     watch: Callable[[int, int], None] | None = None,
-    known: Plan | None = None,
 ) -> list[ScalingPoint]:
-    """Plan again at each size.
+    """Plan the model at each number of GPUs.
 
     Args:
-        base: The model and its step at the first size.
+        base: The model and its step at the first number of GPUs.
         machine: The machine.
         constants: The machine's constants.
-        sizes: Numbers of GPUs.
+        sizes: GPU counts to plan for.
         weak: Whether the batch grows with the number of GPUs (weak scaling). Otherwise it stays the same (strong
             scaling).
         limits: Limits of the search.
         watch: Called with the number of finished sizes and the number of all sizes.
-        known: An existing plan of ``base`` for one of the sizes, with the same limits (strong scaling only).
     """
     points: list[ScalingPoint] = []
     first: tuple[int, float] | None = None
@@ -96,10 +94,7 @@ def scaling_curve(
             watch(done, len(sizes))
         batch = base.step.global_batch_size * gpus // sizes[0] if weak else base.step.global_batch_size
         try:
-            if known is not None and known.gpus == gpus:
-                best = known.best
-            else:
-                best = make_plan(base.but(global_batch_size=batch), machine, constants, gpus, 1, limits).best
+            best = make_plan(base.but(global_batch_size=batch), machine, constants, gpus, 1, limits).best
         except UserError as error:
             points.append(ScalingPoint(gpus, None, None, str(error)))
             continue

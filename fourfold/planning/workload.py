@@ -1,5 +1,5 @@
-"""Describe workloads to predict: models, layouts, steps, and programs, as arrays with one entry per case. x, y, z, dp,
-cp, pp, and ep are the axes of the grid."""
+"""Describe the workloads to predict: models, layouts, steps, and training frameworks. Their fields can be arrays with
+one entry per case. x, y, z, dp, cp, pp, and ep are the axes of the grid."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from fourfold.planning.model_shape import ModelShape
 from fourfold.planning.program_flags import OWN_PROGRAM, Program
 
 RECOMPUTE = ("none", "selective", "full")
-"""Values of ``Layout.recompute``: the backward pass recomputes parts of a block (selective) or all of it (full)."""
+"""Names of the recompute modes, indexed by ``Layout.recompute``. The backward pass recomputes nothing, parts of a block
+(selective), or all of it (full)."""
 
 SCHEDULES = (
     "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",
 )  # fmt: skip
-"""Values of ``Layout.schedule``. With several chunks per stage, 1F1B becomes Interleaved1F1B."""
+"""Names of the pipeline schedules, indexed by ``Layout.schedule``. With several stages per rank, 1F1B becomes
+Interleaved1F1B."""
 
 OPTIMIZERS = ("adamw", "muon", "lion")
-"""Values of ``Step.optimizer``."""
+"""Names of the optimizers, indexed by ``Step.optimizer``."""
 
 CP_METHODS = ("gathered", "ring", "ulysses")
-"""Values of ``Layout.cp_method``: all-gather keys and values (other programs), a ring, or exchange heads for tokens."""
+"""Names of the context-parallel methods, indexed by ``Layout.cp_method``: all-gather keys and values (only in
+frameworks other than fourfold), pass them around a ring, or exchange heads for tokens (Ulysses)."""
 
 
 @dataclass(frozen=True)
 class Layout(ArrayFields):
-    """How a model and its batch are divided over the GPUs, with the choices of a layout."""
+    """How a model and its batch are divided over the GPUs, and what is recomputed."""
 
     x: Number = 1
     y: Number = 1
@@ -39,13 +42,13 @@ class Layout(ArrayFields):
     cp: Number = 1
     pp: Number = 1
     ep: Number = 1
-    """The experts are divided over this many neighboring ranks of dp · cp · z."""
+    """The experts are divided over this number of neighboring ranks of dp · cp · z."""
     stages_per_rank: Number = 1
-    """Number of stages (chunks of layers) per pipeline rank."""
+    """Number of stages (groups of consecutive layers) per pipeline rank."""
     schedule: Number = 0
     """Index into ``SCHEDULES``."""
     zero: Number = 0
-    """The ZeRO stage over dp · cp."""
+    """ZeRO stage of the ranks of dp · cp."""
     cp_method: Number = 0
     """Index into ``CP_METHODS``."""
     micro_batch_size: Number = 1
@@ -57,9 +60,9 @@ class Layout(ArrayFields):
     recompute_every: Number = 1
     """Only every n-th block recomputes."""
     offload: Flag = False
-    """Whether full recompute keeps the inputs of blocks in host memory."""
+    """Whether full recompute stores the inputs of blocks in host memory."""
     end_layers: Number = 0.0
-    """When layers are divided into stages, the embedding and the head each count as this number of layers."""
+    """Number of layers that the embedding and the head each count as when layers are divided into stages."""
     layers_per_stage: tuple[int, ...] | None = None
     """Number of layers in each stage, if a run file sets it. Only for a single layout."""
 
@@ -69,18 +72,18 @@ class Layout(ArrayFields):
 
     @property
     def shards(self) -> Number:
-        """Return the number of ranks that hold different shards of one tile of a weight: z, times dp · cp if ``zero``
-        shards too. (The tensor axes x and y cut a weight into tiles.)"""
+        """Return the number of ranks that hold different shards of one tile of a weight: z, or z · dp · cp if ``zero``
+        shards weights or states too. (The tensor axes x and y cut a weight into tiles.)"""
         return self.z * np.where(self.zero > 0, self.dp * self.cp, 1)
 
     @property
     def split_backward(self) -> Flag:
-        """Return whether weight gradients are computed separately from input gradients."""
+        """Return whether the schedule computes weight gradients separately from input gradients, and later."""
         return _is_one_of(self.schedule, SPLIT_BACKWARD) & (np.asarray(self.pp) > 1)
 
     @property
     def in_rounds(self) -> Flag:
-        """Return whether the schedule runs micro-batches in rounds of pp."""
+        """Return whether the schedule runs micro-batches in rounds of pp micro-batches."""
         return _is_one_of(self.schedule, IN_ROUNDS) & (np.asarray(self.pp) > 1)
 
     @property
@@ -101,38 +104,38 @@ class Layout(ArrayFields):
 
 @dataclass(frozen=True)
 class Step(ArrayFields):
-    """Batch and precision of one optimizer step."""
+    """Batch, precision, and optimizer of one training step."""
 
     seq_length: Number = 1
     """Number of tokens per sequence."""
     global_batch_size: Number = 1
     """Number of sequences in the global batch."""
     bits: Number = 16
-    """Precision of the computation in bits: 16 or 32. With 8, matmuls run in FP8 and everything else in 16 bits."""
+    """Bits of the computation's precision: 16 or 32. With 8, matmuls run in FP8 and everything else in 16 bits."""
     reduce_bytes: Number = 4
-    """Bytes per gradient entry in sums over micro-batches and over ranks."""
+    """Bytes per gradient entry while gradients are summed over micro-batches and ranks."""
     weight_bytes: Number = 4
-    """Bytes per entry of a stored weight. A complete gradient has at least as many bytes per entry."""
+    """Bytes per entry of a stored weight. Once a gradient is fully summed, it has at least as many bytes per entry."""
     moment_bytes: Number = 4
-    """Bytes per entry of each of the optimizer's moments."""
+    """Bytes per entry of each optimizer moment."""
     optimizer: Number = 0
     """Index into ``OPTIMIZERS``."""
     averaged: Flag = False
-    """Whether a 32-bit moving average of the weights is kept."""
+    """Whether the run stores a 32-bit moving average of the weights."""
     capacity: Number = 0.0
-    """An expert takes at most this many times its equal share of the tokens. 0 sets no limit."""
+    """Capacity factor: an expert processes at most this many times its equal share of the tokens. 0 sets no limit."""
     imbalance: Number = 1.0
-    """Number of tokens of the ep rank with the most tokens, divided by the mean."""
+    """Number of tokens on the ep rank with the most tokens, divided by the mean over the ep ranks."""
 
     @property
     def item_bytes(self) -> Number:
-        """Return the bytes per entry of an activation, or of a weight that is in use."""
+        """Return the bytes per entry of an activation, or of a weight that a layer computes with."""
         return np.maximum(self.bits, 16) / 8
 
 
 @dataclass(frozen=True)
 class Workload(ArrayFields):
-    """One optimizer step. Every field of its four parts is a number or an array [n] of numbers."""
+    """One training step. Every field of its four parts is a scalar or an array [n], except ``layers_per_stage``."""
 
     model: ModelShape
     layout: Layout = Layout()
@@ -147,7 +150,8 @@ class Workload(ArrayFields):
         return replace(self, **{part: replace(getattr(self, part), **values) for part, values in parts.items()})
 
     def point(self, index: int | np.ndarray) -> Self:
-        """Return one case, with plain Python numbers instead of NumPy's narrow ones."""
+        """Return one case. The layout's fields become Python numbers, which cannot overflow as NumPy's 32-bit integers
+        do."""
         point = self.take(np.array(index))
         numbers = {name: value.item() for name, value in vars(point.layout).items() if isinstance(value, np.generic)}
         return point.but(**numbers)
@@ -156,18 +160,19 @@ class Workload(ArrayFields):
     def micro_batches(self) -> Number:
         """Return the number of micro-batches that one rank runs in a step."""
         layout = self.layout
-        # Divide twice, because the product of all three sizes may exceed 32 bits.
+        # Divide twice, because the product of all three sizes can overflow 32 bits.
         return self.step.global_batch_size / layout.micro_batch_size / (layout.z * layout.dp)
 
     @property
     def active_parts(self) -> Number:
-        """Return the number of batch parts that take turns. It is one if nothing is split over x and y."""
+        """Return the number of batch parts that take turns. It is 1 if x = y = 1, because there are no collectives to
+        hide."""
         return np.where(self.layout.x * self.layout.y > 1, self.layout.batch_parts, 1)
 
     @property
     def sequences_per_part(self) -> Number:
-        """Return the number of sequences in one batch part. If there are too few sequences to divide, this is the
-        number of all sequences."""
+        """Return the number of sequences in one batch part. If the sequences cannot be divided evenly, every part holds
+        some tokens of all sequences, so return the number of all sequences."""
         whole = self.layout.micro_batch_size
         return np.where(whole % self.active_parts == 0, whole // self.active_parts, whole)
 
@@ -179,25 +184,26 @@ class Workload(ArrayFields):
 
     @property
     def parts_cross_blocks(self) -> Flag:
-        """Return whether batch parts can be in two blocks at the same time. Recomputed blocks wait for all parts."""
+        """Return whether batch parts can be in two blocks at the same time. With full recompute, each block waits for
+        all parts."""
         return (self.active_parts > 1) & np.not_equal(self.layout.recompute, RECOMPUTE.index("full"))
 
     @property
     def tokens(self) -> Number:
-        """Return the number of tokens of a micro-batch on one rank, after the ranks of the tensor axis x have gathered
-        them."""
+        """Return the number of tokens of a micro-batch that one rank computes with after an all-gather over the tensor
+        axis x."""
         return self.layout.micro_batch_size * self.step.seq_length / self.layout.cp
 
     @property
     def block_weights(self) -> Number:
-        """Return the mean number of matrix entries of a block (without experts) on one rank, times x·y. It counts the
-        projections to latents x times, because the ranks of x hold copies of them.
-        """
+        """Return the mean number of weight entries in the matrices of a block (without experts) on one rank, times x ·
+        y. Projections to latents count x times, because each rank of x holds a copy of them."""
         return self.model.block_weights + (self.layout.x - 1) * self.model.hidden_size * self.model.latents
 
     @property
     def table_weights(self) -> Number:
-        """Return the entries of embedding and head on a rank that has them: one table if tied, or in a pipeline."""
+        """Return the number of weight entries of embedding and head on a rank that has one of them: one weight if the
+        two are tied or if pp > 1, and two weights otherwise. (Not yet divided by x · y.)"""
         both = np.equal(self.layout.pp, 1) & ~np.asarray(self.model.tie_word_embeddings, bool)
         return self.model.padded_vocab_size * self.model.hidden_size * np.where(both, 2, 1)
 
@@ -207,23 +213,30 @@ class Workload(ArrayFields):
 
     @property
     def token_matrices(self) -> Number:
-        """Return the number of matrix entries that a token is multiplied by, in the blocks and in the padded head."""
+        """Return the number of weight entries in matrices that a token is multiplied by, in all blocks and in the
+        padded head."""
         gates = self.model.sparse * self.model.shared_expert_gate * self.model.hidden_size
         head = self.model.padded_vocab_size * self.model.hidden_size
         return self.model.num_hidden_layers * (self.model.active_weights + gates) + head
 
     @property
     def token_attention(self) -> Number:
-        """Return the FLOPs of one token's attention over the keys that it sees, in the forward of all blocks."""
+        """Return the FLOPs of one token's attention over the keys that it sees, in the forward of all blocks.
+
+        With linear attention, a token multiplies each entry of a state three times: for its key's value, for its
+        update, and for its output.
+        """
         features = 2.0 * (self.model.queries + self.model.values)
-        return self.model.num_hidden_layers * self.model.keys_seen(self.step.seq_length) * features
+        states = 6.0 * self.model.linear * self.model.linear_states
+        return self.model.num_hidden_layers * (self.model.keys_seen(self.step.seq_length) * features + states)
 
     def model_flops(self) -> Number:
-        """Return the model FLOPs of a step: three forward passes without recompute. MFU in plans and logs uses them."""
+        """Return the model FLOPs of a step: three times the forward pass, without recompute. MFU in plans and logs uses
+        this count."""
         return self.tokens_per_step * 3 * (2 * self.token_matrices + self.token_attention)
 
     def hardware_flops(self) -> Number:
-        """Return the model FLOPs of a step plus the FLOPs that the layout recomputes. HFU uses them."""
+        """Return the model FLOPs of a step plus the FLOPs that the layout recomputes. HFU uses this count."""
         model, recompute, attention = self.model, self.layout.recompute, self.token_attention
         last = self.program.recompute_stops_early * (1 - 1 * model.output_norms) * model.hidden_size * model.mean_inner
         full = 2 * model.num_hidden_layers * (model.active_weights - last) + attention
@@ -232,9 +245,9 @@ class Workload(ArrayFields):
         return self.model_flops() + self.tokens_per_step * again * self.layout.recomputing
 
     def megatron_flops(self) -> Number:
-        """Return the FLOPs as Megatron-LM counts them: always with full recompute and without a causal mask.
+        """Return the FLOPs of a step as Megatron-LM counts them: always with full recompute and without a causal mask.
 
-        Use this count only to compare with published figures (Narayanan et al. 2021, arXiv 2104.04473, equation 3).
+        Use this count only to compare with published results (Narayanan et al. 2021, arXiv 2104.04473, equation 3).
         """
         model = self.model
         attention = 16.0 * model.num_hidden_layers * self.step.seq_length * model.queries
@@ -244,7 +257,7 @@ class Workload(ArrayFields):
 
 PARTS = {"model": ModelShape, "layout": Layout, "step": Step, "program": Program}
 PART_OF = {field.name: part for part, kind in PARTS.items() for field in fields(kind)}
-"""Maps each field to the part of a workload that it belongs to."""
+"""For each field name, the part of a workload that the field belongs to."""
 assert len(PART_OF) == sum(len(fields(kind)) for kind in PARTS.values()), "fields of a workload have unique names"
 
 

@@ -1,4 +1,4 @@
-"""Read a run file, apply overrides, and turn every mistake into one sentence."""
+"""Read a run file, apply overrides, and report every mistake in one sentence."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fourfold.parsing import parse_toml
 from fourfold.untrusted_files import read_text_file
 
 NAMES_ELSEWHERE = tomllib.loads((files("fourfold.run_file") / "names_elsewhere.toml").read_text(encoding="utf-8"))
-"""Names that other frameworks use for our keys."""
+"""For each of fourfold's keys, the names that other frameworks use for it."""
 
 CLOSE_SPELLING = 0.75
-"""The message about an unknown key suggests a known key with at least this similarity. For example, seq_lenght and
-seq_length have 0.9, and streaming and train have 0.71."""
+"""An error message about an unknown key suggests a known key if their similarity (difflib) is at least this. For
+example, seq_lenght and seq_length have 0.9, and streaming and train have 0.71."""
 
 
 UNKNOWN = "extra_forbidden"
@@ -35,11 +35,11 @@ UNKNOWN = "extra_forbidden"
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the run that a TOML file and overrides describe.
+    """Load the run that a TOML file and overrides describe.
 
     Args:
         path: Path of the run file.
-        overrides: Texts ``section.key=value``, which replace values of the file.
+        overrides: Overrides of the file's values, as ``section.key=value``.
 
     Raises:
         UserError: The file cannot be read, or a key or value in it or in an override is wrong.
@@ -51,7 +51,8 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Return the tables of a run file without validating them. Raise ``UserError`` if the file is not valid TOML."""
+    """Return the content of a run file as nested tables, without validation. Raise ``UserError`` if the file cannot be
+    read or is not valid TOML."""
     text = read_text_file(path, "the run file", "give a TOML file")
     try:
         return parse_toml(text)
@@ -60,9 +61,11 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequence[str] = ()) -> RunConfig:
-    """Validate a run given as nested tables.
+    """Validate a run given as nested tables, and return it.
 
-    The message for a mistake names the override that sets the key, or ``where`` if no override does.
+    Raises:
+        UserError: A key or value is wrong. The message names the override that sets it, or ``where`` if no override
+            does.
     """
     table = dict(table)
     if isinstance(table.get("model"), dict):
@@ -86,7 +89,8 @@ def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequen
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
-    """Set one ``section.key=value``. The value is read as TOML, or as a string if it is not valid TOML."""
+    """Set ``section.key=value`` in nested tables. The value is parsed as TOML, or used as a string if it is not valid
+    TOML. Raise ``UserError`` if the override has another form."""
     key, equals, text = override.partition("=")
     *sections, name = key.strip().split(".")
     if not equals or not name:
@@ -115,8 +119,8 @@ def _sets(override: str, place: str, unknown: bool) -> bool:
 
 
 def _nearest(location: tuple[int | str, ...]) -> str:
-    """Suggest what an unknown key may have meant: its name in fourfold, the sections that have such a key, a key with a
-    similar spelling, or all keys."""
+    """Return a hint about an unknown key: its name in fourfold, the sections that have such a key, a key with a similar
+    spelling, or all keys of the section."""
     *sections, name = (str(part) for part in location if not isinstance(part, int))
     if (ours := next((ours for ours, theirs in NAMES_ELSEWHERE.items() if name in theirs), None)) is not None:
         return f"here it is called {ours}"

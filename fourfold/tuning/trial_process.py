@@ -17,7 +17,6 @@ LOG = "log.txt"
 """Name of the file in the trial's folder that gets everything that the trial prints."""
 SUBMISSION = "submission.txt"
 """Name of the file that gets the messages of a batch system if it refuses a trial."""
-PROC = Path("/proc")
 
 
 class TrialProcess(Protocol):
@@ -29,11 +28,6 @@ class TrialProcess(Protocol):
 
     def exit_code(self) -> int | None:
         """Return the exit code, or None while the trial runs."""
-        ...
-
-    def held_bytes(self) -> float | None:
-        """Return the largest number of bytes that one of the trial's processes has held so far, or None if it is
-        unknown."""
         ...
 
     def end(self) -> None:
@@ -63,9 +57,6 @@ class LocalTrial:
     def exit_code(self) -> int | None:
         return self._process.poll()
 
-    def held_bytes(self) -> float | None:
-        return max(map(_resident_bytes, _members(self._process.pid)), default=None)
-
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -76,27 +67,7 @@ def kernel_kills() -> int | None:
     """Return how many processes this machine's kernel has killed since boot because memory ran out, or None if
     unknown."""
     with contextlib.suppress(OSError):
-        for line in (PROC / "vmstat").read_text(encoding="ascii").splitlines():
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return None
-
-
-def _members(group: int) -> list[int]:
-    """Return the ids of the processes in a group. The result is empty if the machine has no /proc."""
-    found = []
-    for entry in PROC.iterdir() if PROC.is_dir() else ():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # The process has ended.
-                if os.getpgid(int(entry.name)) == group:
-                    found.append(int(entry.name))
-    return found
-
-
-def _resident_bytes(process: int) -> float:
-    """Return the peak memory of a process in bytes, or 0 if it has ended."""
-    with contextlib.suppress(OSError):
-        for line in (PROC / str(process) / "status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
-                return float(line.split()[1]) * 1024
-    return 0.0

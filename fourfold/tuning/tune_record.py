@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
@@ -38,7 +36,6 @@ class TrialRecord:
     knobs: dict[str, float]
     predicted_seconds: float
     """Predicted step time in seconds, with the constants that the search started with."""
-    predicted_bytes: float
     result: Result
     why: str
 
@@ -68,16 +65,9 @@ class TuneRecord:
     """Expected step time of the run file's own layout in seconds, according to the model that was fitted to all trials.
     None if this layout is not a candidate."""
     end: Proposal
-    error_before: float
-    """Root mean square of log(measured / predicted) over the trials, after subtracting the mean. Only this error
-    changes the order of the layouts."""
     held_out_error: float | None
     """Mean error of the calibrated planner on trials that were held out of the fit. None if no trials were held out."""
     files: dict[str, str]
-
-    def record(self) -> dict[str, Any]:
-        """Return the record as JSON values."""
-        return asdict(self)
 
 
 def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
@@ -93,7 +83,9 @@ def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
     best = best_of(search.subject.candidates, trials)
     if best is None:
         raise UserError(_nothing_done(search, trials, end))
-    fitted = _calibrated(search, base, [trial.number for trial in trials if trial.result.outcome == "done"])
+    done = [f"{trial.number:04d}" for trial in trials if trial.result.outcome == "done"]
+    metrics = [search.folder / TRIALS / number / RUN_FOLDER / METRICS_FILE for number in done]
+    fitted = fit_machine(metrics, base, search.folder.name)
     files = {"run file": search.folder / BEST_FILE, "machine file": search.folder / MACHINE_FILE}
     record = _record(search, trials, best, end, fitted, {name: str(path) for name, path in files.items()})
     comment = (
@@ -103,7 +95,7 @@ def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
     write_output(files["run file"], comment + to_toml(search.subject.run(best)))
     title = f"{base.name}, calibrated on {fitted.rows} trials of `fourfold tune`"
     write_output(files["machine file"], machine_toml(fitted.machine, title, base))
-    write_output(search.folder / RECORD_FILE, json.dumps(record.record(), indent=1) + "\n")
+    write_output(search.folder / RECORD_FILE, json.dumps(asdict(record), indent=1) + "\n")
     return record
 
 
@@ -143,7 +135,6 @@ def _record(
         own="" if own is None else layout_of(candidates, own),
         own_seconds=None if own is None else float(np.exp(belief.mean[own])),
         end=end,
-        error_before=_error_of_order(candidates, done),
         held_out_error=fitted.held_out["mean_abs_error"],
         files=files,
     )
@@ -157,7 +148,6 @@ def _trial_records(search: Search, trials: Sequence[Trial]) -> list[TrialRecord]
             layout_of(candidates, trial.index),
             {name: float(values[trial.index]) for name, values in candidates.knobs.items()},
             float(candidates.seconds[trial.index]),
-            float(candidates.needed[trial.index]),
             trial.result,
             search.ledger.reason(trial.number),
         )
@@ -175,12 +165,6 @@ def layout_of(candidates: Candidates, index: int) -> str:
     return describe_layout(candidates.point(index))
 
 
-def _calibrated(search: Search, base: Machine, numbers: list[int]) -> FittedMachine:
-    """Fit the constants to the finished trials."""
-    folders = [search.folder / TRIALS / f"{number:04d}" / RUN_FOLDER for number in numbers]
-    return fit_machine([folder / METRICS_FILE for folder in folders], base, search.folder.name)
-
-
 def _own_index(search: Search) -> int | None:
     """Return the index of the run file's own layout among the candidates."""
     own, candidates = search.subject.request.own, search.subject.candidates
@@ -190,10 +174,3 @@ def _own_index(search: Search) -> int | None:
     for name, values in candidates.knobs.items():
         same &= values == getattr(own.layout, name)
     return int(np.argmax(same)) if same.any() else None
-
-
-def _error_of_order(candidates: Candidates, done: Sequence[Trial]) -> float:
-    ratios = [
-        math.log(trial.result.seconds / candidates.seconds[trial.index]) for trial in done if trial.result.seconds
-    ]
-    return float(np.std(ratios))

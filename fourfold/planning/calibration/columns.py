@@ -1,5 +1,5 @@
-"""Define the columns of a table of measured training runs. One CSV line is one configuration with its step time or
-memory."""
+"""Define the columns of a table of measured training runs. Each line of the CSV file is one configuration with its
+measured step time or memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from fourfold.config.expected_values import mistake
-from fourfold.config.model import MOST_LAYERS
+from fourfold.config.model_keys import MOST_LAYERS
 from fourfold.planning.calibration.programs import PROGRAMS
 
 LARGEST = 1e12
-"""Upper bound of every number in a row."""
+"""Every number in a row must be below this bound."""
 
 
 def _whole(number: float) -> float:
@@ -41,7 +41,7 @@ Flag = Annotated[bool, BeforeValidator(_yes_or_no)]
 
 
 class MeasuredRow(BaseModel):
-    """One measured training run. None means that the source does not give the value."""
+    """One measured training run. A value is None if the source does not give it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -50,15 +50,16 @@ class MeasuredRow(BaseModel):
     source: str = "unnamed"
     """Name of the publication, or of your own series of measurements."""
     where: str = ""
-    """Place in the source: file and line, or table."""
+    """Where in the source the row comes from: file and line, or table."""
     system: str = ""
     """Name of the cluster."""
     notes: str = ""
-    """Text that no program reads."""
+    """Free text. fourfold does not read it."""
     derived: str = ""
-    """Names of columns whose values the source does not print. They were computed from values that it prints."""
+    """Names of columns whose values the source does not state, because they were computed from values that it
+    states."""
     complete: Flag = True
-    """`no` if the source leaves part of the configuration open. The errors of such rows are reported separately."""
+    """`no` if the source does not state the full configuration. The errors of such rows are reported separately."""
     doubt: str = ""
     """Why the measurement is doubtful. The errors of such rows are reported separately, and nothing is fitted to
     them."""
@@ -75,7 +76,7 @@ class MeasuredRow(BaseModel):
     model: str = ""
     """The model's name. Rows that differ only in layout (a sweep) have the same name."""
     architecture: Literal["dense", "moe", "hybrid"] = "dense"
-    """Kind of model: dense (`dense`), mixture-of-experts (`moe`), or a model that the planner does not predict
+    """Kind of model: dense (`dense`), mixture of experts (`moe`), or a model that the planner does not predict
     (`hybrid`), because it has latent attention or blocks other than attention and MLP."""
     layers: Count | None = Field(None, le=MOST_LAYERS)
     """Number of blocks."""
@@ -85,7 +86,7 @@ class MeasuredRow(BaseModel):
     """Width of the MLP. Default: 4 · hidden."""
     mlp: Literal["gelu", "sqrelu", "geglu", "swiglu"] = "gelu"
     """Type of the MLP. The planner also infers two properties from it that have no column. A model with `swiglu` has
-    rotary embeddings, and a model with `gelu` or `geglu` uses one table for embedding and head."""
+    rotary embeddings, and a model with `gelu` or `geglu` uses one weight for embedding and head."""
     heads: Count | None = None
     """Number of query heads."""
     kv_heads: Count | None = None
@@ -101,12 +102,12 @@ class MeasuredRow(BaseModel):
     shared_ffn_hidden: float = Field(0.0, ge=0, lt=LARGEST)
     """Inner width of the shared expert, a gated MLP."""
     dense_layers: float = Field(0.0, ge=0, lt=LARGEST)
-    """Number of an MoE model's blocks that have a dense MLP instead of experts. This MLP is ffn_hidden wide."""
+    """Number of blocks of an MoE model that have a dense MLP of width ffn_hidden instead of experts."""
     capacity_factor: Size | None = None
-    """Limit on the tokens of one expert, as a multiple of the tokens that it gets if all experts get equally many.
-    Default: no limit."""
+    """Capacity factor: largest number of tokens that one expert processes, as a multiple of its equal share. Default:
+    no limit."""
     vocab: Count | None = None
-    """Size of the vocabulary, with padding. Default: 51,200, GPT-2's vocabulary with padding."""
+    """Size of the vocabulary, including padding. Default: 51,200 (GPT-2's vocabulary, padded)."""
 
     seq_len: Count | None = None
     """Number of tokens per sequence."""
@@ -131,77 +132,78 @@ class MeasuredRow(BaseModel):
     """Whether each expert is split over tp. With `no`, no expert is split, and the experts are divided over the ranks
     of tp too."""
     dispatcher: Literal["alltoall", "deepep"] = "alltoall"
-    """How often a token is sent to a GPU that has several of its experts: once per expert (alltoall), or only once
-    (deepep, for DeepEP and HybridEP)."""
+    """How often a token is sent to a GPU that has several of the token's experts: once per expert (alltoall), or only
+    once (deepep, for DeepEP and HybridEP)."""
     fused_experts: Flag = False
-    """Whether the experts run as fused kernels. A matmul kernel then also computes the activation and rounds the result
+    """Whether the experts run as fused kernels. Then a matmul kernel also computes the activation and rounds the result
     to 8 bits, and the exchange delivers the tokens sorted by expert."""
     ep_overlap: Flag = False
-    """Whether matmuls of another micro-batch hide the exchange of tokens over ep."""
+    """Whether the matmuls of another micro-batch hide the exchange of tokens over ep."""
     cuda_graph: Literal["none", "blocks", "step"] = "none"
-    """What the host launches together: one kernel (none), all kernels of a block except the experts' kernels (blocks),
+    """What the host launches at once: one kernel (none), all kernels of a block except the experts' kernels (blocks),
     or all kernels of a step (step)."""
     seq_parallel: Flag | None = None
-    """Whether the residual stream is sharded over tp. Default: as in the program."""
+    """Whether the residual stream is sharded over tp (sequence parallelism). Default: as in the framework."""
     end_layers: Flag = False
-    """Whether the split into pipeline stages counts the embedding as one layer and the head as another layer."""
+    """Whether the embedding and the head each count as one layer when layers are divided into pipeline stages."""
 
     program: Annotated[str, AfterValidator(_program)]
-    """The training program. `planning/calibration/programs.toml` lists the names."""
+    """The training framework. `planning/calibration/programs.toml` lists the names."""
     sharding: Literal["none", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = "none"
-    """What data-parallel ranks shard. `hsdp` shards only within groups, by default within a node."""
+    """What the data-parallel ranks shard. With `hsdp`, they shard only within a group, by default within a node."""
     shard_group: Count | None = None
-    """Number of GPUs in a group of fsdp or hsdp. Default for fsdp: all."""
+    """Number of GPUs in a shard group of fsdp or hsdp. Default: all data-parallel ranks for fsdp, and the GPUs of a
+    node for hsdp."""
     recompute: Literal["none", "selective", "full"] | None = None
-    """Which activations the backward pass recomputes."""
+    """Which activations the backward pass recomputes: none, some (selective), or all activations of a block (full)."""
     recompute_what: Literal["attention", "ops", "layers"] = "attention"
-    """What selective recompute repeats: the core of attention (attention), some layers (layers), or half of the matmuls
-    and all other operations except the core of attention (ops, torchtitan's per-op mode)."""
+    """What selective recompute repeats: the attention core (attention), some layers (layers), or half of the matmuls
+    and all other operations except the attention core (ops, torchtitan's per-op mode)."""
     recompute_every: Count = 1.0
-    """Recompute only every n-th layer."""
+    """Only every n-th layer recomputes."""
     attention: Literal["flash", "flash2", "flash3", "cudnn", "unfused"] = "flash"
-    """The attention kernel: the program's usual fused kernel (flash), FlashAttention-2, FlashAttention-3, cuDNN's, or
-    several kernels that write the scores to memory (unfused)."""
+    """The attention kernel: the framework's usual fused kernel (flash), FlashAttention-2, FlashAttention-3, cuDNN's, or
+    separate kernels that write the scores to memory (unfused)."""
     compiled: Flag = False
     """Whether torch.compile fuses pointwise operations."""
     tp_overlap: Literal["none", "backward", "pieces"] | None = None
-    """Which computation hides tensor-parallel collectives: no computation (none), the weight gradients (backward), or
-    the weight gradients and the layer's own matmul, which then runs in pieces (pieces, as in AsyncTP and
-    tp_comm_overlap). Default: as in the program."""
+    """Which computation hides tensor-parallel collectives: none, the weight gradients (backward), or the weight
+    gradients and the layer's own matmul, which then runs in pieces (pieces, as in AsyncTP and tp_comm_overlap).
+    Default: as in the framework."""
     blocking: Flag = False
     """Whether the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)."""
 
     step_seconds: Size | None = None
     """Seconds of an optimizer step."""
     time_from: Literal["printed", "tokens", "flops"] = "printed"
-    """Where the step time comes from: the source prints it (printed), or it was computed from the source's tokens/s
+    """Where the step time comes from: the source states it (printed), or it was computed from the source's tokens/s
     (tokens) or FLOP/s (flops)."""
     memory_gb: Size | None = None
-    """Peak memory in 10⁹ bytes, on the GPU that uses the most."""
+    """Peak memory of the GPU that uses the most, in 10⁹ bytes."""
     memory_kind: Literal["device", "allocator"] = "allocator"
-    """What `memory_gb` is: all memory in use on the device, as nvidia-smi reports it (device), or the memory that
+    """What `memory_gb` measures: all memory in use on the device, as nvidia-smi reports it (device), or the memory that
     PyTorch's allocator has reserved (allocator)."""
     out_of_memory: Flag = False
     """`yes` if the run ran out of memory."""
     cp_method: Literal["gathered", "ring", "ulysses"] = "gathered"
-    """How cp splits attention: it gathers keys and values (gathered), passes them around a ring (ring), or exchanges
-    heads for tokens (ulysses)."""
+    """How the cp ranks share attention: they gather keys and values (gathered), pass them around a ring (ring), or
+    exchange heads for tokens (ulysses)."""
     tiled: Literal["none", "loss", "both"] = "none"
-    """What runs on one chunk of the tokens after another, to save memory: nothing (none), the loss (loss), or the loss
-    and the MLP (both). A chunk has as many tokens as the hidden size."""
+    """What processes one chunk of tokens at a time to save memory: nothing (none), the loss (loss), or the loss and the
+    MLP (both). A chunk has as many tokens as the hidden size."""
     offload: Literal["none", "inputs", "optimizer", "both"] = "none"
-    """Which tensors the program keeps in the host's memory: the inputs of recomputed blocks (inputs), or gradients,
-    optimizer states, and 32-bit weights (optimizer), or all of these (both)."""
+    """What is stored in host memory: nothing (none), the inputs of recomputed blocks (inputs), the gradients, optimizer
+    states, and 32-bit weights (optimizer), or all of these (both)."""
     loss: Literal["fused", "compiled", "eager"] | None = None
-    """How the loss reads 16-bit logits: directly (fused), with one 32-bit copy (compiled), or with a 32-bit tensor for
-    the copy, for the softmax, and for its gradient (eager). Default: as in the program."""
+    """How the loss computes with 16-bit logits: directly (fused), with one 32-bit copy (compiled), or with 32-bit
+    tensors for the copy, the softmax, and its gradient (eager). Default: as in the framework."""
 
     expert_bias: Flag = False
     """Whether the experts have biases (GPT-OSS)."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
-        """Refuse a combination that no program can have run."""
+        """Raise ``ValueError`` for a combination of values that no run can have."""
         for name, whole, unit, part in (
             ("hidden", self.hidden, "heads", self.heads),
             ("heads", self.heads, "kv_heads", self.kv_heads),
@@ -223,11 +225,11 @@ NEEDED = (
     "machine", "layers", "hidden", "heads", "seq_len", "global_batch", "micro_batch", "tp", "pp", "sharding",
     "recompute",
 )  # fmt: skip
-"""Columns that every table has. Cells of optional columns may be empty."""
+"""Columns that every table must have. In columns that are only needed for predictions, cells may be empty."""
 
 
 def check_header(names: list[str]) -> str | None:
-    """Return a sentence that says what is wrong with the names of a table's columns, or None if they are correct."""
+    """Return what is wrong with the column names of a table, for an error message. Return None if they are correct."""
     known = MeasuredRow.model_fields
     if missing := [name for name in NEEDED if name not in names]:
         hint = "; its columns must be separated by commas" if any(";" in name for name in names) else ""
@@ -242,7 +244,8 @@ def check_header(names: list[str]) -> str | None:
 
 
 def parse_cells(cells: Mapping[str, str]) -> MeasuredRow:
-    """Make a row from its nonempty cells. Raise ``ValueError`` with a sentence that names the column."""
+    """Parse the nonempty cells of a row. Raise ``ValueError`` with a sentence that names the column if a value is
+    missing or invalid."""
     try:
         return MeasuredRow.model_validate(cells)
     except ValidationError as error:

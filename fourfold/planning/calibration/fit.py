@@ -1,12 +1,13 @@
-"""Fit the planner's constants to measured steps, by a robust regression with priors and several levels.
+"""Fit the planner's constants to measured step times, with a robust hierarchical regression.
 
-The constants of a row are the medians of the priors, times exp(all + machine + source). The fit pulls each of the three
-terms (*levels*) towards zero. So if a machine or a source has few rows, its term stays close to zero. If it has none,
-its term is zero. Huber's loss limits the influence of outliers.
+The constants for a row are the medians of the priors, times exp(all + machine + source). The fit pulls each of these
+three terms (*levels*) towards 0. So the term of a machine or a source with few rows stays close to 0, and without rows
+it is 0. Huber's loss limits the influence of outliers.
 
-All rows of a source come from the same program, so they say little about other sources. Therefore the first fit assumes
-much noise, and n rows of a source have only the weight of sqrt(n) rows. A second fit assumes only the noise between
-runs. It predicts rows of a known source on a known machine. The difference between the two fits is a fourth level.
+The rows of a source come from the same experiments, so they say little about other sources. Therefore the first fit
+assumes large noise, and gives n rows of a source only the weight of √n rows. A second fit gives all rows the same
+weight and assumes only the noise between runs. It serves predictions for a known source on a known machine. The
+difference between the two fits is stored as a fourth level.
 """
 
 from __future__ import annotations
@@ -23,40 +24,48 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
 
 LEVEL_SPREAD = {"all": 0.5, "machine": 0.25, "source": 1.0}
-"""Spread of the logarithms at each level, in units of the prior's spread."""
+"""Prior standard deviation of each level's logarithms, in units of the constant's ``Prior.spread``."""
 NOISE_BETWEEN = 0.1
-"""Standard deviation of the logarithm of measured step times around the first fit, which all sources share."""
+"""Noise of the first fit: standard deviation of log(measured / predicted) for step times of all sources."""
 NOISE_WITHIN = 0.03
-"""The same for the second fit, of one source: variation between runs, and effects that the cost model omits."""
+"""Noise of the second fit: standard deviation of log(measured / predicted) for step times of one source. It covers the
+variation between runs, and effects that the cost model omits."""
 HUBER = 1.5
-"""Size of a residual, in standard deviations, beyond which the loss is linear."""
+"""Residuals above this number of standard deviations are penalized linearly instead of quadratically."""
 ITERATIONS = 25
+"""Largest number of Gauss–Newton steps."""
 STEP = 1e-4
-"""Step size in the logarithms for finite differences."""
+"""Step of the finite differences, in the logarithm of a constant."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Fitted constants, as logarithms of their ratio to the priors' medians."""
+    """Fitted constants, as logarithms of their ratios to the medians of the priors."""
 
     offsets: dict[str, np.ndarray] = field(default_factory=dict)
-    """The logarithms [constants] at each level: "all", "machine NAME", "source NAME", "known NAME on MACHINE"."""
+    """Logarithms [constants] of each level. The keys are "all", "machine NAME", "source NAME", and "known NAME on
+    MACHINE"."""
 
     def logs(self, machine: str, source: str) -> np.ndarray:
-        """Return the sum of the levels, [constants]. A level without rows counts as zero."""
+        """Return the sum of the levels that apply to a machine and a source, [constants]. A level without rows counts
+        as 0."""
         zero = np.zeros(len(NAMES))
         levels = (*levels_of(machine, source), known_level(machine, source))
         return sum((self.offsets.get(level, zero) for level in levels), zero)
 
     def constants(self, machine: str = "", source: str = "") -> Constants:
+        """Return the constants for a machine and a source. An empty name stands for a machine or source without
+        rows."""
         return moved(prior_constants(), self.logs(machine, source))
 
 
 def levels_of(machine: str, source: str) -> tuple[str, str, str]:
+    """Return the names of the levels of the first fit that apply to a row."""
     return ("all", f"machine {machine}", f"source {source}")
 
 
 def known_level(machine: str, source: str) -> str:
+    """Return the name of the level of a known source on a known machine."""
     return f"known {source} on {machine}"
 
 
@@ -64,7 +73,16 @@ def fit(
     work: Workload, machine: Machine, seconds: np.ndarray, machines: Sequence[str], sources: Sequence[str],
     known: bool = True,
 ) -> Calibration:  # fmt: skip
-    """Find the constants that make ``seconds`` most likely. If ``known`` is set, also fit each source on its own."""
+    """Fit the constants to measured step times.
+
+    Args:
+        work: The workloads of the rows.
+        machine: The machines of the rows.
+        seconds: The measured seconds per step [rows].
+        machines: The machine names of the rows.
+        sources: The source names of the rows.
+        known: Whether to also fit the fourth level, for known sources on known machines.
+    """
     counts = Counter(sources)
     weights = np.array([counts[source] ** -0.5 for source in sources])
     cases = (work, machine, seconds, machines, sources)
@@ -82,7 +100,7 @@ def _levels(
     work: Workload, machine: Machine, seconds: np.ndarray, machines: Sequence[str], sources: Sequence[str],
     row_weights: np.ndarray, noise: float,
 ) -> Calibration:  # fmt: skip
-    """Find the most likely levels by iteratively reweighted Gauss–Newton."""
+    """Find the most likely levels with iteratively reweighted Gauss–Newton steps."""
     keys = [levels_of(m, s) for m, s in zip(machines, sources, strict=True)]
     names = list(dict.fromkeys(key for row in keys for key in row))
     index = {name: i for i, name in enumerate(names)}
@@ -94,8 +112,8 @@ def _levels(
     precision = 1.0 / (levels[:, None] * spreads[None, :]) ** 2
     theta = np.zeros((len(names), len(NAMES)))
 
-    # For the finite differences, evaluate all rows and ten copies of them, one per shifted constant, in one call. This
-    # is quicker than eleven calls.
+    # For the finite differences, evaluate all rows and one copy of them per shifted constant in a single call. This is
+    # faster than one call per constant.
     again = np.tile(np.arange(len(seconds)), 1 + len(NAMES))
     moves = np.repeat(np.vstack([np.zeros(len(NAMES)), STEP * np.eye(len(NAMES))]), len(seconds), axis=0)
     repeated = work.take(again), machine.take(again)
@@ -104,7 +122,8 @@ def _levels(
         return np.asarray(np.log(step_seconds(work, machine, moved(prior_constants(), membership @ theta))))
 
     def predicted_and_slopes(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the predictions [rows] and their slopes [rows, constants]."""
+        """Return the logarithms of the predicted seconds [rows], and their derivatives by the logarithms of the
+        constants [rows, constants]."""
         logs = (membership @ theta)[again] + moves
         values = np.log(step_seconds(*repeated, moved(prior_constants(), logs))).reshape(-1, len(seconds))
         return values[0], (values[1:] - values[0]).T / STEP
@@ -136,12 +155,13 @@ def _levels(
 
 
 def from_table(table: dict[str, dict[str, float]]) -> Calibration:
-    """Read a calibration from a table of factors on the priors, by level and constant."""
+    """Create a calibration from factors on the priors, by level and constant."""
     return Calibration({key: np.log([factors[name] for name in NAMES]) for key, factors in table.items()})
 
 
 def to_toml(calibration: Calibration) -> str:
-    """Return the factors on the priors as TOML, by level and constant. ``from_table`` reads the parsed text."""
+    """Return a calibration as TOML, with factors on the priors by level and constant. ``from_table`` reads its
+    [constants] table."""
     lines = []
     for key, logs in calibration.offsets.items():
         factors = ", ".join(f"{name} = {factor:.4f}" for name, factor in zip(NAMES, np.exp(logs), strict=True))

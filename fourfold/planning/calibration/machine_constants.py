@@ -1,4 +1,5 @@
-"""Choose the constants for predictions on a machine, and check the range of workloads that they were fitted to."""
+"""Choose the constants for predictions on a machine, and check whether a workload is in the range that they were fitted
+to."""
 
 from __future__ import annotations
 
@@ -22,15 +23,16 @@ def _table() -> dict[str, Any]:
 
 @cache
 def shipped() -> Calibration:
-    """Return the calibration that comes with fourfold, fitted to the rows that come with fourfold
-    (docs/planner_validation.py)."""
+    """Return the calibration that comes with fourfold. docs/planner_validation.py fits it to the measured rows that
+    come with fourfold."""
     return from_table(_table()["constants"])
 
 
 def kind_of_extrapolation(machine: Machine) -> str | None:
-    """Return "known machine" if fourfold's own calibration has rows of this machine, and "new machine" otherwise.
+    """Return "known machine" if the calibration that comes with fourfold is fitted to rows of this machine, and "new
+    machine" otherwise.
 
-    Return None if the machine has constants from its own measurements.
+    Return None if the machine's file has fitted constants, because then that calibration is not used.
     """
     if is_calibrated(machine):
         return None
@@ -38,8 +40,11 @@ def kind_of_extrapolation(machine: Machine) -> str | None:
 
 
 def shipped_interval(machine: Machine) -> tuple[float, float] | None:
-    """Return two factors. With a probability of 90 %, the measured seconds are between the predicted seconds times the
-    first factor and the predicted seconds times the second."""
+    """Return two factors on the predicted seconds of a step. The measured seconds are between the two products with a
+    probability of 90 %.
+
+    Return None if the machine's file has fitted constants.
+    """
     kind = kind_of_extrapolation(machine)
     if kind is None:
         return None
@@ -48,14 +53,13 @@ def shipped_interval(machine: Machine) -> tuple[float, float] | None:
 
 
 def shipped_order_factor() -> float:
-    """Return the factor by which two predicted times must differ at least, so that the order of the measured times is
-    known (``error_intervals``)."""
+    """Return the ratio of two predicted times above which the measured times have the same order with a probability of
+    95 % (``order_factor`` in docs/validation_page/error_intervals.py)."""
     return float(_table()["order"]["factor"])
 
 
 def constants_for(machine: Machine) -> Constants:
-    """Return the constants in the machine's own file if it has any, or otherwise the constants that come with
-    fourfold."""
+    """Return the constants of the machine's file if it has any, and the constants that come with fourfold otherwise."""
     if not is_calibrated(machine):
         return shipped().constants(machine.name)
     logs = dict(machine.efficiency)
@@ -63,14 +67,14 @@ def constants_for(machine: Machine) -> Constants:
 
 
 def is_calibrated(machine: Machine) -> bool:
-    """Return whether ``fourfold machine calibrate`` measured or fitted the machine's constants."""
+    """Return whether the machine's file has its own constants, from ``fourfold machine calibrate``."""
     return bool(machine.efficiency)
 
 
 def range_features(work: Workload) -> dict[str, float]:
-    """Return the features of a workload that a calibration records.
+    """Return the features of a workload whose range a calibration records.
 
-    Predictions outside the range of the calibration's rows are extrapolations.
+    A prediction for a workload outside this range is an extrapolation.
     """
     layout, step = work.layout, work.step
     return {"gpus": float(layout.gpus), "hidden": float(work.model.hidden_size), "seq": float(step.seq_length),
@@ -78,8 +82,8 @@ def range_features(work: Workload) -> dict[str, float]:
 
 
 def outside_calibrated_range(machine: Machine, work: Workload) -> list[str]:
-    """Return each feature of ``work`` that is outside the calibrated range of the machine's constants, together
-    with this range."""
+    """Return a text for each feature of ``work`` that is outside the calibrated range of the machine's constants. The
+    text names the feature, its value, and the range."""
     values = range_features(work)
     return [
         f"{name} {values[name]:,.0f} (calibrated from {low:,.0f} to {high:,.0f})"

@@ -24,15 +24,17 @@ FOLDS = 5
 
 @dataclass(frozen=True)
 class FittedMachine:
-    """A machine with fitted constants."""
+    """A machine with fitted constants, and the quality of the fit."""
 
     machine: Machine
     rows: int
+    """Number of rows in the fit."""
     skipped: dict[str, int]
+    """Number of skipped rows by reason."""
     before: Statistics
-    """Error of predictions with the priors, on all rows."""
+    """Errors of predictions with the priors as constants, on all rows."""
     held_out: Statistics
-    """Cross-validation error on rows that were held out of the fit."""
+    """Cross-validation errors: each fold is predicted with constants fitted to the other folds."""
 
 
 def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) -> FittedMachine:
@@ -45,14 +47,16 @@ def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) 
         seed: Seed of the folds of the cross-validation.
 
     Returns:
-        The machine with fitted constants, and its errors before the fit and on held-out rows.
+        The machine with fitted constants, and the prediction errors before the fit and on held-out rows.
 
     Raises:
-        UserError: A file cannot be read, no row has a step time, or the rows are from several machines.
+        UserError: A file cannot be read or is invalid, no row can be fitted to, or a row is from a machine other than
+            ``base``.
     """
     rows, skipped = read_rows([path for path in paths if path.suffix == ".csv"])
     rows += [row_of_run(path, base) for path in paths if path.suffix != ".csv"]
-    # A machine file from the user describes the machine of all rows, even if the rows name other GPUs.
+    # If the user gives their own machine file, it describes the machine of all rows, even if the rows name another
+    # machine.
     own = base.name not in machine_names()
     rows = [replace(row, machine=base) if own or row.source == RUN_SOURCE else row for row in rows]
     rows = [replace(row, source=name) if row.source == RUN_SOURCE else row for row in rows]
@@ -72,8 +76,8 @@ def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) 
         out = set(order[fold::FOLDS].tolist())
         fitted = fit_rows([row for i, row in enumerate(rows) if i not in out])
         held_out += predict_rows([rows[i] for i in sorted(out)], fitted)
-    # The fit has three factors: for all machines, for this machine, and for the program. With only one program and one
-    # machine, their product is known, but not each factor. So the machine file gets the product.
+    # The fit has factors for all machines, for this machine, and for the source. A single machine and source determine
+    # only their product, so the machine file gets the product.
     sources = {row.source for row in rows}
     logs = calibration.logs(base.name, sources.pop() if len(sources) == 1 else "")
     values = [range_features(row.work) for row in rows]

@@ -1,4 +1,4 @@
-"""Use runs of fourfold as measurements: to fit constants, or to compute the error of a run's prediction."""
+"""Use runs of fourfold as measurements: fit constants to them, or compute the error of a run's prediction."""
 
 from __future__ import annotations
 
@@ -20,30 +20,34 @@ from fourfold.run_file.load import load_run
 from fourfold.untrusted_files import read_text_file
 
 WARM_UP = 3
-"""Number of steps that are left out at the start of a run, while compilers and allocators warm up."""
+"""Number of steps to skip at the start of a run, while compilers and allocators warm up."""
 RUN_SOURCE = "run"
-"""The source of rows that come from runs of fourfold."""
+"""Source name of rows that come from runs of fourfold."""
 
 
 @dataclass(frozen=True)
 class RunComparison:
-    """The prediction and the measurement of the first steps of a run."""
+    """Predicted and measured step time and memory of a run's first steps."""
 
     machine: str
     steps: int
+    """Number of measured steps, including the ``WARM_UP`` steps."""
     predicted_step_seconds: float
     measured_step_seconds: float
-    """Median of the measured step times, in seconds."""
+    """Median of the measured step times after the first ``WARM_UP`` steps, in seconds."""
     predicted_memory_bytes: int
+    """Predicted peak of the bytes that the first process allocates, without the runtime and the allocator's cache."""
     measured_memory_bytes: int | None
-    """Largest number of bytes that the first process had allocated. None if it was not measured."""
+    """Largest number of bytes that the first process has allocated. None if it was not measured."""
 
     @property
     def step_error(self) -> float:
+        """Return the relative error of the predicted step time."""
         return self.predicted_step_seconds / self.measured_step_seconds - 1
 
     @property
     def memory_error(self) -> float | None:
+        """Return the relative error of the predicted memory, or None if memory was not measured."""
         measured = self.measured_memory_bytes
         return None if measured is None else self.predicted_memory_bytes / measured - 1
 
@@ -51,7 +55,16 @@ class RunComparison:
 def compare_run(run: RunConfig, machine: Machine, seconds: Sequence[float], memory_bytes: int | None) -> RunComparison:
     """Compare a run's prediction with its measured step times and allocated bytes.
 
-    The memory of the runtime and the allocator is left out, because it cannot be measured inside the process.
+    The prediction excludes the memory of the runtime and the allocator's cache, because ``memory_bytes`` excludes it.
+
+    Args:
+        run: The run.
+        machine: The machine that the run used.
+        seconds: Seconds of each step, from the first step on. It needs more than ``WARM_UP`` entries.
+        memory_bytes: Largest number of bytes that the first process had allocated, or None.
+
+    Raises:
+        UserError: The planner cannot predict the run.
     """
     prediction = predict(workload_of(run), machine, constants_for(machine))
     allocated = sum(size for name, size in prediction.stages[0].items() if name != "reserve")
@@ -60,7 +73,13 @@ def compare_run(run: RunConfig, machine: Machine, seconds: Sequence[float], memo
 
 
 def row_of_run(path: Path, machine: Machine) -> Row:
-    """Return a row with the median step time of a run, from its metrics.jsonl and the run.toml in the same folder."""
+    """Return a row with the median step time and the peak memory of a run, from its metrics.jsonl and the run.toml in
+    the same folder.
+
+    Raises:
+        UserError: One of the files is missing or invalid, no step after the first ``WARM_UP`` is recorded, or the
+            planner cannot predict the run.
+    """
     if not path.exists():
         raise UserError(f"{path} does not exist; give the metrics.jsonl of a run, or a table of rows (.csv)")
     run_file = path.with_name("run.toml")

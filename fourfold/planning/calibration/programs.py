@@ -1,5 +1,5 @@
-"""Describe training programs by name: which operations a program fuses, which tensors it keeps, and which communication
-it hides. Each description names its source."""
+"""Describe training frameworks by name: which operations a framework fuses, which tensors it stores, and which
+communication it hides. Each description names its source."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from fourfold.planning.program_flags import OTHER_PROGRAM, OWN_PROGRAM, Program
 
 Overlap = Literal["none", "backward", "pieces"]
 ZERO3_HOOKS = 530
-"""Host time of DeepSpeed's ZeRO-3 hooks around the modules of a block, as a number of kernel launches. The evidence:
-with full recompute, a block of Qwen-1.8B takes 11 ms, both with 256 and with 2,048 tokens."""
+"""Host time that DeepSpeed's ZeRO-3 hooks add per block, in units of one kernel launch. It follows from a measurement:
+with full recompute, a block of Qwen-1.8B takes 11 ms with 256 tokens as well as with 2,048 tokens, so the host sets the
+time."""
 
 
 class Traits(NamedTuple):
-    """How a program runs a step, unless a row overrides it.
+    """How a framework runs a step. The columns of a row can override the values.
 
     The defaults describe PyTorch's FSDP without a compiler.
     """
 
     source: str
-    """The program's code or documentation that confirms these values."""
+    """The framework's code or documentation that the values come from."""
     flags: Program
-    """The program's flags, unless a row overrides them."""
+    """The framework's flags."""
     half_sums: bool = False
-    """Whether gradients are summed over ranks in 16 bits in every precision."""
+    """Whether gradients are summed over ranks in 16 bits, whatever the precision of the run."""
     hides_sums: bool = False
-    """Whether the gradient sum over sharded data-parallel ranks is hidden behind the backward pass."""
+    """Whether the backward pass hides the gradient sum over data-parallel ranks that shard optimizer states."""
     tp_overlap: Overlap = "backward"
-    """Which computation hides the tensor-parallel collectives."""
+    """Which computation hides tensor-parallel collectives (see the column ``tp_overlap``)."""
     seq_parallel: bool = False
     """Whether tensor parallelism always includes sequence parallelism."""
     deepspeed: bool = False
-    """Whether the program uses DeepSpeed's optimizer and pipeline."""
+    """Whether the framework uses DeepSpeed's optimizer and pipeline."""
 
 
 def _traits(source: str, flags: dict[str, Any] | None = None, **traits: Any) -> Traits:

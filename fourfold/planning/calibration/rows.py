@@ -1,6 +1,8 @@
-"""Read tables of measured runs as workloads to predict. ``columns`` defines the columns of these tables.
+"""Read tables of measured runs, and turn each row into a workload to predict. ``columns`` defines the columns of the
+tables.
 
-A row with a mistake raises an error. A correct row that cannot be predicted is skipped and counted by its reason.
+A row with a mistake raises an error. A correct row that the planner cannot predict is skipped, and counted by its
+reason.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from fourfold.planning.workload import CP_METHODS, RECOMPUTE, Workload
 from fourfold.untrusted_files import check_regular
 
 GPT_VOCABULARY = 51200
-"""GPT-2's padded vocabulary size, which is assumed if a row gives none."""
+"""Vocabulary size of rows that give none: GPT-2's, padded."""
 FLOAT8 = ("fp8", "mxfp8")
 OF_EXPERTS = ("experts", "experts_per_token", "expert_ffn_hidden")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured row. None means that a value was not measured."""
+    """One measured row as a workload, with its measurements. A measurement is None if the row does not have it."""
 
     row_id: str
     source: str
@@ -40,27 +42,30 @@ class Row:
     memory_gb: float | None
     out_of_memory: bool
     ran: bool
-    """Whether the run fit into memory, and the row names its recompute mode."""
+    """Whether the run fit into memory and the row states its recompute mode. Only such rows test whether the planner
+    predicts that a run fits."""
     dense_half: bool
-    """Whether this is a complete configuration of a dense model in 16 bits, with a measurement that is not doubtful."""
+    """Whether the model is dense, the precision is 16 bits, and the row is complete and not doubtful."""
     sweep: tuple[str, ...]
-    """Key that is equal for rows that differ only in layout."""
+    """Key of the row's sweep. Rows with the same key differ only in layout."""
     program: str = "fourfold"
+    """Name of the training framework."""
     doubt: str = ""
     """Why the measurement is doubtful."""
     mixture: bool = False
-    """Whether this is an MoE model. No constant is fitted to MoE models."""
+    """Whether the model is an MoE model. No constant is fitted to MoE models."""
 
 
 class Skipped(ValueError):
-    """Raised with the reason for a row that cannot be predicted."""
+    """Raised if a row cannot be predicted. The message is the reason."""
 
 
 def read_rows(paths: Sequence[str | Path]) -> tuple[list[Row], dict[str, int]]:
     """Read the rows that can be predicted, and count the skipped rows by reason.
 
     Raises:
-        UserError: A file is not a table of runs, or a cell has a value that its column does not allow.
+        UserError: A file cannot be read or is not a table of runs, a cell has a value that its column does not allow,
+            or a row names an unknown machine.
     """
     rows: list[Row] = []
     skipped: dict[str, int] = {}
@@ -74,12 +79,12 @@ def read_rows(paths: Sequence[str | Path]) -> tuple[list[Row], dict[str, int]]:
 
 
 def measured_table() -> Path:
-    """Return the path of the table that comes with fourfold (``sources.toml`` has its bibliography)."""
+    """Return the path of the table that comes with fourfold. ``sources.toml`` has the bibliography."""
     return Path(str(files("fourfold.planning.calibration") / "measured.csv"))
 
 
 def read_table(path: Path) -> list[MeasuredRow]:
-    """Read and check every row of a table."""
+    """Read all rows of a table and check their values. Raise ``UserError`` if the file or a row is invalid."""
     try:
         with check_regular(path).open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
@@ -107,7 +112,7 @@ def _checked(path: Path, line: int, record: dict[str | None, Any]) -> MeasuredRo
 
 
 def row_of(measured: MeasuredRow) -> Row:
-    """Make the workload of a row. If that is impossible, raise ``Skipped`` with the reason."""
+    """Convert a row to a workload. Raise ``Skipped`` with the reason if the planner cannot predict it."""
     if measured.precision == "nvfp4":
         raise Skipped("precision below 8 bits")
     if measured.architecture == "hybrid":
@@ -150,7 +155,7 @@ def _text(value: Any) -> str:
 
 
 def _machine(measured: MeasuredRow) -> Machine:
-    """Load the row's machine, with the node size and the network adapters that the row gives."""
+    """Load the row's machine, and replace the node size and the network bandwidth by the row's values."""
     assert measured.machine is not None
     machine = load_machine(measured.machine)
     if measured.gpus_per_node and machine.domain <= 8:
@@ -194,7 +199,8 @@ def _step(measured: MeasuredRow) -> dict[str, Any]:
 
 
 def _layout(measured: MeasuredRow, machine: Machine) -> dict[str, Any]:
-    """Return the sizes of the grid's axes, and which states the data-parallel ranks shard."""
+    """Return the fields of the layout: the sizes of the axes, the micro-batch size, the ZeRO stage, recompute, and
+    offload."""
     assert measured.tp and measured.pp and measured.micro_batch and measured.global_batch
     copies = measured.gpus / (measured.tp * measured.pp * measured.cp)
     if copies < 1 or copies != int(copies):
@@ -217,16 +223,14 @@ def _layout(measured: MeasuredRow, machine: Machine) -> dict[str, Any]:
 
 
 def _shares_optimizer(measured: MeasuredRow) -> bool:
-    """Return whether the run uses DeepSpeed's BF16_Optimizer.
-
-    This optimizer shards its state at every ZeRO stage, and all-reduces gradients.
-    """
+    """Return whether the run uses DeepSpeed's BF16_Optimizer, which shards its states at every ZeRO stage and
+    all-reduces gradients."""
     traits = PROGRAMS[measured.program]
     return traits.deepspeed and measured.precision == "bf16" and measured.sharding in ("none", "zero1")
 
 
 def _program(measured: MeasuredRow) -> dict[str, Any]:
-    """Return the program's flags. The row's own columns override them."""
+    """Return the framework's flags, with the overrides of the row's columns."""
     traits = PROGRAMS[measured.program]
     fsdp = measured.sharding in ("fsdp", "hsdp")
     parallel_sequence = traits.seq_parallel if measured.seq_parallel is None else measured.seq_parallel
@@ -268,7 +272,7 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
 
 
 def _chosen_kernels(measured: MeasuredRow) -> dict[str, Any]:
-    """Return the flags of kernels that the row names. All other flags are the program's."""
+    """Return the flags that the row sets for the attention kernel and the loss kernel."""
     chosen: dict[str, Any] = {}
     if measured.attention in ("flash2", "flash3", "cudnn"):
         chosen["flash2"] = measured.attention == "flash2"
@@ -285,15 +289,15 @@ def _deepspeed(measured: MeasuredRow, traits: Traits) -> dict[str, Any]:
         "gradient_bytes": 6 if shares else 0,
         "all_reduces_gradients": shares,
         # DeepSpeed's stages keep the tensors that they have sent. The first stage, which needs the most memory, also
-        # keeps its dropout mask.
+        # keeps a dropout mask, which has half as many bytes.
         "stage_keeps": 1.5 if traits.deepspeed else 0,
     }
 
 
 def _divided(work: Workload, measured: MeasuredRow) -> Workload:
-    """Divide the layers into stages.
+    """Set how many layers the embedding and the head count as when layers are divided into stages.
 
-    Embedding and head count as one layer each if the row says so, or if the layers alone cannot be divided equally.
+    Each counts as one layer if the row says so, or if the blocks can be divided equally only with them.
     """
     layers, chunks = work.model.num_hidden_layers, work.layout.pp * work.layout.stages_per_rank
     if chunks > layers + 2:

@@ -1,4 +1,4 @@
-"""Score predictions against measured rows: errors by source, ranking within sweeps, and memory."""
+"""Score predictions against measured rows: errors by source, rankings within sweeps, and memory."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
 from fourfold.planning.cost.step import step_seconds
 
 MIN_SWEEP, MIN_RANKED = 3, 8
-"""Smallest number of rows in a sweep for which its regret is computed, and for which its rank correlation is
-computed."""
+"""Smallest number of rows for which a sweep's regret is computed, and for which its rank correlation is computed."""
 
 KEYS: dict[str, Callable[[Row], str]] = {"source": lambda row: row.source, "machine": lambda row: row.machine.name}
-"""Ways to group rows. Each group can be left out of a fit."""
+"""Ways to group rows, to leave out one group after another."""
 
 Statistics = dict[str, float | int | None]
-"""Errors by name. They are None if there are no rows."""
+"""Counts, errors, and correlations, by name. An error or a correlation is None if no row has it."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A measured row and its predictions."""
+    """A measured row, with its predicted step seconds and its predicted memory in 10⁹ bytes."""
 
     row: Row
     seconds: float
@@ -44,11 +43,11 @@ class Scored:
 
 
 def fit_rows(rows: Sequence[Row], known: bool = True) -> Calibration:
-    """Fit the constants to the rows of dense models with a measured step, without doubtful rows.
+    """Fit the constants to the rows of dense models that have a step time and no doubt.
 
     Args:
         rows: Measured rows.
-        known: Whether to also fit a level for each source.
+        known: Whether to also fit the level of known sources on known machines (``fit.fit``).
 
     Raises:
         UserError: There is no such row.
@@ -67,10 +66,10 @@ def fit_rows(rows: Sequence[Row], known: bool = True) -> Calibration:
 
 
 def predict_rows(rows: Sequence[Row], calibration: Calibration, prefer_own: bool = False) -> list[Scored]:
-    """Predict step time and memory of every row.
+    """Predict the step time and memory of every row.
 
     Args:
-        prefer_own: Whether to use the constants in a machine's own file, if it has any, instead of the calibration.
+        prefer_own: Whether constants in a machine's file take precedence over the calibration.
     """
     if not rows:
         return []
@@ -95,11 +94,11 @@ def predict_rows(rows: Sequence[Row], calibration: Calibration, prefer_own: bool
 
 
 def predict_left_out(rows: Sequence[Row], by: str, known_source: bool = True) -> list[Scored]:
-    """Predict the rows of each source, or of each machine, with constants fitted to the rows of all other sources or
-    machines.
+    """Predict the rows of each source (or machine) with constants fitted to the rows of all other sources (or
+    machines).
 
-    Unless ``known_source`` is set, the source of a row counts as new, even if the fit has rows of this source on
-    another machine.
+    If ``known_source`` is false, every row is predicted as if its source were new, even if the fit has rows of this
+    source on another machine.
     """
     key = KEYS[by]
     scored = []
@@ -112,9 +111,10 @@ def predict_left_out(rows: Sequence[Row], by: str, known_source: bool = True) ->
 
 
 def summary(scored: Sequence[Scored]) -> dict[str, Any]:
-    """Score dense rows in 16 bits with a complete configuration, by source.
+    """Return the scores of the rows as JSON values.
 
-    Doubtful measurements are grouped as "doubtful", MoE models as "mixtures", and all remaining rows as "others".
+    The totals and the errors by source include only dense rows (``Row.dense_half``). Doubtful measurements are scored
+    as "doubtful", MoE models as "mixtures", and all remaining rows as "others".
     """
     mixtures = [s for s in scored if s.row.mixture]
     scored = [s for s in scored if not s.row.mixture]
@@ -137,7 +137,7 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
 
 
 def mixtures_of(scored: Sequence[Scored]) -> dict[str, Any]:
-    """Score the step times of MoE models by source, without doubtful rows, and the memory of all MoE models."""
+    """Score the step times of MoE models by source, without doubtful rows, and the memory of MoE models."""
     timed = [s for s in scored if s.error is not None and not s.row.doubt]
     by_source = {source: errors_of([s for s in timed if s.row.source == source])
                  for source in sorted({s.row.source for s in timed})}  # fmt: skip
@@ -145,7 +145,8 @@ def mixtures_of(scored: Sequence[Scored]) -> dict[str, Any]:
 
 
 def errors_of(scored: Sequence[Scored]) -> Statistics:
-    """Return the number of rows and their mean relative errors."""
+    """Return the number of rows, the median, mean, and largest absolute relative error of their step times, and the
+    mean signed error (bias). Every row must have a step time."""
     if not scored:
         return {"count": 0, "median_abs_error": None, "mean_abs_error": None, "max_abs_error": None, "bias": None}
     errors = np.array([s.error for s in scored])
@@ -167,9 +168,10 @@ def sweeps_in(scored: Sequence[Scored]) -> list[list[Scored]]:
 
 
 def sweeps_of(scored: Sequence[Scored]) -> Statistics:
-    """Score how well predictions rank the rows within sweeps. The rows of a sweep differ only in layout.
+    """Score how well predictions rank the rows of each sweep.
 
-    The *regret* of a sweep is how much longer the predicted best row took than the measured best row.
+    The *regret* of a sweep is the relative difference in measured time between the row that is predicted to be fastest
+    and the row that is fastest.
     """
     regrets, correlations = [], []
     for sweep in sweeps_in(scored):
@@ -197,8 +199,8 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def memory_of(scored: Sequence[Scored]) -> Statistics:
-    """Score the predicted memory. Also score how many of the rows that ran out of memory (OOM), and how many of the
-    rows that fit, were predicted correctly."""
+    """Score the predicted memory: the relative errors, the fraction of out-of-memory rows that were predicted to run
+    out of memory (OOM recall), and the fraction of fitting rows that were predicted to fit."""
     errors = [s.memory_gb / s.row.memory_gb - 1 for s in scored if s.row.memory_gb is not None]
     out = [s.p_oom > 0.5 for s in scored if s.row.out_of_memory]
     fitting = [s.p_oom <= 0.5 for s in scored if s.row.ran]

@@ -1,4 +1,4 @@
-"""Validate the planner: compare its predictions with measured rows."""
+"""Validate the planner by comparing its predictions with measured rows."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ from fourfold.planning.calibration.score import (
 
 @dataclass(frozen=True)
 class Validation:
-    """The scores of a file's rows."""
+    """The predictions for a file's rows."""
 
     constants: str
-    """Where the constants come from."""
+    """Where the constants come from, as a phrase for the user."""
     skipped: dict[str, int]
+    """Number of skipped rows by reason."""
     scored: list[Scored]
+    """The rows with their predictions."""
     machine_only: list[Scored]
-    """Scores of the same rows with unfitted constants."""
+    """The same rows, predicted with the priors as constants."""
 
     def record(self, rows: bool = False) -> dict[str, Any]:
-        """Return the result as JSON values. With ``rows``, include the prediction of every row."""
+        """Return the scores as JSON values. With ``rows``, include the prediction of every row."""
         dense = [s for s in self.machine_only if s.row.dense_half and s.error is not None]
         record = {"constants": self.constants, "skipped": self.skipped, **summary(self.scored),
                   "machine_file_only": errors_of(dense)}  # fmt: skip
@@ -49,14 +51,16 @@ class Validation:
 
 
 def validate(file: Path, calibration_files: Sequence[Path], leave_out: str | None = None) -> Validation:
-    """Score the rows of ``file`` with constants from ``calibration_files``, from a machine file, or from fourfold's own
-    calibration. Also score them without fitted constants.
+    """Predict the rows of ``file`` and compare them with their measurements.
 
-    The fit does not use rows of ``file``. If ``leave_out`` is "source" or "machine", the rows of each source or machine
-    are predicted with constants fitted to all remaining rows.
+    The constants are fitted to ``calibration_files``, without rows that are also in ``file``. If ``leave_out`` is
+    "source" or "machine", the rows of each source or machine are predicted with constants fitted to all other rows of
+    ``file``. With neither, the constants come from the machine's file, if it has any, or from the calibration that
+    comes with fourfold. The rows are also predicted with unfitted constants.
 
     Raises:
-        UserError: There are no rows to predict or fit.
+        UserError: Both options are given, a file is invalid, ``leave_out`` needs more sources or machines, or there are
+            no rows to predict or to fit.
     """
     if calibration_files and leave_out is not None:
         raise UserError("--calibrate-on and --leave-out contradict each other; give one")
@@ -85,6 +89,7 @@ def validate(file: Path, calibration_files: Sequence[Path], leave_out: str | Non
 
 
 def held_out(rows: Sequence[Row], validated: Sequence[Row]) -> list[Row]:
-    """Return the rows that are not among the rows to be validated."""
+    """Return the rows that are not among the rows to validate. Rows are the same if they have the same source and
+    row_id."""
     known = {(row.source, row.row_id) for row in validated if row.row_id}
     return [row for row in rows if (row.source, row.row_id) not in known]

@@ -1,2 +1,1 @@
-"""Compute the cost of a layout: the time of each part of a step, and the bytes of the rank that needs the most
-memory."""
+"""Compute the cost of a layout: the time of each part of a step, and the memory of the rank that needs the most."""

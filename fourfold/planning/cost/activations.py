@@ -1,5 +1,5 @@
-"""Compute the activations that blocks keep on one rank for the backward pass, and the rank's peak memory. x, y, z, and
-cp are the axes of the grid."""
+"""Compute the bytes of activations on one rank: what each block saves for the backward pass, and the peak of a step. x,
+y, z, and cp are the axes of the grid."""
 
 from __future__ import annotations
 
@@ -37,44 +37,48 @@ from fourfold.planning.workload import CP_METHODS, Workload
 
 
 def kept_by_core(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes that attention keeps for its backward: the tensors between qkv and o_proj, except its output.
-    There are two numbers: the first if attention is not recomputed, and the second if it is.
-    """
+    """Return the bytes that attention saves for its backward pass: the tensors between qkv and o_proj, except the
+    attention kernel's output. The first number is without recomputation of attention. The second is with it: only the
+    outputs of the projections are saved."""
     model, layout, step = work.model, work.layout, work.step
     p, split = tensor_bytes(work), attention_over_y(work)
     ranks = layout.x * np.where(split == "heads", layout.y, 1)
-    # In float32, our attention repeats key-value heads for all query heads that share them, as it does under a mask.
+    # In float32, as under a mask, fourfold's attention repeats each key-value head for all query heads that share it.
     repeated = np.asarray(work.program.is_fourfold, bool) & (step.item_bytes == 4) & (model.keys != model.queries)
     gathered = repeated | (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
-    # The sum over y writes q, k, and v into one buffer. Attention keeps v for the backward pass. If v is neither
-    # gathered nor copied, v is a view of the buffer, so the whole buffer stays in memory.
+    # The sum over y writes q, k, and v into one buffer, and attention saves v. If v is neither gathered nor copied, it
+    # is a view of the buffer, so the full buffer stays in memory.
     one_buffer = (layout.y > 1) & ~np.asarray(model.attention_bias, bool) & ~gathered & ~copies_heads(work)
     read = np.where(split == "sequence", p.whole_queries, np.where(repeated, p.queries, p.keys))
     qkv = p.queries + np.where(one_buffer, 2 * p.keys + model.rotated * (p.queries + read), 2 * read)
-    # If queries and keys are normalized, autograd keeps a float32 copy of them. It keeps a second copy if the norm
-    # multiplies by 1 + weight. A norm over several ranks keeps neither copy, because it is our own.
+    # For norms of queries and keys, autograd saves the input in float32, and the normalized values: in float32 if the
+    # norm multiplies by 1 + weight, and in the step's dtype otherwise. A norm over several ranks is fourfold's own
+    # autograd function, which saves only its input in the step's dtype.
     over_ranks = np.asarray(model.joint_head_norms, bool) & (layout.x * layout.y > 1)
-    # Latent attention copies queries, keys, and values to join the channels of each head, and attention keeps its
-    # padded output.
+    # Latent attention copies queries, keys, and values to join the channels of each head. It also saves its padded
+    # output.
     qkv = np.where(model.has_latents, 2 * p.queries + 2 * p.keys, qkv)
     in_32 = 4 / step.item_bytes
     copies = np.where(over_ranks, 1, np.where(model.zero_centered_norm, in_32, 1) + in_32)
     normed = np.where(model.qk_norm, (p.queries + p.keys) * copies, 0)
-    # Without a fused kernel, the outputs of softmax and dropout and the dropout mask are kept for every pair of tokens.
+    # Without a fused kernel, autograd saves 5 bytes per query-key pair: the outputs of softmax and dropout (2 + 2), and
+    # the dropout mask (1).
     pairs = layout.micro_batch_size * step.seq_length**2 / layout.cp * heads_on_rank(work)
     scores = np.where(work.program.flash, 0, 5 * pairs)
-    # If y splits the queries, a causal kernel does not know which keys they see. So attention needs a mask in memory.
+    # If y splits the queries, a causal kernel does not know the positions of a rank's queries. So attention reads an
+    # explicit mask from memory.
     mask = np.where(split == "sequence", step.item_bytes * step.seq_length**2 / layout.y, 0)
     arriving = step.item_bytes * work.tokens * (model.projected + model.shared_key) / (layout.x * layout.y)
     return qkv + normed + log_sum_exp_bytes(work) + scores + mask, arriving
 
 
 def kept_by_block(work: Workload, selective: bool) -> Number:
-    """Return the bytes that one block keeps for a micro-batch, either without recompute or with selective recompute.
+    """Return the bytes that one block saves for the backward pass of a micro-batch, either without recompute or with
+    selective recompute.
 
-    The layers of ``fourfold.parallel`` make autograd keep these tensors: the inputs of both norms, the gathered tokens
-    (once for q, k, and v, and once for up), the inputs and outputs of the attention kernel, and the MLP's gate, up,
-    silu(gate), and their product (for GELU, its input and output).
+    The layers of ``fourfold.parallel`` make autograd save these tensors: the inputs of both norms, the gathered tokens
+    (once for q, k, and v, and once for gate and up), the inputs and outputs of the attention kernel, and the MLP's
+    gate, up, silu(gate), and silu(gate) · up (for GELU, its input and output).
     """
     model, layout, program = work.model, work.layout, work.program
     p = tensor_bytes(work)
@@ -82,24 +86,25 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     made_again = mlp_made_again(work)
     in_8 = np.asarray(program.keeps_float8_inputs, bool)
     fused_away = np.where(fuses_gate(work) & (model.mean_gate_up > model.mean_inner), p.inner, 0)
-    # The tensors before the activation have the same size as the tensors after it.
+    # Gate and up, which are saved too, have the same size as silu(gate) and silu(gate) · up.
     mlp = 2 * made_again - fused_away - np.where(in_8, p.inner / 2, 0)
-    # Either gathered inputs are kept, or only one shard of each, which is gathered again (as in Megatron-LM).
+    # The layers save either the gathered input, or only this rank's shard of it, which the backward pass gathers again
+    # (as in Megatron-LM).
     shares = np.asarray(program.regather, bool) | (np.asarray(program.recomputes_gathers, bool) & selective)
     tokens = np.where(shares, p.residual, p.gathered)
-    # The output projection keeps its input, which was gathered over y. The attention kernel also keeps its output,
-    # which is this rank's part of that input.
+    # The output projection saves its input, which was gathered over y. The attention kernel also saves its output,
+    # which is this rank's shard of that input, so both count.
     gathers = (layout.y > 1) & ~shares
     out = np.where(gathers, p.whole_queries, p.queries) * model.values / model.queries
     # With Ulysses, the kernel's output is exchanged over cp before the projection reads it. The exchanged output is
-    # another tensor, so the kernel also keeps its own output.
+    # another tensor, so the kernel's output counts too.
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
     is_apart = (gathers | exchanged | copies_heads(work)) & ~model.has_latents
     core = core + np.where(is_apart, p.queries, 0)
-    # In parallel blocks, the norms of attention and MLP read and keep the same tensor.
+    # In parallel blocks, the norms of attention and MLP read the same tensor, so it counts once.
     read = np.where(model.parallel_residual, 1, model.norms) * p.residual
-    # The attention kernel keeps its output in 16 bits. If the output projection is in 8 bits, it also keeps an 8-bit
-    # copy of this output.
+    # 8-bit matmuls save their inputs in 8 bits, which halves ``every``. The attention kernel saves its output in 16
+    # bits, so the 8-bit copy that the output projection saves is added.
     every = (1 + model.mlps) * tokens + np.where(model.has_latents, _kept_latents(work, tokens), 0)
     inputs = np.where(in_8, every / 2 + p.queries / 2, every)
     stream = read + model.norms * p.statistics + inputs + out
@@ -118,9 +123,10 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
 
 
 def _kept_latents(work: Workload, tokens: Number) -> Number:
-    """Return the bytes that latent attention keeps in addition to ``tokens``, the input that other attentions gather.
+    """Return the bytes that latent attention saves in addition to ``tokens``, the gathered input that other kinds of
+    attention save.
 
-    It keeps the rank's own tokens, its latents, and the gathered latents. It does not keep a gathered input.
+    It saves the rank's shard of the input, its latents, and the gathered latents, but no gathered input.
     """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens / layout.y
@@ -136,49 +142,52 @@ def _kept_latents(work: Workload, tokens: Number) -> Number:
 
 
 def mlp_made_again(work: Workload) -> Number:
-    """Return the bytes after the MLP's first matmuls: silu(gate) and its product with up, or GELU's output."""
+    """Return the bytes of the MLP's activation, which selective recompute can compute again: silu(gate) and silu(gate)
+    · up, or GELU's output."""
     model = work.model
     return np.where(model.mean_gate_up > model.mean_inner, 2, 1) * tensor_bytes(work).inner
 
 
 def mlp_backward(work: Workload) -> tuple[Number, Number]:
-    """Return the peak bytes of the MLP's backward, not counting the tensors that the forward pass has kept.
+    """Return the peak bytes of the MLP's backward pass, not counting the tensors that the forward pass has saved.
 
-    There are two numbers: the first if weights are sharded over data-parallel ranks, and the second if weights are
-    whole. The gradients of whole weights are in fp32 from the start.
+    The first number is for weights that are sharded over data-parallel ranks. The second is for replicated weights,
+    whose gradients are in fp32 from the start.
     """
     model, layout, step = work.model, work.layout, work.step
     p = tensor_bytes(work)
     weight = model.hidden_size * model.mean_inner / (layout.x * layout.y)
     down = p.inner + p.gathered + step.item_bytes * weight
-    activation = mlp_made_again(work)  # The gradients of the activation's inputs are as large.
+    activation = mlp_made_again(work)  # The gradients of gate and up have the same size.
     sharded, replicated = (np.maximum(activation + size * weight, down) for size in (step.item_bytes, 4))
     return p.residual + sharded, p.residual + replicated
 
 
 def attention_backward(work: Workload) -> Number:
-    """Return the peak bytes of attention's backward, not counting the tensors that the forward pass has kept.
+    """Return the peak bytes of attention's backward pass, not counting the tensors that the forward pass has saved.
 
-    By then, the tensors that the block has kept for its MLP are free, so their bytes are subtracted.
+    By then, the backward pass of the MLP has freed the tensors that the block has saved for it, so their bytes are
+    subtracted.
     """
     model, p = work.model, tensor_bytes(work)
     # A ring sums gradients in 32 bits: of the queries, of the rank's own keys and values, and of the keys and values
-    # that pass by.
+    # that currently pass by.
     passing = 4 / work.step.item_bytes * (p.queries + 4 * p.keys) + 2 * p.keys
     in_kernel = p.queries + 2 * p.keys + flash_workspace(work) + np.where(is_ring(work), passing, 0)
     held = p.queries + np.where(caps_scores(work), _capped_backward(work), in_kernel)
-    # The inputs of the MLP's norms and of attention's output norm are freed. Deferred weight gradients free nothing.
+    # By now, the inputs of the MLP's norms and of attention's output norm have also been freed. If weight gradients are
+    # deferred, nothing has been freed, because they still need these tensors.
     norms = (model.norms / 2 + np.asarray(model.output_norms, bool)) * p.residual
     freed = np.where(work.layout.split_backward, 0, p.gathered + norms + 2 * mlp_made_again(work))
     return p.residual + held - freed
 
 
 def _capped_backward(work: Workload) -> Number:
-    """Return the additional peak bytes in the backward pass of attention with soft-capped scores.
+    """Return the additional peak bytes of attention's backward pass with soft-capped scores.
 
-    At the peak, there are five 32-bit numbers for each score: the softmax weight, the derivative of the soft-cap, the
-    soft-capped value, the gradient of the softmax weight, and a result computed from that gradient. Each query head has
-    its own keys, values, and their gradients. The gradients of queries, keys, and values are summed in 32 bits.
+    At the peak, five fp32 tensors have an entry per score: the softmax weight, the derivative of the soft-cap, the
+    soft-capped value, the gradient of the softmax weight, and a result computed from that gradient. Keys, values, and
+    their gradients are expanded to all query heads. The gradients of queries, keys, and values are summed in fp32.
     """
     item, p, scores = work.step.item_bytes, tensor_bytes(work), capped_scores(work)
     of_heads = scores.heads * scores.keys * work.model.head_dim * (2 * item + 2 * 4)
@@ -187,16 +196,17 @@ def _capped_backward(work: Workload) -> Number:
 
 
 def is_replicated(work: Workload) -> Flag:
-    """Return whether every rank holds whole weights and gradients, as in ``parallel.data.replicated``."""
+    """Return whether weights and gradients are replicated instead of sharded, as in ``parallel.data.replicated``."""
     layout = work.layout
     return (layout.z == 1) & ((layout.zero == 0) | (layout.dp * layout.cp == 1))
 
 
 def kept_weights(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes of gathered weights that a rank keeps between forward and backward if ``zero`` is 1 or 2.
+    """Return the bytes of weights in the step's dtype that a rank holds between forward and backward if ``zero`` is 1
+    or 2 and z > 1. Otherwise they are 0.
 
-    A rank keeps its shard over z (docs/parallelism.md). The first number is for one block with its experts, and the
-    second for embedding and head.
+    A rank holds only its shard over z (docs/parallelism.md). The first number is for one block with its experts, and
+    the second is for embedding and head.
     """
     model, layout = work.model, work.layout
     keeps = (layout.zero > 0) & (layout.zero < 3) & (layout.z > 1)
@@ -208,14 +218,16 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
 
 @dataclass(frozen=True)
 class BlockBytes(ArrayFields):
-    """Bytes of one micro-batch. They depend only on x, y, cp, the method of cp, ep, and the micro-batch size.
+    """Bytes of one micro-batch. Within a search, they depend on x, y, cp, the context-parallel method, ep, the
+    micro-batch size, the number of batch parts, and whether weight gradients are deferred.
 
-    - whole, selective, full: bytes that a block keeps without, with selective, and with full recompute.
-    - backward, backward_replicated: ``mlp_backward``, or the backward of experts.
+    - whole, selective, full: bytes that a block saves without, with selective, and with full recompute.
+    - backward, backward_replicated: the two peaks of ``mlp_backward``, or the peaks of the experts' backward if they
+      are higher.
     - attention_backward: ``attention_backward``.
-    - mlp_again, core_again: tensors that selective recompute creates again, in the MLP (``mlp_made_again``) and inside
+    - mlp_again, core_again: tensors that selective recompute computes again, in the MLP (``mlp_made_again``) and inside
       attention.
-    - head, head_kept: peak of head and loss, and the tensors that they keep until their backward.
+    - head, head_kept: peak of head and loss, and the tensors that they hold until their backward pass.
     - dense: the bytes of blocks with a dense MLP, if some blocks of an MoE model have one.
     """
 
@@ -232,7 +244,7 @@ class BlockBytes(ArrayFields):
     dense: BlockBytes | None = None
 
     def kept(self, work: Workload, layers: Number) -> Number:
-        """Return the bytes that ``layers`` blocks keep for a micro-batch."""
+        """Return the bytes that ``layers`` blocks save for a micro-batch."""
         layout = work.layout
         full = np.where(layout.offload, 0, self.full)
         light = np.where(layout.recompute == 2, full, np.where(layout.recompute == 1, self.selective, self.whole))
@@ -240,20 +252,22 @@ class BlockBytes(ArrayFields):
         return recomputed * light + (layers - recomputed) * self.whole
 
     def in_backward(self, work: Workload, layers: Number) -> Number:
-        """Return the bytes that the backward of one of ``layers`` blocks needs in addition to the kept bytes."""
+        """Return the peak bytes of the backward pass of one of ``layers`` blocks, in addition to the bytes that the
+        blocks have saved."""
         layout, program = work.layout, work.program
         full = layout.recompute == 2
         by_module = (layout.recompute == 1) & ~np.asarray(program.recomputes_per_op, bool)
-        # Subtract the input of a recomputed block, which is in memory already.
+        # Subtract the block's input, which is in memory already, unless it was offloaded.
         made = self.whole - np.where(layout.offload, 0, self.full)
         again = np.where(full, made, np.where(by_module & program.recomputes_mlp, self.mlp_again, 0))
         core_again = np.where(by_module & program.recomputes_attention, self.core_again, 0)
         backward = np.where(is_replicated(work), self.backward_replicated, self.backward)
         backward = np.maximum(backward, self.attention_backward + core_again)
-        # The next block's input for the backward pass is already being copied back from host memory.
+        # The input of the next recomputed block is already being copied back from host memory.
         several = np.ceil(layers / layout.recompute_every) > 1
         again = again + np.where(full & layout.offload & several, self.full, 0)
-        # When the backward pass reaches the last recomputed block, it has freed all blocks after that block.
+        # When the backward pass reaches the last recomputed block, it has freed everything that later blocks have
+        # saved.
         freed = (layers - 1) % layout.recompute_every * self.whole
         return backward + np.maximum(again - freed, 0)
 
@@ -285,8 +299,8 @@ def _bytes_of_equal_blocks(work: Workload) -> BlockBytes:
 def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
     """Return the bytes of a block with experts, either in addition to an MLP (shared expert) or instead of an MLP.
 
-    The backward of a shared expert comes first. It frees the tensors that the shared expert has kept, and its input's
-    gradient waits for the gradient from the experts.
+    The backward pass of a shared expert comes first. It frees the tensors that the shared expert has saved. The
+    gradient of the shared expert's input stays in memory until the experts' gradient is added to it.
     """
     p = tensor_bytes(work)
     freed = work.model.mlps * p.gathered + 2 * mlp_made_again(work) + kept_by_shared_gate(work)
@@ -307,9 +321,10 @@ def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
 def peak_bytes(
     work: Workload, layers: Number, in_flight: Number, has_head: Flag = True, block: BlockBytes | None = None
 ) -> Number:
-    """Return the peak bytes on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches.
+    """Return the peak bytes of activations on a rank whose ``layers`` blocks hold activations of ``in_flight``
+    micro-batches. They include the step's inputs and the weights of ``kept_weights``.
 
-    In an MoE model, ``work`` says which share of these blocks has a dense MLP.
+    In an MoE model, ``work.model.sparse`` is the fraction of these blocks that have experts.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     block = block_bytes(work) if block is None else block
@@ -318,23 +333,25 @@ def peak_bytes(
     kept = kept + np.where(layout.pp > 1, program.stage_keeps, 0) * block.full
     seq = step.seq_length
     inputs = 16 * layout.micro_batch_size * seq * work.micro_batches + 4 * seq * model.head_dim * model.rope
-    # If embedding and head share a weight, the head's part of the gradient waits until the embedding's part is
-    # computed.
+    # If embedding and head share a weight, the head's contribution to its gradient waits until the embedding's
+    # contribution is computed.
     tied = np.asarray(model.tie_word_embeddings, bool) & (layout.pp == 1)
     waiting = np.where(tied, step.item_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y), 0)
     weights = layers * of_block + of_tables
-    # In all other schedules, the head's backward follows its forward directly.
+    # If all forward passes come first, the head's tensors of all earlier micro-batches wait for their backward pass. In
+    # all other schedules, the head's backward directly follows its forward.
     heads_wait = np.where(has_head & (layout.pp > 1) & layout.forwards_first, in_flight - 1, 0)
     kept = in_flight * kept + heads_wait * block.head_kept
     return kept + inputs + weights + np.maximum(np.where(has_head, block.head, 0), in_block + waiting)
 
 
 def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_block: Number) -> tuple[Number, Number]:
-    """Return the bytes that a rank's blocks keep for a micro-batch, and the largest number of bytes that the backward
-    of one block adds.
+    """Return the bytes that a rank's blocks save for a micro-batch, and the largest number of bytes that the backward
+    pass of one block adds.
 
-    During its backward, a block's weights are whole and counted as gathered. So its kept weights (``kept_weights``, on
-    average ``of_block`` bytes) are subtracted here.
+    During the backward pass of a block, its full weights are gathered, and the memory of weights already counts them.
+    So the weights that the block holds in between (``kept_weights``, on average ``of_block`` bytes) are subtracted
+    here.
     """
     if block.dense is None:
         return block.kept(work, layers), block.in_backward(work, layers) - of_block
@@ -342,6 +359,7 @@ def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_
     of_dense, of_others = (kept_weights(kind)[0] for kind in kinds_of_blocks(work))
     kept_by_others = (1 - share) * block.kept(work, layers)
     in_others = np.where(share < 1, block.in_backward(work, layers) - of_others, 0)
-    # The dense blocks come first. When the backward pass reaches them, it has already finished with all sparse blocks.
+    # The dense blocks come first in the model. When the backward pass reaches them, all other blocks have freed what
+    # they had saved.
     in_dense = np.where(share > 0, block.dense.in_backward(work, layers) - of_dense - kept_by_others, 0)
     return kept_by_others + share * block.dense.kept(work, layers), np.maximum(in_others, in_dense)

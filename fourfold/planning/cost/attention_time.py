@@ -1,4 +1,5 @@
-"""Compute the time of one block's attention core for one micro-batch, and choose the kernel that a program uses."""
+"""Compute the time of the attention core of one block for one micro-batch, and determine which attention kernel the
+training framework uses."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ from fourfold.planning.cost.tensor_sizes import (
     capped_scores,
     caps_scores,
     heads_on_rank,
+    is_ring,
 )
 from fourfold.planning.cost.terms import attention_core
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.workload import CP_METHODS, Workload
+from fourfold.planning.workload import Workload
 
 
 def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, Number]:
-    """Return the seconds that a rank needs for the forward and the backward of the attention core. The ranks of the
+    """Return the seconds of the forward and of the backward pass of the attention core on one rank. The ranks of the
     axes x, y, and cp divide the heads, sequences, or queries among themselves."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     seq, ranks = step.seq_length, layout.x * layout.y * layout.cp
@@ -45,11 +47,13 @@ def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[N
 
 
 def keys_computed(work: Workload) -> Number:
-    """Return how many scores are computed for a query in one head, as a mean over all queries and blocks.
+    """Return the number of keys that scores are computed for, per query and head, as a mean over all queries and
+    blocks.
 
-    Usually, there is one score for each key that a query sees. But with masks, fourfold computes more scores. If the y
-    ranks share the queries, a query has scores for all keys. In a ring with a window, it has scores for the n keys of
-    its own rank, and for about n / 2 + window keys of other ranks (at most half of their keys).
+    Usually, these are the keys that the query attends to. In two cases, fourfold computes more scores and masks some of
+    them. If the y ranks share the queries, each query gets scores for all keys. In a ring with a sliding window, it
+    gets scores for the n keys of its own rank, and for about n / 2 + window keys of other ranks (but at most half of
+    their keys).
     """
     model, layout, seq = work.model, work.layout, work.step.seq_length
     seen, own = model.keys_seen(seq), seq / layout.cp
@@ -61,17 +65,17 @@ def keys_computed(work: Workload) -> Number:
 
 
 def fourfold_ring(work: Workload) -> Flag:
-    """Return whether fourfold passes keys and values around a ring."""
-    is_ring = np.equal(work.layout.cp_method, CP_METHODS.index("ring"))
-    passes: Flag = work.program.is_fourfold & (work.layout.cp > 1) & is_ring
+    """Return whether the framework is fourfold and passes keys and values around a ring."""
+    passes: Flag = work.program.is_fourfold & is_ring(work)
     return passes
 
 
 def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
-    """Return the fused attention kernel that a program uses: the machine's fastest kernel, or FlashAttention-2."""
+    """Return the fused attention kernel that the framework uses: the machine's fastest kernel, or FlashAttention-2."""
     faster, model = np.asarray(machine.flash2) > 0, work.model
     # fourfold uses FlashAttention-2 for sliding windows, and for ring attention with wide heads
-    # (``parallel.attention.block_attention``).
+    # (``parallel.attention.block_attention``). A model that mixes blocks with and without windows counts as one without
+    # windows.
     window = np.asarray(model.sliding_window)
     slides = np.equal(model.sliding, 1) & (window > 0) & (window < work.step.seq_length)
     own = work.program.is_fourfold & np.where(fourfold_ring(work), np.greater(model.head_dim, WIDEST_CUDNN), slides)
@@ -84,6 +88,7 @@ def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
 
 
 def softmax_is_plain(work: Workload) -> Flag:
-    """Return whether unfused attention falls back to separate operations for its softmax."""
+    """Return whether unfused attention computes its softmax with separate operations, because the number of heads does
+    not suit the fused softmax kernel (``attention_core.FUSED_HEADS``)."""
     unfused = ~np.asarray(work.program.flash, bool)
     return unfused & (work.layout.micro_batch_size * heads_on_rank(work) % attention_core.FUSED_HEADS != 0)

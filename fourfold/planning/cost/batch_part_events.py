@@ -1,4 +1,5 @@
-"""List the events of blocks whose batch parts take turns, in the order of execution. x and y are the tensor axes."""
+"""List the computations and collectives of blocks whose batch parts take turns, in the order of execution. x and y are
+the tensor axes."""
 
 from __future__ import annotations
 
@@ -15,38 +16,48 @@ class Kind:
     """The properties of a block that determine the order of its events."""
 
     batch_parts: int
+    """Number of batch parts."""
     x: bool
     """Whether the axis x has more than one rank."""
     y: bool
+    """Whether the axis y has more than one rank."""
     tokens: bool
-    """Whether each part holds some tokens of all sequences, so that attention waits for all parts."""
+    """Whether each part holds some tokens of all sequences. Attention then waits for all parts."""
     recompute: int
     """Index into ``workload.RECOMPUTE``."""
     parts_cross_blocks: bool
     """Whether a part can enter a block while another part is still in the previous block."""
     split_backward: bool
-    """Whether weight gradients are deferred, so that the backward's events leave them out."""
+    """Whether weight gradients are deferred. The events of the backward pass then exclude them."""
     overlap: bool
     """Whether the sums of input gradients overlap with the computation of weight gradients."""
     gate: bool
+    """Whether the MLP has a gate."""
     gate_first: bool
+    """Whether the all-reduce of gate over y overlaps with the matmul of up."""
     parallel_residual: bool
+    """Whether attention and MLP read the same residual stream."""
     norms_before: bool
+    """Whether norms apply to the inputs of attention and MLP."""
     norms_after: bool
+    """Whether norms apply to the outputs of attention and MLP."""
     whole_keys: bool
-    """Whether the y ranks share the queries, and gather keys and values."""
+    """Whether the y ranks share the queries, so that each of them gathers all keys and values."""
     attention_again: bool
-    """Whether selective recompute repeats the attention. The next three fields say whether it repeats the activation,
-    the norms before attention and MLP, and the gathers."""
+    """Whether selective recompute repeats the attention core."""
     activation_again: bool
+    """Whether selective recompute repeats the MLP's activation."""
     norms_again: bool
+    """Whether selective recompute repeats the norms before attention and MLP."""
     gathers_again: bool
+    """Whether selective recompute repeats the all-gathers over x and y."""
 
 
 class Event(NamedTuple):
-    """A computation, the start of a collective, or the wait for one.
+    """A computation, the start of a collective, or the wait for a collective.
 
-    ``what`` names its duration in ``batch_part_time``. ``flight`` identifies the collective within the block.
+    ``what`` is the name of its duration in ``batch_part_time``. ``axis``, ``block``, and ``flight`` are set only for
+    collectives. ``flight`` pairs the wait with the start of the same collective.
     """
 
     kind: Literal["compute", "issue", "wait"]
@@ -57,10 +68,12 @@ class Event(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """A linear layer: the axis over which its input is gathered, and the axis over which its outputs are summed.
+    """The collectives of a linear layer.
 
-    ``gathers`` means that the input is gathered, instead of being a copy on each rank. ``shares`` means that each rank
-    keeps only a shard of the sum.
+    - reads: the axis over which the backward pass sums the input gradient. If ``gathers`` is set, the forward pass also
+      all-gathers the input over this axis. Otherwise, each of its ranks already has the full input.
+    - writes: the axis over which the outputs are summed. If ``shares`` is set, this is a reduce-scatter, so each rank
+      gets only its shard, and the backward pass all-gathers the output gradient. Otherwise, it is an all-reduce.
     """
 
     name: str
@@ -75,19 +88,20 @@ UP, DOWN = Linear("up", "x", True, "y", False), Linear("down", "y", False, "x", 
 
 
 class Recording:
-    """The recorded events of some blocks: all events of the forward pass, and the backward's events for each autograd
-    node."""
+    """The recorded events of consecutive blocks: all events of the forward pass, and the backward's events of each
+    autograd node."""
 
     def __init__(self, kind: Kind, blocks: int, again: bool = False) -> None:
         """Start a recording.
 
-        With ``again``, record a recomputation. It ends when all tensors exist that the backward pass reads.
+        With ``again``, record a recomputation, which ends as soon as all tensors that the backward pass reads exist.
         """
         self._kind, self._again = kind, again
         self.forward: list[Event] = []
         self.backward: list[list[Event]] = []
         self.first_read = 0
-        """The first node of the backward pass that reads a saved tensor."""
+        """Index of the node in ``backward``. Of all nodes that read saved tensors, the backward pass runs this node
+        first."""
         run_batch_parts((self._through(part, blocks) for part in range(kind.batch_parts)), runs_ahead=not kind.y)
 
     def _through(self, part: int, blocks: int) -> Steps[None]:
@@ -95,7 +109,8 @@ class Recording:
             yield from self._block((block, part), is_last=block == blocks - 1)
 
     def _block(self, place: tuple[int, int], is_last: bool) -> Steps[None]:
-        """Yield the events of ``parallel.overlap.batch_parts.BlockInParts.steps``."""
+        """Record the events of one part in one block, and yield where
+        ``parallel.overlap.batch_parts.BlockInParts.steps`` yields."""
         kind = self._kind
         waits_for_up = kind.x and not kind.parallel_residual
         self._norm(place, kind.norms_before, "attention", again=kind.norms_again)
@@ -110,7 +125,7 @@ class Recording:
         ends_early = self._again and not kind.norms_after
         down = self._linear(place, DOWN, ends_early=ends_early, before_gather=not is_last)
         if kind.recompute == 1 and kind.activation_again:
-            for _ in down:  # A recomputed part runs without interruptions.
+            for _ in down:  # Recompute runs activation and down as one unit.
                 pass
         else:
             yield from down
@@ -127,7 +142,8 @@ class Recording:
         hides: Linear | None = None,
         before_gather: bool = False,
     ) -> Steps[None]:
-        """Yield the events of ``parallel.tensor.linear_steps.linear_steps``."""
+        """Record the events of one part in a linear layer, and yield where
+        ``parallel.tensor.linear_steps.linear_steps`` yields."""
         kind, name = self._kind, layer.name
         reads, writes = (getattr(kind, axis) for axis in (layer.reads, layer.writes))
         from_input, summed = (_issue(name, layer.reads, place, what) for what in ("tokens", "input gradient"))
@@ -176,7 +192,7 @@ class Recording:
 
     def _attention(self, place: tuple[int, int]) -> None:
         kind = self._kind
-        if kind.tokens and place[1] > 0:  # The first part computes the attention for all parts.
+        if kind.tokens and place[1] > 0:  # Attention runs once for all parts, as part of the first.
             return
         together = kind.batch_parts if kind.tokens else 1
         computed = [Event("compute", "attention")] * together
@@ -188,7 +204,7 @@ class Recording:
         self._node(computed, backward, reads_saved=True)
 
     def _norm(self, place: tuple[int, int], is_there: bool, name: str, again: bool = False) -> None:
-        """Record a norm's sum over y in the forward and in the backward pass. The step waits for each sum
+        """Record a norm's sums over y in the forward and the backward pass. The block waits for each sum
         immediately."""
         if not is_there:
             return
@@ -207,9 +223,13 @@ class Recording:
 
 
 def _issue(of: str, axis: str, place: tuple[int, int], what: str) -> Event:
-    """Return the event that starts a collective over an axis.
+    """Return the event that starts a collective.
 
-    ``of`` names the layer, the norm, or the keys, and ``place`` is the pair of block and part.
+    Args:
+        of: Name of the layer, "norm", or "keys".
+        axis: The axis of the collective.
+        place: Indices of the block and the part.
+        what: What the collective carries, to tell apart the collectives of one layer.
     """
     return Event("issue", f"{of}_{axis}", axis, place[0], (*place, of, what))
 
@@ -220,10 +240,10 @@ def _wait(event: Event) -> Event:
 
 @lru_cache(maxsize=1024)
 def events_of(kind: Kind) -> list[Event]:
-    """Return the events of a step in three consecutive blocks: the first block, a block that represents all middle
-    blocks, and the last block.
+    """Return the events of forward and backward in three consecutive blocks: the first block, one block that represents
+    all middle blocks, and the last block.
 
-    If parts do not move from block to block independently, return the events of one block.
+    If a part cannot enter a block before all parts have left the previous block, return the events of a single block.
     """
     blocks = 3 if kind.parts_cross_blocks else 1
     recording = Recording(kind, blocks)

@@ -1,5 +1,5 @@
-"""Compute the time of one block and of the head for one micro-batch: computation, and communication over the tensor
-axes x and y."""
+"""Compute the time of one block and of the head for one micro-batch, split into computation and communication over the
+tensor axes x and y."""
 
 from __future__ import annotations
 
@@ -25,17 +25,21 @@ from fourfold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class BlockTime(ArrayFields):
-    """Seconds of one block, or of the head, for one micro-batch. They depend on x, y, cp, ep, and the micro-batch size.
+    """Seconds of one block, or of the head, for one micro-batch. Within a search, they depend on the fields of
+    ``fastest.BLOCK_KEY``.
 
     - forward, backward: computation.
-    - attention_forward, activation_forward, x_again, y_again, norms_again (over y): the parts that selective recompute
-      can repeat.
-    - last_matmul, last_sum: the matmul and the sum at the end of the block, which full recompute skips.
+    - x_forward, x_backward, y_forward, y_backward: communication over x and y, with nothing hidden.
+    - attention_forward, activation_forward, x_again, y_again, norms_again (over y): the parts of the forward pass that
+      selective recompute can repeat.
+    - last_matmul, last_sum: the matmul and its sum over x at the end of the block, which full recompute can skip.
     - hideable_x, hideable_y: collectives of the backward pass that can run during ``weight_gradients``.
     - gate_sum: the sum of gate over y.
     - up_matmul: the matmul that can hide gate_sum.
-    - launch_forward, launch_backward: seconds that the host needs for launches, without the experts.
-    - experts: the share of the experts in all fields above, their exchanges over ep, and their launches.
+    - launch_forward, launch_backward: host time to launch kernels, without the experts.
+    - head, head_x, head_y: head and loss in forward and backward: computation, and communication over x and y.
+    - embedding: the embedding in forward and backward.
+    - experts: the experts' share of the fields above, their exchanges over ep, and their launches.
     """
 
     forward: Number
@@ -66,7 +70,7 @@ class BlockTime(ArrayFields):
 
 
 def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockTime:
-    """Return the seconds for each case of ``work``."""
+    """Return the times of a block and of the head for each case of ``work``."""
     parts = work.active_parts
     part = work.but(micro_batch_size=work.layout.micro_batch_size / parts)
     model, layout = work.model, work.layout
@@ -83,14 +87,14 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     hidden, inner = model.hidden_size / layout.y, model.mean_inner / layout.x
     up, *_ = linear_seconds(part.tokens, hidden, inner, item, rates, rates.matmul)
     down, *_ = linear_seconds(part.tokens, inner, hidden, item, rates, rates.matmul)
-    # Each further batch part adds its weight gradients to the sum.
+    # The first batch part writes the weight gradients. Each further part reads them, adds its own, and writes them.
     added = 3 * item * weights * (1 - 1 / parts) / rates.bandwidth
     seconds: dict[str, Number] = {
         "forward": forward + attend + pointwise_forward,
         "backward": input_gradients + weight_gradients + attend_backward + pointwise_backward + added,
         "attention_forward": attend,
         "activation_forward": _activation(part, rates),
-        # An output norm reads the result, so recompute cannot skip the matmul.
+        # An output norm reads the result of the last matmul, so recompute cannot skip this matmul and its sum.
         "last_matmul": np.where(model.output_norms, 0, down),
         "last_sum": np.where(model.output_norms, 0, x_forward / (_gathers(model) + 1 + model.mlps)),
         "x_again": x_forward * _gathers(model) / (_gathers(model) + 1 + model.mlps),
@@ -119,11 +123,12 @@ def _time_with_experts(
 ) -> BlockTime:
     """Return the time of a block with experts, either in addition to an MLP (shared expert) or instead of an MLP.
 
-    Recompute repeats the experts' last matmuls and their sums over x, because the router's gradients read them.
+    Recompute also repeats the experts' last matmuls and their sums over x, because the router's gradients read the
+    results.
     """
     model, more = work.model, expert_time(work, machine, constants, rates)
     last = 1 - model.sparse
-    # This is the time of one collective over x (an all-gather or a reduce-scatter) of a tensor with all tokens.
+    # The time of one collective over x of a tensor as large as the residual stream.
     one = block.x_forward / (_gathers(model) + 1 + model.mlps)
     return replace(
         block,
@@ -143,7 +148,8 @@ def _time_with_experts(
 
 
 def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
-    """Return the seconds that the host needs to launch the forward and the backward pass."""
+    """Return the seconds that the host needs to launch the kernels of the forward and of the backward pass, without the
+    experts."""
     collectives = 4 * (work.layout.x > 1) + 5 * (work.layout.y > 1)
     plain = np.where(softmax_is_plain(work), attention_core.PLAIN_KERNELS, 0.0)
     fused, third = work.program.fused, work.program.host_operations / 3
@@ -160,11 +166,12 @@ def _matmuls(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
     """Return the seconds of the forward pass, the input gradients, and the weight gradients of a block's linear layers
     (with q, k, v joined, and gate and up joined).
 
-    Latent attention has two layers instead of q, k, v: one projects a rank's own tokens to latents, and one projects
-    latents to heads. For the second layer, a mean number of inputs is used that gives the exact FLOPs.
+    Latent attention has two layers instead of the layer for q, k, and v: one projects a rank's own tokens to latents,
+    and one projects latents to heads. The second layer consists of matrices with different input widths, so the mean
+    width that gives the exact FLOPs is used.
     """
     model, layout = work.model, work.layout
-    mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Widths are means, and a block without an MLP adds 0.
+    mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Never divide by 0.
     to_heads = model.attention_weights - model.hidden_size * (model.latents + model.values)
     shapes = (
         (to_heads / model.projected / layout.y, model.projected / layout.x, 1),
@@ -180,13 +187,13 @@ def _matmuls(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
 
 
 def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes that one block moves in addition to its matmuls and its attention, in forward and backward."""
+    """Return the bytes that one block moves in forward and backward outside its matmuls and its attention core."""
     model, layout, program = work.model, work.layout, work.program
     token, gated = work.step.item_bytes * work.tokens, model.mean_gate_up > model.mean_inner
     residual = token * model.hidden_size / (layout.y * np.where(program.split_residual, layout.x, 1))
     heads = token * model.projected / (layout.x * layout.y)
     inner = token * model.mean_inner / layout.x
-    apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)  # A matmul cannot add a bias before a sum.
+    apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)  # Biases are added after the sum.
     biased = np.where(model.attention_bias, heads + np.where(gated, 0, inner + apart), 0)
     both = token * (model.queries + model.keys) / (layout.x * layout.y)
     joined = np.where(model.has_latents, 2 * (2 * both + heads), 0)
@@ -207,12 +214,15 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
 
 
 def _copied(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes that fourfold copies to lay out tensors before and after collectives, in forward and backward.
+    """Return the bytes that fourfold copies in forward and backward to change the memory layout of tensors around
+    collectives.
 
-    With x > 1 and several sequences, attention's inputs and outputs are copied, because the tokens of a sequence are
-    not contiguous on a rank. If the y ranks share sequences or queries, the residual stream is copied before and after
-    the attention. With y > 1, features are copied and packed into one collective. Batch parts are joined at the end. If
-    each part holds tokens of all sequences, the parts are also joined before the attention and split after it.
+    - With x > 1 and several sequences, the inputs and outputs of attention are copied, because the tokens of a sequence
+      are not contiguous on a rank. If the y ranks share sequences or queries, the residual stream is copied before and
+      after attention instead.
+    - With y > 1, features are copied into one buffer for one collective.
+    - Batch parts are joined at the end. If each part holds tokens of all sequences, the parts are also joined before
+      attention and split after it.
     """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens
@@ -235,8 +245,8 @@ def _activation(work: Workload, rates: Rates) -> Number:
 
 
 def _over_x(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
-    """Return the seconds of communication over x: the forward pass, the backward pass, and the part of the backward
-    pass that can overlap with weight gradients."""
+    """Return the seconds of communication over x: in the forward pass, in the backward pass, and the part of the
+    backward pass that can overlap with weight gradients."""
     residual = work.step.item_bytes * work.tokens * work.model.hidden_size / work.layout.y
     one = gather_seconds(residual, 1, group)
     gathers = _gathers(work.model) * one
@@ -246,7 +256,7 @@ def _over_x(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
 
 
 def _gathers(model: ModelShape) -> Number:
-    """Return how many tensors of the size of the residual stream a block gathers over x in its forward pass.
+    """Return how many tensors a block gathers over x in its forward pass, in units of the residual stream.
 
     With latent attention, it gathers latents instead of hidden states.
     """
@@ -254,6 +264,8 @@ def _gathers(model: ModelShape) -> Number:
 
 
 def _over_y(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
+    """Return the seconds of communication over y: in the forward pass, in the backward pass, and the part of the
+    backward pass that can overlap with weight gradients."""
     model, layout = work.model, work.layout
     item = work.step.item_bytes * work.tokens / layout.x
     qkv, queries = model.projected + model.latents, model.values
@@ -266,7 +278,7 @@ def _over_y(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
 
 
 def norm_seconds(work: Workload, group: RankGroup) -> Number:
-    """Return the seconds of the sum over y of a norm's statistics."""
+    """Return the seconds to sum a norm's statistics over y."""
     return reduce_seconds(4 * work.tokens / work.layout.x, 1, group)
 
 
@@ -276,15 +288,15 @@ def norms_before(model: ModelShape) -> Number:
 
 
 def whole_keys_seconds(work: Workload, group: RankGroup) -> Number:
-    """Return the seconds of gathering keys and values over y, or of summing their gradients, if the y ranks share the
-    queries."""
+    """Return the seconds to gather keys and values over y, or to sum their gradients, if the y ranks share the queries.
+    Return 0 otherwise."""
     split = np.asarray(work.program.is_fourfold, bool) & (attention_over_y(work) == "sequence")
     size = 2 * work.step.item_bytes * work.tokens * work.model.keys / work.layout.x
     return np.where(split, gather_seconds(size, 1, group), 0.0)
 
 
 def _gate_sum(work: Workload, group: RankGroup) -> Number:
-    """Return the seconds of the sum of gate over y."""
+    """Return the seconds of the sum of gate over y, or 0 if the MLP has no gate."""
     model = work.model
     return np.where(
         model.mean_gate_up > model.mean_inner,
@@ -296,13 +308,13 @@ def _gate_sum(work: Workload, group: RankGroup) -> Number:
 def _head(
     work: Workload, rates: Rates, x_group: RankGroup, y_group: RankGroup
 ) -> tuple[Number, Number, Number, Number]:
-    """Return the seconds of head and loss in forward and backward (computation, over x, over y), and the seconds of the
-    embedding."""
+    """Return four times in seconds, each for forward and backward together: the computation of head and loss, their
+    communication over x, their communication over y, and the embedding."""
     model, layout, step = work.model, work.layout, work.step
     tokens, columns, hidden = work.tokens, model.padded_vocab_size / layout.x, model.hidden_size / layout.y
     matmuls = sum(linear_seconds(tokens, hidden, columns, step.item_bytes, rates, rates.head))
-    # Softmax, loss, and gradient write and read logits in 16 and in 32 bits. Our kernels read 16-bit logits twice, and
-    # overwrite them with the gradient.
+    # Other frameworks read and write logits in 16 and in 32 bits for softmax, loss, and gradient. fourfold's kernels
+    # read the 16-bit logits twice, and overwrite them once with the gradient.
     is_ours = np.logical_and(work.program.is_fourfold, work.program.fused_loss)
     moved = np.where(is_ours, 3 * step.item_bytes, 2 * step.item_bytes + 20)
     loss = tokens / layout.y * columns * moved / rates.bandwidth

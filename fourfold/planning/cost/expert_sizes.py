@@ -1,5 +1,5 @@
-"""Compute the sizes of an MoE layer's experts on one rank: the number of rows, the grid that holds the weights, and the
-bytes of activations."""
+"""Compute the sizes of an MoE layer's experts on one rank: the number of rows, the workload that describes the experts'
+weights, and the bytes of activations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.workload import Workload
 
 BYTES_OF_A_CHOICE = 44.0
-"""Bytes that are kept for each choice of a token: the expert, the choice's position among the rows, and the inverse of
-that position (64 bits each), and the weights."""
+"""Bytes that are saved per token and chosen expert: the expert, the position of the choice among the rows, and the
+inverse of that position (64 bits each), and the router's weights (20 bytes)."""
 BYTES_OF_AN_ORDER = 32.0
-"""Bytes that are kept for each received row to sort it by expert. Forward and backward each keep a permutation and its
-inverse, in 64 bits."""
+"""Bytes that are saved per received row to sort rows by expert: a permutation and its inverse in 64 bits, both for the
+forward and for the backward pass."""
 
 
 def fuses_gate(work: Workload) -> Flag:
-    """Return whether the activation of the gate is not kept for the backward pass."""
+    """Return whether the MLP does not save the activation of the gate for the backward pass."""
     fused: Flag = np.asarray(work.program.fused_gate, bool) | np.asarray(work.model.clamps_gate, bool)
     return fused
 
@@ -40,7 +40,7 @@ def dense_share(work: Workload) -> Number:
 
 
 def kinds_of_blocks(work: Workload) -> tuple[Workload, Workload]:
-    """Return two workloads: one in which all blocks have a dense MLP, and one in which all blocks have experts."""
+    """Return two workloads: one whose blocks all have a dense MLP, and one whose blocks all have experts."""
     dense = work.but(num_experts=0, num_experts_per_tok=0, moe_intermediate_size=0, sparse=0.0,
                      shared_expert_intermediate_size=0, shared_expert_gate=False)  # fmt: skip
     return dense, work.but(sparse=np.where(np.asarray(work.model.num_experts) > 0, 1.0, 0.0))
@@ -52,10 +52,13 @@ def where_experts(work: Workload, value: Number) -> Number:
 
 
 class Rows(NamedTuple):
-    """Rows of one micro-batch. Each choice of a token gives one row.
+    """Rows of one micro-batch. A token has one row for each expert that it is routed to.
 
-    The fields are the number of rows that a rank sends for its own tokens, the number of rows that its experts compute,
-    the number of rows of each expert, and the number and width of the rank's experts.
+    - sent: number of rows that a rank sends for its own tokens.
+    - on_rank: number of rows that the rank's experts compute.
+    - each: mean number of rows per expert of the rank.
+    - experts: number of experts on the rank.
+    - inner: inner width of the rank's share of each expert.
     """
 
     sent: Number
@@ -66,9 +69,9 @@ class Rows(NamedTuple):
 
 
 def rows_of(work: Workload) -> Rows:
-    """Return the rows for a balanced load or a given load.
+    """Return the rows. ``on_rank`` is for the ep rank with the most tokens (``Step.imbalance``).
 
-    The capacity limits both the rows that a rank sends and the rows that an expert accepts.
+    The capacity factor limits both the rows that a rank sends and the rows that its experts compute.
     """
     model, layout, step = work.model, work.layout, work.step
     limit = np.where(step.capacity > 0, step.capacity, np.inf)
@@ -80,11 +83,11 @@ def rows_of(work: Workload) -> Rows:
 
 
 def states_of_experts(work: Workload) -> Workload:
-    """Return a workload that has only the weights of the experts. Its y is y·ep.
+    """Return a workload whose weights are only the experts' weights. Its y is y · ep.
 
-    With this workload, the formulas for dense weights (split over x · y, sharded over z, copied over dp · cp) give the
-    sizes for the experts. Its z is the number of ranks that shard the same experts, and its dp is the number of their
-    replicas.
+    With this workload, the formulas for dense weights (split over x · y, sharded over z, replicated over dp · cp) give
+    the sizes for the experts. Its z is the number of ranks that shard the same experts, and its dp is the number of
+    replicas of each expert.
     """
     model, layout, step = work.model, work.layout, work.step
     over_x = np.asarray(work.program.experts_over_x, bool)
@@ -102,11 +105,13 @@ def states_of_experts(work: Workload) -> Workload:
 
 
 def kept_by_experts(work: Workload, selective: bool) -> Number:
-    """Return the mean number of bytes per block that router, dispatch, and experts keep for a micro-batch.
+    """Return the mean number of bytes per block that router, dispatch, and experts save for the backward pass of a
+    micro-batch.
 
-    The router keeps its input tokens and its scores in fp32. The experts keep their input rows, gate, up, silu(gate),
-    and silu(gate) · up. The dispatch keeps the rows that return from the experts, for the gradients of the router's
-    weights. Other programs apply the router's weights inside the experts and do not keep these rows.
+    The router saves its input and its scores in fp32. The experts save their input rows, gate, up, silu(gate), and
+    silu(gate) · up. The dispatch saves the rows that return from the experts, for the gradients of the router's
+    weights. Other frameworks save the router's input in the step's dtype. They apply the router's weights inside the
+    experts, so they do not save the returned rows.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     rows, hidden = rows_of(work), model.hidden_size / layout.y
@@ -124,40 +129,41 @@ def kept_by_experts(work: Workload, selective: bool) -> Number:
 
 
 def choices_kept(work: Workload) -> Number:
-    """Return the mean number of bytes per block that the tokens' choices of experts take, in 64 bits. They are kept,
-    because fourfold's recomputation reuses them."""
+    """Return the mean number of bytes per block of the tokens' choices of experts, in 64 bits. Full recompute saves
+    them, because fourfold's recomputation reuses them."""
     model = work.model
     chosen = model.num_experts_per_tok
     return np.where(work.program.is_fourfold, model.sparse * 8 * work.tokens / work.layout.x * chosen, 0.0)
 
 
 def kept_by_shared_gate(work: Workload) -> Number:
-    """Return the bytes that the gate of one block's shared expert keeps: its input in fp32, and the output that the
-    gate multiplies."""
+    """Return the bytes that the gate of one block's shared expert saves: its input in fp32, and the output of the
+    shared expert, which the gate multiplies."""
     model, layout = work.model, work.layout
     residual = work.tokens / layout.x * model.hidden_size / layout.y
     return np.where(model.shared_expert_gate, (4 + work.step.item_bytes) * residual, 0)
 
 
 def experts_made_again(work: Workload) -> Number:
-    """Return the mean number of bytes per block of the experts' activation, which selective recompute drops."""
+    """Return the mean number of bytes per block of the experts' activation, which selective recompute computes
+    again."""
     return work.model.sparse * _activated(work, rows_of(work))
 
 
 def _activated(work: Workload, rows: Rows) -> Number:
-    """Return the bytes of silu(gate) and its product with up."""
+    """Return the bytes that the experts of one block save of silu(gate) and silu(gate) · up."""
     program, inner = work.program, work.step.item_bytes * rows.on_rank * rows.inner
     product = np.where(program.keeps_float8_inputs, inner / 2, inner)
     return product + np.where(fuses_gate(work), 0, inner)
 
 
 def backward_of_experts(work: Workload) -> tuple[Number, Number]:
-    """Return the peak bytes of the backward of a block's experts, first for weights that are sharded over data-parallel
-    ranks, and then for whole weights.
+    """Return the peak bytes of the backward pass of a block's experts. The first number is for weights that are sharded
+    over data-parallel ranks, and the second is for replicated weights.
 
-    Two sets of tensors may cause the peak. The first set is the gradients of gate, of up, and of their product (and one
-    more tensor if the gate is clamped). The second set is the gradients of the rows, in the order of arrival and in the
-    order of the experts. The two sets are never in memory at the same time.
+    The peak is the larger of two sets of tensors, which are never in memory at the same time: the gradients of gate, of
+    up, and of their product (and one more tensor if the gate is clamped), or the gradients of the rows, once in the
+    order of arrival and once sorted by expert.
     """
     rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
     inner, hidden = item * rows.on_rank * rows.inner, item * rows.on_rank * model.hidden_size / layout.y

@@ -21,10 +21,13 @@ from fourfold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class ExpertTime(ArrayFields):
-    """Seconds of forward and backward for computation, communication over x, y, and ep, and launches.
+    """Seconds of the experts per block, in the forward and in the backward pass.
 
-    Two more fields are parts of these: the weight gradients in the backward pass, and the activation in the forward
-    pass, which selective recompute repeats.
+    - forward, backward: computation.
+    - x, x_backward, y, y_backward, ep, ep_backward: communication over the axis.
+    - launch, launch_backward: host time to launch kernels.
+    - weight_gradients: the part of ``backward`` that computes weight gradients.
+    - activation: the part of ``forward`` that selective recompute repeats.
     """
 
     forward: Number = 0.0
@@ -42,7 +45,7 @@ class ExpertTime(ArrayFields):
 
 
 def expert_time(work: Workload, machine: Machine, constants: Constants, rates: Rates) -> ExpertTime:
-    """Return the seconds for each case of ``work``. They are zero for cases without experts."""
+    """Return the experts' times for each case of ``work``. They are 0 for cases without experts."""
     if not has_experts(work):
         return ExpertTime()
     model, layout, step, program = work.model, work.layout, work.step, work.program
@@ -98,25 +101,24 @@ def _matmuls(work: Workload, rows: Rows, rates: Rates) -> tuple[Number, Number, 
 
 
 def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
-    """Return the bytes that operations between the matmuls move through memory, in forward and backward. The third
-    number is the activation's part of the forward pass."""
+    """Return the bytes that the operations between the experts' matmuls move through memory: in the forward pass, in
+    the backward pass, and by the activation in the forward pass."""
     model, step, program = work.model, work.step, work.program
     item, hidden = step.item_bytes, model.hidden_size / work.layout.y
     scores = 4 * work.tokens / work.layout.x * model.num_experts
     sent, here = item * rows.sent * hidden, item * rows.on_rank * hidden
     inner = item * rows.on_rank * rows.inner
-    how = pointwise.ExpertFlags(
-        is_own=program.is_fourfold, fused=program.fused, in_8=step.bits == 8, in_place=program.fused_experts,
-        several=rows.experts > 1, biased=program.adds_expert_bias,
+    return pointwise.expert_bytes(
+        scores, sent, here, inner, is_own=program.is_fourfold, fused=program.fused, in_8=step.bits == 8,
+        in_place=program.fused_experts, several=rows.experts > 1, biased=program.adds_expert_bias,
     )  # fmt: skip
-    return pointwise.expert_bytes(scores, sent, here, inner, how)
 
 
 def _over_y(work: Workload, rows: Rows, group: RankGroup) -> tuple[Number, Number]:
-    """Return the seconds of the sums over y.
+    """Return the seconds of the sums over y in the forward and in the backward pass.
 
-    The forward pass sums the router's scores, gate, and up. The backward pass sums the gradients of scores, of the
-    rows' weights, and of the down projection's input.
+    The forward pass sums the router's scores, gate, and up. The backward pass sums the gradients of the router's
+    weights and of the down projection's input.
     """
     model, layout, item = work.model, work.layout, work.step.item_bytes
     inner = item * rows.on_rank * rows.inner

@@ -16,12 +16,13 @@ from fourfold.planning.workload import CP_METHODS, Workload
 
 
 def hidden(communication: Number, computation: Number, exposed: Number) -> Number:
-    """Return the seconds of communication that concurrent computation hides."""
+    """Return the seconds of ``communication`` that concurrent ``computation`` hides. The fraction ``exposed`` of what
+    it could hide stays exposed."""
     return (1 - exposed) * np.minimum(communication, computation)
 
 
 def forwards_again(work: Workload) -> Number:
-    """Return the fraction of a block's forward that full recompute repeats, averaged over all blocks."""
+    """Return the fraction of the blocks whose forward pass full recompute repeats, or 0 without full recompute."""
     return np.where(work.layout.recompute == 2, work.layout.recomputing, 0.0)
 
 
@@ -35,14 +36,15 @@ def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, bloc
     x = block.x_forward + again * x_whole + gathers * block.x_again + block.x_backward
     norms = np.where((layout.recompute == 1) & program.recomputes_norms, layout.recomputing, 0.0)
     y = block.y_forward * (1 + again) + gathers * block.y_again + norms * block.norms_again + block.y_backward
-    # Deferred weight gradients run too late to hide anything.
+    # Deferred weight gradients run later than the collectives of their block, so they cannot hide them.
     overlap = np.asarray(program.overlap_x, bool) & ~layout.split_backward
     hideable_x, hideable_y = block.hideable_x + gathers * block.x_again, block.hideable_y + gathers * block.y_again
     hidden_x = np.where(overlap, hidden(hideable_x, block.weight_gradients / 2, exposed), 0.0)
     hidden_y = np.where(overlap, hidden(hideable_y, block.weight_gradients / 2, exposed), 0.0)
     ahead = hidden(block.x_forward, (block.forward - block.attention_forward) / 2, exposed)
     hidden_x = hidden_x + np.where(program.overlap_forward, ahead * (1 + again), 0.0)
-    # A block's backward begins by gathering gradients, and the recomputation runs at the same time.
+    # A block's backward pass begins with an all-gather of gradients. fourfold recomputes the block at the same time,
+    # which hides this all-gather.
     first = hidden(block.x_backward / 4, block.forward, exposed)
     hidden_x = hidden_x + np.where(program.is_fourfold, again * first * (1 - work.model.sparse), 0.0)
     gate = hidden(block.gate_sum, block.up_matmul, exposed)
@@ -53,12 +55,11 @@ def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, bloc
 
 
 def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
-    """Return the exposed seconds of cp in one block, for keys and values of the whole sequence in forward and backward,
-    and for their gradients.
+    """Return the exposed seconds of communication over cp in one block, in forward and backward.
 
-    Keys and values are gathered and scattered, or passed around a ring (gradients in fp32), and the attention hides
-    these transfers. With Ulysses, heads are exchanged for tokens before the attention and back after it, and nothing
-    hides these exchanges.
+    Keys and values are gathered and their gradients scattered, or both are passed around a ring (gradients in fp32).
+    Attention hides these transfers. With Ulysses, heads are exchanged for tokens before attention and back after it,
+    and no computation hides these exchanges.
     """
     model, layout, step = work.model, work.layout, work.step
     group = group_of(layout.cp, layout.x * layout.y * layout.z, machine, constants)
@@ -70,7 +71,8 @@ def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: Bl
     sending = gather_seconds((forwards + home) * pair, forwards + 1, group)
     passed = sending - hidden(sending, block.attention_forward * 2, constants.exposed)
     one = step.item_bytes * token / layout.cp
-    # If only the attention core is recomputed, its output is not sent back, because the backward pass does not need it.
+    # If only the attention core is recomputed, its output is not exchanged again, because the backward pass does not
+    # need it.
     returns = 2 + np.where(layout.recompute == 2, layout.recomputing, 0.0)
     heads = forwards * (model.queries + 2 * model.keys) + returns * model.queries
     exchanged = gather_seconds(one * heads, forwards + returns, group)
@@ -81,7 +83,8 @@ def exposed_ep(work: Workload, constants: Constants, block: BlockTime) -> Number
     """Return the exposed seconds of one block's exchanges of tokens over ep, including the exchanges that recompute
     repeats.
 
-    All exchanges are exposed unless the matmuls of another micro-batch run concurrently.
+    Nothing hides them, unless the framework runs the computation of another micro-batch at the same time
+    (``overlap_ep``).
     """
     if not has_experts(work):
         return 0.0
@@ -91,30 +94,32 @@ def exposed_ep(work: Workload, constants: Constants, block: BlockTime) -> Number
 
 
 def exposed_z(work: Workload, constants: Constants, sending: Number, computing: Number) -> Number:
-    """Return the exposed seconds of sending weights and gradients.
+    """Return the exposed seconds of weight all-gathers and gradient reduce-scatters.
 
     Args:
-        sending: Seconds of sending.
+        sending: Seconds of these collectives if nothing hides them.
         computing: Seconds of concurrent computation.
     """
     return sending - np.where(work.program.overlap_z, hidden(sending, computing, constants.exposed), 0.0)
 
 
 def exposed_gradient_sum(work: Workload, constants: Constants, sending: Number, last_backward: Number) -> Number:
-    """Return the exposed seconds of a step's gradient sum.
+    """Return the exposed seconds of the gradient sum over data-parallel ranks, once per step.
 
     Args:
-        sending: Seconds of the sum.
+        sending: Seconds of the sum if nothing hides it.
         last_backward: Seconds of the last backward pass, which can hide the sum.
     """
-    # Deferred weight gradients come last, and their sums start only after all of them are computed.
+    # Deferred weight gradients are computed at the end of the step, and their sums start only after all of them, so
+    # nothing is left to hide the sums.
     overlap = np.asarray(work.program.overlap_dp, bool) & ~work.layout.split_backward
     return sending - np.where(overlap, hidden(sending, last_backward, constants.exposed), 0.0)
 
 
 def exposed_pp(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the seconds of communication in a pipeline. Activations and gradients are sent between stages for each
-    micro-batch and chunk. Gradients of a table that the first and the last rank share are summed once per step."""
+    """Return the exposed seconds of communication over pp. Stages send activations and gradients to each other for each
+    micro-batch. If embedding and head are tied but on different ranks, these ranks also sum the gradients of their
+    weight once per step."""
     model, layout, step = work.model, work.layout, work.step
     size = step.item_bytes * work.tokens * model.hidden_size / (layout.x * layout.y)
     one = transfer_seconds(size, layout.gpus, machine, constants)

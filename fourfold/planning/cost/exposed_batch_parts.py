@@ -1,8 +1,8 @@
-"""Compute the exposed seconds of blocks whose batch parts take turns. For this, replay the events of the blocks, as the
-trace does.
+"""Compute the exposed communication of blocks whose batch parts take turns, by replaying the events of the blocks as
+the trace does.
 
-The order of events does not depend on how long they take. So the order is recorded once for each kind of block
-(``batch_part_events``), and the events are then timed for many layouts together.
+The order of the events does not depend on how long they take. So the order is recorded once per kind of block
+(``batch_part_events``), and then timed for many layouts together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEY = (
     "x", "y", "cp", "micro_batch_size", "cp_method", "batch_parts", "recompute", "recompute_every", "schedule", "pp",
     "stages_per_rank",
 )  # fmt: skip
-"""Fields of a layout that the results of this module depend on."""
+"""Fields of a layout that the exposed communication of batch parts depends on."""
 
 
 def waits(
@@ -34,13 +34,13 @@ def waits(
     """Return the mean number of seconds per block that a step waits for collectives, by axis
     (``verification.exposure``).
 
-    Collectives of one axis run one after the other, and collectives of two axes run concurrently.
+    Collectives over the same axis run one after another. Collectives over different axes run concurrently.
 
     Args:
         events: The events of the blocks.
         shares: The fraction of all blocks that each of these blocks represents.
-        times: Durations of the events, by the names that ``what`` of an event has.
-        slowed: Time that a hidden collective adds to concurrent computation, as a fraction of its own time.
+        times: Seconds of the events, by their ``what``.
+        slowed: Fraction of the hidden time of a collective by which it slows down the concurrent computation.
     """
     now: Number = 0.0
     computed: Number = 0.0
@@ -65,7 +65,8 @@ def waits(
 
 
 def exposed_batch_parts(work: Workload, machine: Machine, constants: Constants) -> tuple[Number, Number]:
-    """Return the exposed seconds of one block's collectives over x and y if batch parts take turns, and 0 otherwise."""
+    """Return the exposed seconds of one block's collectives over x and over y. They are 0 for cases without batch
+    parts."""
     if not np.any(work.active_parts > 1):
         return 0.0, 0.0
     layout = work.layout
@@ -86,8 +87,8 @@ def exposed_batch_parts(work: Workload, machine: Machine, constants: Constants) 
 
 
 def _of_blocks(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
-    """Return the exposed seconds of a block over x and over y [2, n]. They are a mean over blocks that recompute and
-    blocks that do not."""
+    """Return the exposed seconds of one block over x and over y [2, n], as a mean over blocks with and without
+    recompute."""
     count = np.size(work.active_parts)
     share = np.where(np.greater(work.layout.recompute, 0), work.layout.recomputing, 1.0)
     share = np.broadcast_to(share, (count,))
@@ -102,10 +103,11 @@ def _of_blocks(work: Workload, machine: Machine, constants: Constants) -> np.nda
 
 
 def _of_kinds(work: Workload, parts_cross_blocks: Flag, machine: Machine, constants: Constants) -> np.ndarray:
-    """Return the exposed seconds of a block over x and over y [2, n]."""
+    """Return the exposed seconds of one block over x and over y [2, n]. All blocks of a case recompute as
+    ``work.layout.recompute`` says."""
     times = batch_part_time(work, machine, constants)
     exposed = np.zeros((2, np.size(work.active_parts)))
-    blocks = work.model.num_hidden_layers / (work.layout.pp * work.layout.stages_per_rank)  # The blocks of one stage.
+    blocks = work.model.num_hidden_layers / (work.layout.pp * work.layout.stages_per_rank)  # Blocks per stage.
     blocks = np.broadcast_to(blocks, (np.size(work.active_parts),))
     for kind, places in _kinds_of(work, parts_cross_blocks & (blocks >= 2)):
         few = 1 / blocks[places]

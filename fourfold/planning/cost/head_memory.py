@@ -10,27 +10,28 @@ from fourfold.planning.workload import Workload
 
 
 def head_bytes(work: Workload) -> Number:
-    """Return the peak bytes of head and loss: tokens, gradients (the weight's in fp32), and a chunk of logits."""
+    """Return the peak bytes of head and loss: tokens, the gradients of the tokens and of the weight (in fp32), and one
+    chunk of logits."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     p = tensor_bytes(work)
     columns = model.padded_vocab_size / layout.x
     weights = columns * model.hidden_size / layout.y
     rows = np.minimum(work.tokens, np.maximum(1, np.floor(program.chunk_logits / columns / layout.y)) * layout.y)
-    # While a chunk is computed, these tensors are in memory: the partial logits, their sums in fp32, the gradient of
-    # the logits in the step's dtype, and the result of the matmul with this gradient. Our kernels overwrite the sums
-    # with the gradient.
+    # While the loss of a chunk is computed, these tensors are in memory: the partial logits, their sums in fp32, the
+    # gradient of the logits in the step's dtype, and the result of the matmul with this gradient. fourfold's kernels
+    # overwrite the sums with the gradient.
     sums = np.where(program.fused_loss, 0, 4 / layout.y)
     in_place = step.item_bytes * (1 + np.where(layout.y > 1, 1 / layout.y, 0))
     is_ours = np.logical_and(program.is_fourfold, program.fused_loss)
     apart = np.where(program.eager_loss, step.item_bytes + 12 / layout.y, 2 * step.item_bytes + sums)
     first = rows * columns * np.where(is_ours, in_place, apart)
-    # In fp32, our matmul adds directly to the weight's gradient. The backward pass later creates a second gradient, but
-    # then no logits are in memory.
+    # In fp32, fourfold's matmul adds its result directly to the weight's gradient. The backward pass creates a second
+    # gradient, but only after the logits are freed.
     adds, result = program.is_fourfold & (step.item_bytes == 4), step.item_bytes * weights
     first = np.where(adds, np.maximum(first, result), first + result)
-    # Soft-capped logits need two fp32 numbers each: the sum, and the derivative of the soft-cap.
+    # Soft-capping stores two fp32 values per logit: the sum over y, and the derivative of the soft-cap.
     capped = np.where(model.caps_logits, 8 / layout.y, 0)
-    # The next chunk's sums are allocated while Python variables still hold the previous chunk's sums.
+    # The sums of the next chunk are allocated before Python releases the sums of the previous chunk, so both count.
     then = np.minimum(rows, np.maximum(work.tokens - rows, 0))
     summed = np.maximum((np.where(layout.y > 1, step.item_bytes, 0) + 4) / layout.y, capped)
     second = rows * (step.item_bytes + 4 / layout.y) + then * (step.item_bytes + summed)
@@ -40,7 +41,8 @@ def head_bytes(work: Workload) -> Number:
 
 
 def head_kept_bytes(work: Workload) -> Number:
-    """Return the bytes that head and loss keep until their backward: the tokens and both gradients."""
+    """Return the bytes that head and loss hold until their backward pass: the tokens, their gradient, and the weight's
+    gradient."""
     model, layout = work.model, work.layout
     p = tensor_bytes(work)
     weight = work.step.item_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y)

@@ -1,4 +1,4 @@
-"""Compute the bytes on each rank of a pipeline by category, and the probability of running out of memory."""
+"""Compute the peak memory of each pipeline rank by category, and the probability of running out of memory."""
 
 from __future__ import annotations
 
@@ -23,39 +23,41 @@ from fourfold.planning.model_shape import ModelShape
 from fourfold.planning.workload import SCHEDULES, Workload
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", "logits", "reserve")
-"""Categories of memory, at the moment when the most memory is in use.
+"""Categories of a rank's memory. All of them are counted at the same moment, when the most memory is in use.
 
-- gradients: 0 if that moment is the start of a step's only backward pass.
+- gradients: 0 if that moment is before the backward pass of a step with one micro-batch.
 - weights: gathered weights, or 16-bit copies.
 - logits: memory of head and loss in addition to the activations.
 - reserve: the runtime, communication buffers, and unused memory that the allocator holds.
 """
 
 UNUSABLE = 0.06
-"""Overhead, as a fraction of the bytes that a step allocates: PyTorch's allocator rounds blocks up and fragments
-memory, and libraries have workspaces. (Megatron-LM's own estimate adds 5 %.)"""
+"""Memory overhead, as a fraction of the bytes that a step allocates. PyTorch's allocator rounds blocks up and fragments
+memory, and libraries allocate workspaces. (Megatron-LM's own estimate adds 5 %.)"""
 CACHED = 0.14
-"""``UNUSABLE``, plus the blocks that the allocator caches until memory runs low. This value is fitted to the memory
-rows that come with fourfold, with a prior of ``UNUSABLE`` (docs/planner_validation.py).
-"""
+"""``UNUSABLE``, plus the blocks that the allocator caches until memory runs low. The value is fitted to the measured
+rows that come with fourfold, with ``UNUSABLE`` as prior (docs/planner_validation.py)."""
 COMMUNICATOR = 0.5e9
-"""Bytes of one process group: NCCL's channels, 4 to 8 MB for each of a few protocols and peers, in both directions."""
+"""Bytes of one process group's communicator: NCCL allocates channels of 4 to 8 MB for each of a few protocols and
+peers, in both directions."""
 SPREAD = 0.07
-"""Standard deviation of log(needed / predicted bytes). This is an assumption for fourfold, whose bytes are counted
-exactly. For other programs, the ratios of measured to predicted bytes vary more (docs/planner_validation.py)."""
+"""Standard deviation of log(needed / predicted bytes). This is an assumption for fourfold, whose tensors are counted
+exactly. For other frameworks, the ratio of measured to predicted bytes varies more (docs/planner_validation.py)."""
 
 
 def in_flight(work: Workload, rank: Number) -> Number:
-    """Return for how many micro-batches a pipeline rank (0, 1, …) holds activations at the same time. A micro-batch
-    counts as 1 if it has activations in all layers of the rank. There are p ranks, with v stages (chunks) each.
+    """Return the number of micro-batches whose activations a pipeline rank (0, 1, …) holds at the same time. A
+    micro-batch counts as 1 if it has activations in all layers of the rank. There are p ranks with v stages each. The
+    result is at most the number of micro-batches.
 
-    - 1F1B: one for each later stage, and one for the rank's own stage.
-    - Interleaved, with rounds of r micro-batches (r = p if p divides the number of micro-batches): (v − 1)·r + 2(p −
-      rank) − 1 chunks, each with 1/v of the layers (Narayanan et al. 2021, arXiv 2104.04473).
-    - Zero-bubble schedules: (v − 1)·r + p chunks. Activations stay in memory until the weight gradients are computed.
-    - ZBV: p, or fewer if the first micro-batch returns before p micro-batches have entered.
-    - DualPipeV: p and a half.
-    - GPipe and LoopedBFS: all.
+    - 1F1B: p − rank.
+    - Interleaved, with rounds of r micro-batches (r = p if p divides the number of micro-batches): the activations of
+      (v − 1)·r + 2(p − rank) − 1 stages, each with 1/v of the rank's layers (Narayanan et al. 2021, arXiv 2104.04473).
+    - InterleavedZeroBubble: the activations of (v − 1)·r + p stages. They stay in memory until the weight gradients are
+      computed.
+    - ZBVZeroBubble: p, or fewer if the first micro-batch returns before p micro-batches have entered.
+    - DualPipeV: p + ½.
+    - GPipe and LoopedBFS: all micro-batches.
     """
     layout = work.layout
     behind, micro_batches = layout.pp - rank, work.micro_batches
@@ -70,7 +72,7 @@ def in_flight(work: Workload, rank: Number) -> Number:
 
 
 def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Number]:
-    """Return the bytes by ``CATEGORIES`` on one device of a pipeline rank. The first rank is 0."""
+    """Return the peak bytes on one device of a pipeline rank (the first is 0), by ``CATEGORIES``."""
     blocks, block = blocks_of(work)[rank], block_bytes(work)
     *weights, both, reserve = _held(work, machine, rank, blocks, block)
     activations = peak_bytes(_with_blocks(work, blocks, block), blocks.number, in_flight(work, rank), False, block)
@@ -80,16 +82,18 @@ def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Numbe
 
 
 def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
-    """Return the workload with another fraction of blocks with experts: the fraction on this rank."""
+    """Return the workload with the fraction of blocks with experts that this pipeline rank has."""
     if block.dense is None:
         return work
     return work.but(sparse=np.where(np.asarray(work.model.num_experts) > 0, 1 - blocks.dense / blocks.number, 0.0))
 
 
 class Tables(NamedTuple):
-    """Number of entries in a rank's tables.
+    """Number of weight entries of embeddings and head on a pipeline rank, before they are split over x and y.
 
-    If embedding and head share a table, ``every`` includes it once, and there is no separate head.
+    - every: all of them. A weight that embedding and head share counts once.
+    - embedding, head: the token embedding and the head. 0 if the rank does not have it.
+    - own_head: the head, or 0 if it shares the embedding's weight.
     """
 
     every: Number
@@ -99,7 +103,7 @@ class Tables(NamedTuple):
 
 
 def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block: BlockBytes) -> tuple[Number, ...]:
-    """Return the bytes by ``CATEGORIES``, with activations and logits as one sum."""
+    """Return the peak bytes by ``CATEGORIES``, with activations and logits as one sum."""
     layers, work = blocks.number, _with_blocks(work, blocks, block)
     model, layout, program = work.model, work.layout, work.program
     first, last = np.equal(rank, 0), np.equal(rank, layout.pp - 1)
@@ -122,7 +126,7 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
     copied = copied + muon_workspace(work, layers) + lion_workspace(work, layers, of_table)
     freed = _weights_freed_by_the_end(work, layers)
     at_end, activations = _at_the_peak(work, gradients, activations, copied, freed, tables, block)
-    # The optimizer makes its copies (gradients, Muon's matrices, Lion's updates) when all activations have been freed.
+    # The optimizer makes its copies (gradients, Muon's matrices, Lion's updates) after all activations are freed.
     gradients = np.where(at_end, gradients, 0)
     weights = weights - np.where(at_end, freed, 0)
     optimizer = optimizer + np.where(at_end, np.maximum(copied - activations, 0), 0)
@@ -141,16 +145,18 @@ def _at_the_peak(
     tables: Tables,
     block: BlockBytes,
 ) -> tuple[Flag, Number]:
-    """Return whether all gradients exist at the moment of peak memory, and the bytes of activations at that moment.
+    """Return whether the peak is at the end of the backward pass, when all gradients exist, and the bytes of
+    activations at the peak.
 
-    In a step of one micro-batch, the backward pass adds gradients while it frees activations and gathered weights. The
-    peak is at the start or at the end of the backward pass, unless gradients have buffers of their own.
+    In a step with one micro-batch, the backward pass allocates gradients while it frees activations and gathered
+    weights. So the peak is at its start or at its end. With several micro-batches, or if gradients have buffers of
+    their own, all gradients already exist at the start.
 
     Args:
-        gradients: Number of bytes of all gradients.
-        activations: Number of bytes of activations when a backward pass begins.
-        copied: Number of bytes that the optimizer copies.
-        freed: Number of bytes of gathered weights that the backward pass has freed by its end.
+        gradients: Bytes of all gradients.
+        activations: Bytes of activations when the backward pass begins.
+        copied: Bytes of the copies that the optimizer makes.
+        freed: Bytes of gathered weights that the backward pass has freed by its end.
     """
     gradual = _is_gradual(work)
     if not np.any(gradual):
@@ -169,8 +175,8 @@ def _is_gradual(work: Workload) -> Flag:
 
 
 def _weights_freed_by_the_end(work: Workload, layers: Number) -> Number:
-    """Return the bytes of gathered weights that the backward of a step's only micro-batch frees, block by block, before
-    its last block."""
+    """Return the bytes of gathered weights that the backward pass frees before it reaches the rank's first block. This
+    happens only in a step with one micro-batch whose weights were gathered once. Otherwise the bytes are 0."""
     if not np.any(_is_gradual(work)):
         return 0.0
     freed = _freed_entries(work, (layers - 1) * work.block_weights)
@@ -186,25 +192,27 @@ def _freed_entries(work: Workload, entries: Number) -> Number:
 
 
 def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...]:
-    """Return the bytes of all weights except experts, on a rank with ``tables`` entries of tables. The four numbers are
-    for parameters, gradients, optimizer states, and gradients that the optimizer copies."""
+    """Return the bytes of parameters, gradients, optimizer states, and copies that the optimizer makes of gradients.
+    They are for all weights except experts, on a rank with ``tables`` weight entries of embedding and head."""
     layout, step, program = work.layout, work.step, work.program
     entries = (layers * work.block_weights + tables) / (layout.x * layout.y)
     copies, shards, item = layout.dp * layout.cp, layout.shards, step.item_bytes
-    # fourfold and FSDP store shards, usually fp32, and gather 16-bit weights. Other programs store 16-bit weights.
+    # fourfold and FSDP store shards of weights, usually in fp32, and gather 16-bit weights. Other frameworks store
+    # 16-bit weights.
     parameters = np.where(
         program.half_weights,
         item * entries / np.where(layout.zero == 3, shards, layout.z),
         step.weight_bytes * entries / shards,
     )
     whole_gradients = np.where(program.gradient_bytes > 0, program.gradient_bytes, step.reduce_bytes) * entries
-    # A complete gradient is cast to its weight's dtype if that is wider.
+    # Once a gradient is summed, it is cast to its weight's dtype if that is wider.
     complete = np.maximum(step.reduce_bytes, step.weight_bytes) * entries / shards
     is_whole = (layout.zero == 1) & (copies > 1) & (work.micro_batches > 1)
     gradients = np.where(is_whole, np.maximum(whole_gradients, complete), complete)
     in_half = whole_gradients / np.where(layout.zero >= 2, shards, layout.z)
     gradients = np.where(program.half_weights, in_half, gradients)
-    # Whole weights keep sums of gradients in ``reduce_dtype``. They are cast when all activations have been freed.
+    # Replicated weights have gradients in ``reduce_dtype`` until the optimizer step. They are cast only after all
+    # activations are freed.
     late = np.where(is_replicated(work) & program.is_fourfold, complete - step.reduce_bytes * entries, 0)
     single = entries_without_second_moment(work, layers, tables) / (layout.x * layout.y)
     optimizer = np.where(program.half_weights, 12 * entries - 4 * single, step.moment_bytes * (2 * entries - single))
@@ -214,17 +222,18 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
 
 
 def _freed_by_then(work: Workload, layers: Number, last: Number, block: BlockBytes) -> Number:
-    """Return how many bytes of a backward's peak have been freed when the first block's gradients are summed.
+    """Return how many bytes of the backward pass's peak have been freed by the time the rank's first block sums its
+    gradients.
 
-    The freed bytes are the tensors that the block has kept. On the last rank, the head may need more memory than a
-    block's backward. The difference is then added.
+    These are the tensors that this block has saved. On the last rank, the head may need more memory than the backward
+    pass of a block, and the difference has been freed too.
     """
     of_head = np.where(last, np.maximum(block.head - block.in_backward(work, layers), 0), 0)
     return block.kept(work, 1) + of_head
 
 
 def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, freed: Number) -> Number:
-    """Return the bytes of gathered weights or 16-bit copies on a rank. These include a block's whole gradients while
+    """Return the peak bytes of gathered weights or of 16-bit copies. This includes a block's unsharded gradients while
     they are summed, minus the ``freed`` bytes."""
     gathered = np.minimum(1 + work.program.prefetch + work.parts_cross_blocks, layers)
     if block.dense is None:
@@ -253,10 +262,10 @@ def _gathered(
 
 
 def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: Number) -> Number:
-    """Return the bytes of gathered weights: ``gathered`` entries of blocks, and the tables.
+    """Return the bytes of gathered weights: ``gathered`` entries of blocks, and embedding and head.
 
-    An embedding is not gathered for the backward pass, because its gradient does not read the table. If weights are
-    gathered once per step, the head's own weights come last, and FSDP2 keeps their buffer until its next gather.
+    The backward pass does not gather the embedding, because the embedding's gradient does not depend on its weight. If
+    weights are gathered once per step, the head is gathered last, and FSDP2 keeps its buffer until the next gather.
     """
     layout, step, program = work.layout, work.step, work.program
     item = step.item_bytes / (layout.x * layout.y)
@@ -268,7 +277,7 @@ def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: 
 
 
 def _summed(work: Workload, block: ModelShape) -> Number:
-    """Return the bytes of a block's whole gradients while they are summed."""
+    """Return the bytes of a block's unsharded gradients while they are reduce-scattered."""
     held = _summed_entries(work, replace(work, model=block).block_weights)
     return held + _summed_entries(states_of_experts(work), block.expert_weights) if has_experts(work) else held
 
@@ -280,7 +289,8 @@ def _summed_entries(work: Workload, entries: Number) -> Number:
 
 
 def _is_resharded(work: Workload) -> Flag:
-    """Return whether a unit's gathered weights are freed after its forward, and gathered again in the backward pass."""
+    """Return whether gathered weights are freed after the forward pass of their block, and gathered again in the
+    backward pass."""
     return (work.layout.z > 1) | (work.layout.zero == 3)
 
 
@@ -301,13 +311,13 @@ def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = Non
     """
     layout = work.layout
     block = block_bytes(work) if block is None else block
-    if layout.layers_per_stage is not None:  # The user chose the numbers of blocks, so any rank can be the fullest.
+    if layout.layers_per_stage is not None:  # The run file sets the layer counts, so any rank can be the fullest.
         return _fullest(work, machine, block, *enumerate(blocks_of(work)))
     split = split_of(work)
     peak = _fullest(work, machine, block, (0, split.first), (layout.pp - 1, split.last))
     for place, blocks in split.between:
         has_one = np.broadcast_to(np.greater(place, 0), np.shape(peak))
-        # Only a few layouts have such a rank, and only these are computed again.
+        # Only a few cases have such a rank, so compute only these cases.
         index = np.flatnonzero(has_one)
         rank, *numbers = (np.broadcast_to(part, has_one.shape).reshape(-1)[index] for part in (place, *blocks))
         between = _fullest(work.take(index), machine.take(index), block.take(index), (rank, Blocks(*numbers)))
@@ -317,7 +327,7 @@ def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = Non
 
 
 def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple[Number, Blocks]) -> Number:
-    """Return the largest peak bytes among some pipeline ranks, each given with its blocks."""
+    """Return the largest peak bytes among some pipeline ranks. Each place is a rank and its blocks."""
     fullest: Number = np.max(
         [np.broadcast_arrays(sum(_held(work, machine, *place, block)), work.layout.pp)[0] for place in places], 0
     )
@@ -325,17 +335,18 @@ def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple
 
 
 def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Number:
-    """Return the probability that a step does not fit into memory, if its ``peak_memory`` is ``predicted``.
+    """Return the probability that a step runs out of memory, if ``peak_memory`` has predicted ``predicted`` bytes.
 
-    The bytes that the step really needs are assumed to be log-normal.
+    The bytes that the step really needs are assumed to be log-normally distributed.
     """
     return normal_share(np.log(needed_bytes(predicted, work, machine) / machine.memory) / SPREAD)
 
 
 def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
-    """Return the bytes that a step really needs, if its ``peak_memory`` is ``predicted``.
+    """Return the smallest memory in which a step still runs, in bytes, if ``peak_memory`` has predicted ``predicted``
+    bytes.
 
-    The step needs fewer bytes than the peak, because PyTorch frees cached blocks before memory runs out.
+    It is below the peak, because PyTorch frees cached blocks before it runs out of memory.
     """
     runtime = runtime_bytes(work, machine)
     allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + CACHED)
@@ -343,7 +354,8 @@ def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
 
 
 def normal_share(x: Number) -> Number:
-    """Return the fraction of a standard normal distribution that is below x (Abramowitz & Stegun 7.1.26, to 1e-7)."""
+    """Return the probability that a standard normal variable is below x, with an error below 2e-7 (Abramowitz & Stegun
+    7.1.26)."""
     x = x / math.sqrt(2)
     t = 1 / (1 + 0.3275911 * np.abs(x))
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))

@@ -1,6 +1,6 @@
-"""Compute the bytes of the optimizer's states and the time of its step.
+"""Compute the time of the optimizer step, and the memory that it needs in addition to the states.
 
-Muon's matrices are distributed over the ranks of a pipeline stage, and each rank orthogonalizes whole matrices
+Muon distributes matrices over the ranks of a pipeline stage, and each rank orthogonalizes full matrices
 (``training.owned_matrices``).
 """
 
@@ -24,16 +24,18 @@ STEPS = 5
 """Number of Newton-Schulz iterations."""
 
 MOVED_BYTES = {"adamw": 34.0, "muon": 68.0, "lion": 78.0}
-"""Bytes that a step moves per parameter. AdamW is one kernel: the fp32 weight and two moments read and written (24),
-the gradient read for the norm and for the update (8), and the 16-bit copy written (2). For Muon and Lion, the count
-includes every operation that reads or writes a weight, its mean, its gradient, or the update."""
+"""Bytes that the optimizer step moves through memory per weight entry. AdamW is one kernel: it reads and writes the
+fp32 weight and two moments (24), reads the gradient for the norm and for the update (8), and writes the 16-bit copy
+(2). For Muon and Lion, the count includes every operation that reads or writes a weight, its moment, its gradient, or
+its update."""
 
 AVERAGE_BYTES = 4
-"""Bytes of a weight's moving average."""
+"""Bytes per weight entry of the moving average."""
 
 
 class Matrices(NamedTuple):
-    """Matrices of the same shape on a rank's stages: their number, their shorter side, and their longer side."""
+    """Matrices of the same shape in one pipeline rank's layers: their number, their shorter side, and their longer
+    side."""
 
     number: Number
     short: Number
@@ -46,23 +48,23 @@ class Matrices(NamedTuple):
 
     @property
     def flops(self) -> Number:
-        """Return the FLOPs of one matrix's Newton-Schulz iterations. Each of the five iterations computes x·xᵀ, its
-        square, and their product with x."""
+        """Return the FLOPs of the Newton–Schulz iterations of one matrix x. Each iteration computes x·xᵀ, its square,
+        and the product of a combination of the two with x."""
         return STEPS * (4.0 * self.short**2 * self.long + 2.0 * self.short**3)
 
 
 def is_named(work: Workload, name: str) -> Flag:
-    """Return whether a run uses the optimizer with this name."""
+    """Return whether the optimizer has this name."""
     return np.equal(work.step.optimizer, OPTIMIZERS.index(name))
 
 
 def entries_without_second_moment(work: Workload, blocks: Number, rest: Number) -> Number:
-    """Return the number of weight entries that have only one optimizer state, instead of AdamW's two.
+    """Return the number of weight entries for which the optimizer stores one moment, instead of AdamW's two.
 
     Args:
         work: The workload.
-        blocks: Number of layers whose matrices are counted, without their experts.
-        rest: Number of entries of tables.
+        blocks: Number of blocks to count, without their experts.
+        rest: Number of weight entries outside the blocks, such as embeddings.
     """
     if not np.any(work.step.optimizer):
         return 0
@@ -96,7 +98,7 @@ def matrices_of(work: Workload, layers: Number) -> list[Matrices]:
 
 
 def _of_latents(model: ModelShape) -> list[tuple[Number, Number]]:
-    """Return the outputs and inputs of each matrix of latent attention."""
+    """Return the output width and the input width of each matrix of latent attention."""
     turned = model.queries * model.rotary_share
     of_queries = np.where(np.greater(model.q_latent, 0), model.q_latent, model.hidden_size)
     return [
@@ -107,11 +109,10 @@ def _of_latents(model: ModelShape) -> list[tuple[Number, Number]]:
 
 
 def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the seconds that a rank needs to orthogonalize its share of a stage's matrices, and to send and receive
-    them.
+    """Return the seconds that Muon takes on a rank to orthogonalize its share of a stage's matrices, and to send and
+    receive them. They are 0 for other optimizers.
 
-    The time is 0 if the optimizer is not Muon. It is at least the time of the largest matrix, because one rank
-    orthogonalizes the whole matrix.
+    A rank orthogonalizes full matrices, so the time is at least the time of the largest matrix.
     """
     if not np.any(is_named(work, "muon")):
         return 0.0
@@ -131,11 +132,12 @@ def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Numb
 
 
 def muon_workspace(work: Workload, layers: Number) -> Number:
-    """Return the bytes that Muon needs in addition to the states, on the rank that owns the most matrices in a round.
+    """Return the bytes that Muon needs in addition to its states, on the rank that orthogonalizes the most matrices at
+    once.
 
     During the iterations, a rank holds its matrices, the matrices divided by their norms, x·xᵀ, and either the square
-    of x·xᵀ or the next x. Afterwards it holds the updates that it sends to all copies, and the updates that it
-    receives, which have the same size.
+    of x·xᵀ or the next x. Afterwards, it holds the updates that it sends to all replicas, and as many bytes of updates
+    that it receives.
     """
     if not np.any(is_named(work, "muon")):
         return 0
@@ -152,10 +154,10 @@ def muon_workspace(work: Workload, layers: Number) -> Number:
 
 
 def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
-    """Return the bytes that Lion needs in addition to the states, while it updates the largest shard of a matrix or of
-    a table.
+    """Return the bytes that Lion needs in addition to its states while it updates the largest shard of a weight.
 
-    The bytes hold the update, its magnitude, and the gradient if it is cast.
+    These are the update, its magnitude, and the gradient if it is cast. ``tables`` is the number of entries of the
+    largest weight outside the blocks.
     """
     if not np.any(is_named(work, "lion")):
         return 0
@@ -169,25 +171,25 @@ def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
 
 
 def _turns(kinds: list[Matrices], ranks: Number) -> list[Number]:
-    """Return the number of units of each shape on a rank. A *unit* is a group of matrices that a rank transforms
-    together. It never has more entries than the largest matrix."""
+    """Return the number of units per rank for each shape. A *unit* is a group of matrices that a rank orthogonalizes
+    together. It has at most as many entries as the largest matrix."""
     largest = np.maximum.reduce([np.where(kind.number > 0, kind.entries, 0) for kind in kinds])
     limits = [np.maximum(largest // np.maximum(kind.entries, 1), 1) for kind in kinds]
     return [np.ceil(kind.number / (ranks * limit)) for kind, limit in zip(kinds, limits, strict=True)]
 
 
 def moved_bytes(work: Workload) -> Number:
-    """Return the bytes that a step moves for each entry that a rank updates.
+    """Return the bytes that the optimizer step moves through memory per weight entry that a rank updates.
 
-    A moving average adds a read and a write of the average, and another read of the weight.
+    A moving average adds a read and a write of the average, and one more read of the weight.
     """
     moved: Number = np.array([MOVED_BYTES[name] for name in OPTIMIZERS])[np.asarray(work.step.optimizer, int)]
     return moved + np.where(work.step.averaged, 2 * AVERAGE_BYTES + work.step.weight_bytes, 0)
 
 
 def saved_bytes(work: Workload, parameters: Number) -> Number:
-    """Return the size in bytes of a checkpoint with this number of parameters: weights, the optimizer's moments, and
-    averages."""
+    """Return the bytes of a checkpoint with this number of parameters: weights, optimizer moments, and the moving
+    average if the run has one."""
     model, step = work.model, work.step
     rest = parameters - model.num_hidden_layers * (model.block_weights + model.expert_weights)
     single = entries_without_second_moment(work, model.num_hidden_layers, rest)

@@ -1,4 +1,4 @@
-"""Compute the rates that a program reaches on a machine."""
+"""Compute the rates that a step reaches on a machine."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from fourfold.planning.workload import Workload
 
 
 class Rates:
-    """The rates that a program reaches on a machine."""
+    """The rates that a step reaches on a machine: FLOP/s of matmuls and attention, bytes per second of memory, and
+    seconds per kernel launch. ``nn``, ``nt``, and ``tn`` are factors on the matmul rates."""
 
     def __init__(self, work: Workload, machine: Machine, constants: Constants) -> None:
         step = work.step
         rate = np.where(step.bits == 8, machine.achieved_fp8, machine.achieved)
         self.matmul = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, rate)
         self.head = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, machine.achieved)
-        # Compute this relative to the peak, because a higher achieved rate in 16 bits must not lower the rate in 32
-        # bits.
+        # Scale by the peak and not by the achieved rate. Otherwise a higher achieved rate in 16 bits would lower the
+        # rate in 32 bits.
         self.attention = constants.attention * np.where(
             step.bits == 32, machine.achieved_fp32 / machine.peak, 1.0
         ) * machine.attention  # fmt: skip
@@ -26,5 +27,5 @@ class Rates:
         self.bandwidth = constants.memory * machine.memory_bandwidth
         self.units = machine.units
         self.launch = constants.launch * machine.launch
-        # fourfold computes router scores in 32 bits. Other programs multiply in 16 bits and sum in 32 bits.
+        # fourfold computes router scores in fp32. Other frameworks multiply 16-bit numbers and accumulate in fp32.
         self.router = np.where(work.program.is_fourfold, constants.matmul * machine.achieved_fp32, self.head)

@@ -1,5 +1,4 @@
-"""Compute the number of blocks on each pipeline rank for many layouts together, with the same split as
-``config.stages``."""
+"""Compute the number of blocks on each pipeline rank for many layouts at once, with the split of ``config.stages``."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from fourfold.planning.workload import Workload
 class Blocks(NamedTuple):
     """The number of blocks on one rank.
 
-    In an MoE model, the first blocks may have a dense MLP. These blocks are also counted separately.
+    ``dense`` counts the blocks of an MoE model that have a dense MLP.
     """
 
     number: Number
@@ -25,11 +24,12 @@ class Blocks(NamedTuple):
 
 
 class StageSplit(NamedTuple):
-    """The numbers of blocks on some pipeline ranks: the first, the last, the rank with the most blocks, and other ranks
-    that may need the most memory.
+    """Block counts of some pipeline ranks.
 
-    ``between`` has the pipeline rank and the blocks of each of these other ranks. If a case has fewer of them, it has
-    rank 0 with no blocks instead.
+    - first, last: blocks of the first and of the last rank.
+    - most: number of blocks on the rank with the most blocks.
+    - between: other ranks that may need the most memory, each with its blocks. If a case has fewer of them than other
+      cases, its remaining entries are rank 0 with no blocks.
     """
 
     first: Blocks
@@ -39,7 +39,7 @@ class StageSplit(NamedTuple):
 
 
 def split_of(work: Workload) -> StageSplit:
-    """Count the blocks of the ranks for every case."""
+    """Return the split of the blocks over pipeline ranks for each case."""
     layout = work.layout
     v_shaped = layout.v_shaped
     cases = np.broadcast_arrays(
@@ -52,7 +52,7 @@ def split_of(work: Workload) -> StageSplit:
     )
     if not any(np.ndim(case) for case in cases):
         return _as_split(_split(*(float(case) for case in cases), layout.layers_per_stage))
-    # Layouts of the same model have only a few combinations of these numbers.
+    # Layouts of the same model have only a few combinations of these values, so compute each combination once.
     first, back = unique_rows(cases)
     table = np.stack([case[first].astype(float) for case in cases], axis=1)
     found = [_split(*row, None) for row in table.tolist()]
@@ -66,7 +66,7 @@ def _as_split(row: Sequence[Number] | np.ndarray) -> StageSplit:
 
 
 def blocks_of(work: Workload) -> tuple[Blocks, ...]:
-    """Count the blocks on each pipeline rank over all its stages, for a single layout."""
+    """Return the blocks on each pipeline rank, summed over its stages, for a single layout."""
     model, layout = work.model, work.layout
     return blocks_of_ranks(int(model.num_hidden_layers), int(model.dense_first), int(layout.pp),
                            int(layout.stages_per_rank), bool(layout.v_shaped), float(layout.end_layers),
@@ -78,9 +78,10 @@ def _split(
     layers: float, dense: float, pp: float, stages_per_rank: float, v_shaped: float, ends: float,
     counts: tuple[int, ...] | None,
 ) -> tuple[Number, ...]:  # fmt: skip
-    """Return the numbers of a ``StageSplit`` as one row.
+    """Return the values of a ``StageSplit`` as one row.
 
-    If an earlier rank has no fewer blocks of each kind and no fewer micro-batches, the rank is left out.
+    A rank between the first and the last is skipped if an earlier rank has at least as many blocks of each kind,
+    because an earlier rank also holds at least as many micro-batches.
     """
     ranks = blocks_of_ranks(int(layers), int(dense), int(pp), int(stages_per_rank), bool(v_shaped), ends, counts)
     fullest, between = {ranks[0]}, []
@@ -96,9 +97,9 @@ def blocks_of_ranks(
     layers: int, dense: int, pp: int, stages_per_rank: int, v_shaped: bool, ends: float,
     counts: tuple[int, ...] | None = None,
 ) -> tuple[Blocks, ...]:  # fmt: skip
-    """Return the blocks on each pipeline rank, over all its stages."""
+    """Return the blocks on each pipeline rank, summed over its stages."""
     stages = pp * stages_per_rank
-    if stages > layers:  # Return any numbers, because a layout with more stages than layers is illegal.
+    if stages > layers:  # Such a layout is illegal. Return any counts.
         return (Blocks(-(-layers // pp), 0),) * pp
     numbers, of_dense, begin = [0] * pp, [0] * pp, 0
     for stage, count in enumerate(counts or balanced(layers, stages, ends, ends)):

@@ -1,4 +1,4 @@
-"""Compute the time of a step, split into parts."""
+"""Compute the time of a training step, split into parts."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from fourfold.planning.workload import Workload
 PARTS = (
     "compute", "recompute", "x", "y", "z", "cp", "ep", "dp", "pp", "bubble", "logits", "launch", "optimizer", "other",
 )  # fmt: skip
-"""Parts of a step. x, y, z, cp, ep, and dp are exposed communication over this axis of the grid. If weights are sharded
-over z · dp · cp, the part z is the time that their traffic would take over z alone. The remaining time of this traffic
-is in the part dp."""
+"""Parts of a step. x, y, z, cp, ep, dp, and pp are exposed communication over this axis of the grid. If weights are
+sharded over z · dp · cp, the part z is the time that this traffic would take over z alone, and the part dp includes its
+remaining time."""
 
 
 class _Layer(NamedTuple):
@@ -47,11 +47,11 @@ class _Layer(NamedTuple):
     cp: Number
     ep: Number
     offload: Number
-    launch: Number
-    z: Number
-    z_first: Number
-    """Additional seconds for a rank's outermost block, which has no previous block in the forward pass and no next
-    block in the backward pass."""
+    launch: Number = 0.0
+    z: Number = 0.0
+    z_first: Number = 0.0
+    """Additional seconds for the rank's first block: no earlier block hides its weight gather in the forward pass, and
+    no later computation hides its gradient scatter at the end of the backward pass."""
 
     @property
     def total(self) -> Number:
@@ -63,7 +63,12 @@ class _Layer(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """Seconds of head and embedding for one micro-batch. ``table`` is the memory traffic of one table's weights."""
+    """Seconds of head and embedding for one micro-batch.
+
+    - head, embedding: all time of the head, or of the embedding.
+    - table: memory traffic for the weights and gradients of one of them.
+    - z_head, z_embedding: exposed gathers of the weights and scatters of the gradients.
+    """
 
     head: Number
     embedding: Number
@@ -76,17 +81,17 @@ def step_parts(
     work: Workload, machine: Machine, constants: Constants, block: BlockTime | None = None,
     traffic: WeightTraffic | None = None,
 ) -> dict[str, Number]:  # fmt: skip
-    """Return the seconds of each of ``PARTS``. Their sum is the time of the step.
+    """Return the seconds of each of ``PARTS``. They add up to the time of the step.
 
-    ``block`` and ``traffic`` are the results for this workload, if they are already known.
+    ``block`` and ``traffic`` can be given if they are already computed for this workload.
     """
     layout = work.layout
     block = block_time(work, machine, constants) if block is None else block
     traffic = weight_traffic(work, machine, constants) if traffic is None else traffic
     layer, ends = _layer(work, machine, constants, block, traffic), _ends(work, machine, constants, block, traffic)
     several = layout.pp > 1
-    # Assume a rank with average stages: an average number of layers, and a share of head and embedding. When this rank
-    # does not work, it waits for the pipeline.
+    # Assume an average rank, with an average number of layers and 1/pp of the head. If pp > 1, the time of the
+    # embedding is not counted here. The time in which this rank does not work is in the bubble.
     layers, head_passes = work.micro_batches * _mean_layers(work), work.micro_batches / layout.pp
     z_layers = layers * layer.z + work.micro_batches * layer.z_first
     z_of_ends = head_passes * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
@@ -114,14 +119,14 @@ def step_parts(
 
 
 def step_seconds(work: Workload, machine: Machine, constants: Constants, block: BlockTime | None = None) -> Number:
-    """Return the seconds of a whole step."""
+    """Return the seconds of a step."""
     return sum(step_parts(work, machine, constants, block).values())
 
 
 def _slowdown(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the time of the slowest device relative to the mean. All devices wait for the slowest one.
+    """Return the time of the slowest device divided by the mean. All devices wait for the slowest one.
 
-    If the variation between devices was not measured, the slowest node determines the result.
+    If the machine file has no measured ``spread`` of devices, use the spread of nodes (``Constants.dispersion``).
     """
     gpus = work.layout.gpus
     of_nodes = constants.dispersion * slowest_of(gpus / machine.gpus_per_node)
@@ -129,8 +134,8 @@ def _slowdown(work: Workload, machine: Machine, constants: Constants) -> Number:
 
 
 def slowest_of(count: Number) -> Number:
-    """Return by how many standard deviations the slowest of ``count`` = n devices is slower than their mean: √(2 ln n).
-    The largest of n normal variables grows in this way (Cramér 1946, section 28.6)."""
+    """Return by how many standard deviations the slowest of ``count`` = n devices is expected to be slower than the
+    mean: √(2 ln n), as for the largest of n normal variables (Cramér 1946, section 28.6)."""
     deviations: Number = np.sqrt(2 * np.log(np.maximum(count, 1)))
     return deviations
 
@@ -150,9 +155,6 @@ def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockT
         cp=exposed_cp(work, machine, constants, block),
         ep=exposed_ep(work, constants, block),
         offload=_offload(work, machine, constants, block),
-        launch=0.0,
-        z=0.0,
-        z_first=0.0,
     )
     launch = _launch(work, block, layer.device)
     z = exposed_z(work, constants, traffic.block, layer.device + launch)
@@ -168,7 +170,7 @@ def _offload(work: Workload, machine: Machine, constants: Constants, block: Bloc
     """
     layout = work.layout
     residual = work.step.item_bytes * work.tokens * work.model.hidden_size / (layout.x * layout.y)
-    copy = residual / np.maximum(machine.host, 1.0)  # Never divide by 0. Offload is refused if the rate is unknown.
+    copy = residual / np.maximum(machine.host, 1.0)  # Never divide by 0. Without this rate, offload is refused.
     beside = (block.forward, block.forward + block.backward)
     seconds = sum(copy - hidden(copy, computing, constants.exposed) for computing in beside)
     return np.where((layout.recompute == 2) & layout.offload, seconds * layout.recomputing, 0.0)
@@ -186,12 +188,12 @@ def _recompute(work: Workload, block: BlockTime) -> Number:
 
 
 def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
-    """Return the seconds per block during which the device waits for the host.
+    """Return the seconds per block in which the device waits for the host.
 
-    Before the host launches the experts' matmuls, it must read each expert's number of rows from the device. At that
-    point, the host is not ahead of the device. So only the experts' computation hides the experts' launches, and all
-    other computation hides all other launches. If another program limits an expert's rows, it pads them to the limit,
-    so it knows the number in advance.
+    Before the host can launch the experts' matmuls, it must read each expert's number of rows from the device, so it
+    has no launches queued at that point. Therefore only the experts' computation hides the launches of the experts, and
+    all other computation hides all other launches. If another framework limits an expert's rows, it pads them to the
+    limit, so the host knows the number in advance.
     """
     again, program, experts = forwards_again(work), work.program, block.experts
     host = (block.launch_forward * (1 + again) + block.launch_backward) * (1 - program.captured)
@@ -207,11 +209,11 @@ def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
 
 
 def _ends(work: Workload, machine: Machine, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> _Ends:
-    """Return the seconds of head and embedding for one micro-batch on the ranks that have them."""
+    """Return the seconds of head and embedding for one micro-batch, on the ranks that have them."""
     table = work.model.padded_vocab_size * work.model.hidden_size * _seconds_for_a_weight(work, machine, constants)
     z_head = exposed_z(work, constants, traffic.table, block.head)
     shared = np.asarray(work.model.tie_word_embeddings, bool) & (work.layout.pp == 1)
-    z_embedding = np.where(shared, 0.0, traffic.table)  # Nothing hides this collective.
+    z_embedding = np.where(shared, 0.0, traffic.table)  # No computation hides it.
     head = block.head + table + block.head_x + block.head_y + z_head
     return _Ends(head, block.embedding + table + z_embedding, table, z_head, z_embedding)
 
@@ -221,8 +223,8 @@ def _mean_layers(work: Workload) -> Number:
 
 
 def _bubble(work: Workload, block: BlockTime, layer: _Layer, ends: _Ends) -> Number:
-    """Return the seconds that an average rank is idle: the bubble of the schedule with equal stages, plus the wait for
-    the slowest rank in the steady state."""
+    """Return the seconds that an average rank is idle: the bubble of the schedule if all stages are equal, plus the
+    time that it waits for the slowest rank."""
     layout, micro_batches, layers = work.layout, work.micro_batches, _mean_layers(work)
     share = (ends.head + ends.embedding) / layout.pp
     weights = layers * block.weight_gradients + block.head / (3 * layout.pp)
@@ -236,8 +238,8 @@ def _bubble(work: Workload, block: BlockTime, layer: _Layer, ends: _Ends) -> Num
 
 
 def _slowest_rank(work: Workload, layer: _Layer, ends: _Ends) -> Number:
-    """Return the seconds of one micro-batch on the slowest rank. This is the rank with the most blocks, the last rank
-    (which has the head), or the first rank."""
+    """Return the seconds of one micro-batch on the slowest rank: the rank with the most blocks, the rank with the head
+    (the last, or the first in V-shaped schedules), or the first rank."""
     split, v_shaped = split_of(work), work.layout.v_shaped
     at_the_end = np.where(v_shaped, 0.0, ends.head)
     at_the_start = np.where(v_shaped, ends.head, 0.0)
@@ -246,7 +248,8 @@ def _slowest_rank(work: Workload, layer: _Layer, ends: _Ends) -> Number:
 
 
 def _gradient_sum(work: Workload, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> Number:
-    """Return the exposed seconds of the gradient sum over dp and cp, once per step."""
+    """Return the exposed seconds of the traffic that occurs once per step (``WeightTraffic.gradients``), which the last
+    backward pass can hide."""
     last_backward = _mean_layers(work) * (block.backward + _recompute(work, block))
     return exposed_gradient_sum(work, constants, traffic.gradients, last_backward)
 
@@ -258,7 +261,7 @@ def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number
         stepped = stepped + _entries_stepped(states_of_experts(work))
     step = work.step
     moving = stepped * moved_bytes(work) / (constants.memory * machine.memory_bandwidth)
-    # Gradients are copied to the host, and weights are copied back.
+    # If the host runs the optimizer, gradients are copied to it, and weights are copied back.
     copied = stepped * (step.reduce_bytes + step.item_bytes) / np.maximum(machine.host, 1.0)
     seconds = np.where(work.program.offloads_optimizer, copied, moving)
     kernels = OPTIMIZER_KERNELS * constants.launch * machine.launch
@@ -266,17 +269,18 @@ def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number
 
 
 def _entries_stepped(work: Workload) -> Number:
-    """Return the number of entries in a rank's shard of the weights, without experts."""
+    """Return the number of weight entries that a rank updates, without experts."""
     layout = work.layout
     held = work.model.num_hidden_layers * work.block_weights / layout.pp + work.table_weights
     return held / (layout.x * layout.y * layout.shards)
 
 
 def _seconds_for_a_weight(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the seconds of a rank's memory traffic for weights in an average micro-batch, divided by the number of
-    entries of the unsplit weights.
+    """Return the mean seconds per micro-batch that a rank's memory traffic for weights and gradients takes, divided by
+    the number of weight entries before any split.
 
-    A rank with whole gradients casts or copies the first micro-batch's gradient, and adds the later gradients to it.
+    If a rank holds unsharded gradients, it casts or copies the first micro-batch's gradient, and adds later gradients
+    to it.
     """
     step, program = work.step, work.program
     item, reduced = step.item_bytes, step.reduce_bytes
@@ -285,7 +289,8 @@ def _seconds_for_a_weight(work: Workload, machine: Machine, constants: Constants
     added = item + 2 * reduced  # The gradient is read, and the sum is read and written.
     first = np.where(replicated & (item == reduced), 0, copied)
     accumulated = np.where(program.fuses_accumulation, 0, (first + (every - 1) * added) / every)
-    # If 16-bit gradients are kept, they are cast for every micro-batch and added to the 32-bit sums.
+    # If the framework stores 16-bit gradients in addition to 32-bit sums, it casts them for every micro-batch and adds
+    # them to the sums.
     cast_and_added = (item + 4) + 3 * 4
     accumulated = np.where(program.gradient_bytes > 0, cast_and_added, accumulated)
     summed = np.where(replicated | (work.layout.zero == 1), accumulated, copied)

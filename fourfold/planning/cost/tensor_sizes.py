@@ -1,4 +1,5 @@
-"""Compute the bytes of one block's tensors on a rank, and how the ranks of the tensor axis y share attention."""
+"""Compute the bytes of one block's tensors on a rank, and determine how the ranks of the tensor axis y share
+attention."""
 
 from __future__ import annotations
 
@@ -10,16 +11,23 @@ from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.workload import CP_METHODS, Workload
 
 LEAST_QUERIES, CAPPED_QUERIES = 16, 512
-"""Smallest and largest number of queries in one piece of attention that runs as separate operations."""
+"""Smallest and largest number of queries in one piece of attention with soft-capped scores, which runs piece by
+piece."""
 
 WIDEST_FLASH, WIDEST_CUDNN = 256, 128
-"""The largest ``head_dim`` that FlashAttention's kernels support, and the largest that a ring gives to cuDNN."""
+"""Largest ``head_dim`` that FlashAttention's kernels support, and largest ``head_dim`` for which ring attention uses
+cuDNN."""
 
 
 class TensorBytes(NamedTuple):
-    """Bytes of one micro-batch's tensors on a rank: residual [T/x, H/y], gathered [T, H/y], inner [T, F/x].
+    """Bytes of one micro-batch's tensors on a rank, with T tokens, hidden size H, and MLP width F.
 
-    queries and keys are the inputs of attention on this rank, and whole_queries are the queries of all y ranks.
+    - residual: the residual stream between layers [T/x, H/y].
+    - gathered: the residual stream after an all-gather over x [T, H/y].
+    - queries, keys: inputs of attention on this rank. The values have as many bytes as the keys.
+    - whole_queries: the queries of all y ranks.
+    - inner: one intermediate tensor of the MLP [T, F/x].
+    - statistics: one fp32 statistic of a norm per token [T/x].
     """
 
     residual: Number
@@ -32,12 +40,13 @@ class TensorBytes(NamedTuple):
 
 
 def tensor_bytes(work: Workload) -> TensorBytes:
+    """Return the tensors' bytes for each case of ``work``."""
     model, layout, program = work.model, work.layout, work.program
     token = work.step.item_bytes * work.tokens
     at_once = np.where(program.tiled_mlp, np.minimum(model.hidden_size / work.tokens, 1), 1)
     split = attention_over_y(work)
-    # A group is the query heads that share a key-value head. If a rank has whole groups, or a part of one group, it
-    # holds each key-value head once. Otherwise it holds a copy of the key-value head for each query head.
+    # A group is the query heads that share a key-value head. A rank that has complete groups, or a part of one group,
+    # holds each of its key-value heads once. Any other rank holds a copy of the key-value head for each query head.
     heads = model.queries / model.head_dim / (layout.x * np.where(split == "heads", layout.y, 1))
     group = model.queries / model.keys
     kv_heads = np.where(heads % group == 0, heads / group, np.where(heads < group, 1, heads))
@@ -64,34 +73,38 @@ def attention_over_y(work: Workload) -> np.ndarray:
 
 
 def copies_heads(work: Workload) -> Flag:
-    """Return whether attention copies its inputs to get whole sequences of its heads, and copies its outputs back."""
+    """Return whether fourfold copies the inputs of attention, to get whole sequences for its heads, and copies the
+    outputs back."""
     is_own = np.asarray(work.program.is_fourfold, bool)
     copies: Flag = is_own & (work.layout.x > 1) & (work.sequences_per_part > 1) & (attention_over_y(work) == "heads")
     return copies
 
 
 def is_ring(work: Workload) -> Flag:
-    """Return whether cp ranks pass keys and values around a ring."""
+    """Return whether the cp ranks pass keys and values around a ring."""
     rings: Flag = (work.layout.cp > 1) & np.equal(work.layout.cp_method, CP_METHODS.index("ring"))
     return rings
 
 
 def heads_on_rank(work: Workload) -> Number:
-    """Return the number of query heads on a rank, or a fraction of one head if several ranks share it."""
+    """Return the number of query heads per rank if x and y split them. It is a fraction if several ranks share a
+    head."""
     model, layout = work.model, work.layout
     return model.queries / model.head_dim / (layout.x * layout.y)
 
 
 def log_sum_exp_bytes(work: Workload) -> Number:
-    """Return the bytes of the log-sum-exps in fp32, one for each query of each head."""
+    """Return the bytes of attention's log-sum-exps, one fp32 value per query and head."""
     return 4 * work.tokens * heads_on_rank(work)
 
 
 class CappedScores(NamedTuple):
-    """Sizes of one block's attention with soft-capped scores, which runs as separate operations.
+    """Sizes of one block's attention with soft-capped scores, which runs piece by piece as separate operations.
 
-    The fields are the number of heads on the rank (heads of all sequences), the number of queries and the number of
-    keys whose scores exist at the same time, the mean number of scores per query and head, and the number of pieces.
+    - heads: number of heads on the rank, summed over all sequences.
+    - queries, keys: number of queries and of keys in one piece, whose scores are in memory together.
+    - computed: mean number of scores per query and head.
+    - pieces: number of pieces.
     """
 
     heads: Number
@@ -102,14 +115,14 @@ class CappedScores(NamedTuple):
 
 
 def caps_scores(work: Workload) -> Flag:
-    """Return whether fourfold's attention soft-caps the scores. If it does, no fused kernel can compute it."""
+    """Return whether fourfold's attention soft-caps the scores, which no fused kernel supports."""
     caps: Flag = np.asarray(work.model.caps_scores, bool) & np.asarray(work.program.is_fourfold, bool)
     return caps
 
 
 def capped_scores(work: Workload) -> CappedScores:
-    """Return the sizes and the number of pieces of attention with soft-capped scores. The pieces are the ones that
-    ``document_attention``, ``block_attention``, and the ring in ``parallel.attention`` compute."""
+    """Return the sizes of attention with soft-capped scores, as ``document_attention``, ``block_attention``, and the
+    ring in ``parallel.attention`` divide it into pieces."""
     model, layout, seq = work.model, work.layout, work.step.seq_length
     shares_queries = attention_over_y(work) == "sequence"
     ring = is_ring(work)
@@ -130,18 +143,19 @@ def capped_scores(work: Workload) -> CappedScores:
 
 
 def flash_workspace(work: Workload) -> Number:
-    """Return the bytes that FlashAttention's backward allocates and frees, as ``recorder.flash_backward_bytes`` counts
-    them in the trace of a GPU run. Return 0 if attention does not use this kernel."""
+    """Return the bytes that the backward pass of FlashAttention allocates and frees, as
+    ``recorder.flash_backward_bytes`` counts them when it traces a GPU run. Return 0 if attention does not use this
+    kernel."""
     model, layout, seq = work.model, work.layout, work.step.seq_length
     split = attention_over_y(work)
     ring = is_ring(work)
     tokens = seq / np.where(ring, layout.cp, 1)
-    # Total number of heads: heads per sequence times the sequences of one batch part.
+    # Number of heads, summed over the sequences of one batch part.
     heads = work.sequences_per_part * heads_on_rank(work) / np.where(ring, 1, layout.cp)
     width = np.ceil(model.head_dim / 8) * 8
     multiple = np.where(width <= 128, 32, 64)
     summed = np.ceil(width / multiple) * multiple
-    # Attention with windows uses the packed kernel, which pads differently.
+    # Attention with windows uses the kernel for packed sequences, which pads rows differently.
     rows = model.sliding * (tokens + 128) + (1 - model.sliding) * np.ceil(tokens / 128) * 128
     accumulated = 4 * heads * rows * (summed + 1)
     expanded = np.where(model.keys == model.queries, 0, 4 * heads * tokens * width)

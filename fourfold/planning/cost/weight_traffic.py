@@ -1,5 +1,5 @@
-"""Compute the time of sending weights and gradients to the ranks that shard or copy them, if no communication is
-hidden."""
+"""Compute the time of weight all-gathers and gradient sums over the ranks that shard or replicate the weights, if
+nothing hides them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from fourfold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class WeightTraffic(ArrayFields):
-    """Seconds of weight and gradient traffic if nothing is hidden: per step for ``gradients``, and per micro-batch for
-    all other times. Within one search, they depend only on the grid and on ``zero``.
+    """Seconds of weight and gradient traffic if nothing hides it. ``gradients`` is per step, and all other times are
+    per micro-batch. Within one search, they depend only on the grid and on ``zero``.
 
-    - block: a block's weights gathered for forward and backward, and its gradients scattered.
-    - table: the weights of a table (embedding or head) gathered once, and its gradients scattered.
-    - outermost: a block's weights gathered once, and its gradients scattered.
+    - block: gather a block's weights for forward and backward, and scatter its gradients.
+    - table: gather the weight of the embedding or of the head once, and scatter its gradient.
+    - outermost: gather a block's weights once, and scatter its gradients.
     - of_z, table_of_z: the fraction of ``block`` and of ``table`` that would remain if dp and cp were both 1. These are
       not seconds.
-    - gradients: the traffic that occurs once per step. With zero 0, gradients are summed over the ranks that hold
-      copies. With zero 1, they are scattered to the shards. If weights are gathered once per step (zero 1 and 2), this
-      includes the gather. With zero 3, it is 0.
+    - gradients: the traffic that occurs once per step. With zero 0, gradients are summed over replicas. With zero 1,
+      they are scattered to the shards. If weights are gathered once per step (``gathered_once_a_step``), this includes
+      that gather. With zero 3, it is 0.
     """
 
     block: Number
@@ -45,7 +45,7 @@ class WeightTraffic(ArrayFields):
 
 
 def weight_traffic(work: Workload, machine: Machine, constants: Constants) -> WeightTraffic:
-    """Return the seconds for each case of ``work``."""
+    """Return the times for each case of ``work``."""
     weights, table = work.block_weights, work.model.padded_vocab_size * work.model.hidden_size
     twice = weight_traffic_seconds(work, machine, constants, weights, 2)
     outermost = weight_traffic_seconds(work, machine, constants, weights, 1)
@@ -70,8 +70,11 @@ def _share(part: Number, whole: Number) -> Number:
 def weight_traffic_seconds(
     work: Workload, machine: Machine, constants: Constants, weights: Number, gathers: int
 ) -> Number:
-    """Return the seconds to gather ``weights`` for the forward pass (and again for the backward pass if ``gathers`` is
-    2), and to scatter their gradients, if no communication is hidden."""
+    """Return the seconds per micro-batch to gather ``weights`` for the forward pass (and again for the backward pass if
+    ``gathers`` is 2), and to scatter their gradients, if nothing hides them.
+
+    What occurs once per step is not included (``WeightTraffic.gradients``).
+    """
     layout, step = work.layout, work.step
     item, weights = step.item_bytes, weights / (layout.x * layout.y)
     tensor = layout.x * layout.y
@@ -95,18 +98,19 @@ def weight_traffic_seconds(
 
 
 def gathered_once_a_step(work: Workload) -> Flag:
-    """Return whether sharded weights are gathered once per step. This holds for distributed optimizers, and for zero
-    1 and 2 with z = 1."""
+    """Return whether sharded weights are gathered once per step instead of once per micro-batch: with distributed
+    optimizers, and with zero 1 or 2 if z = 1."""
     layout = work.layout
     gathered: Flag = work.program.weights_kept | ((layout.zero > 0) & (layout.zero < 3) & (layout.z == 1))
     return gathered
 
 
 def _gradient_sum_seconds(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the seconds of summing all gradients except those for experts, if no communication is hidden.
+    """Return the seconds of the traffic that occurs once per step, if nothing hides it. The traffic of experts is not
+    included.
 
-    With a distributed optimizer (zero 1 with weights that are kept), gradients are scattered, and weights are gathered
-    during the next forward pass.
+    A distributed optimizer (zero 1 with ``weights_kept``) scatters gradients, and gathers weights in the next forward
+    pass.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     weights = (model.num_hidden_layers / layout.pp * work.block_weights + work.table_weights) / (layout.x * layout.y)

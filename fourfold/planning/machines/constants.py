@@ -1,4 +1,4 @@
-"""Define the constants that no data sheet lists. They say how close a program gets to the machine's rates.
+"""Define the constants that no data sheet lists. They say how close a training step gets to the machine's rates.
 
 Each constant has a prior from published measurements, and ``calibration`` moves it towards measured rows. The constants
 are factors on the machine's rates, so the same constants also work for machines that have not been measured.
@@ -18,16 +18,16 @@ from fourfold.planning.array_fields import ArrayFields, Number
 class Constants(ArrayFields):
     """Constants of the cost formulas: fractions of a machine's rates, factors on times, and times.
 
-    - matmul: fraction of the machine file's ``achieved`` rate, which a benchmark measured. It is below 1 because
-      training runs longer and hotter than a benchmark.
+    - matmul: fraction of the machine file's ``achieved`` rate. It is below 1, because a training run takes longer and
+      heats the GPU more than the benchmark that measured this rate.
     - attention: fraction of the fused kernel's best rate.
-    - memory: fraction of the memory bandwidth in pointwise operations.
-    - launch: factor on the host time of a kernel.
-    - intra, inter: fraction of the link's bandwidth.
+    - memory: fraction of the memory bandwidth that pointwise operations reach.
+    - launch: factor on the host time of a kernel launch.
+    - intra, inter: fraction of the links' bandwidth that collectives reach, inside a node and between nodes.
     - latency: factor on the latency of a collective.
     - exposed: fraction that stays exposed of communication that computation could hide.
-    - dispersion: standard deviation of the nodes' speeds. The slowest node sets the pace.
-    - step: fixed number of seconds that every step takes, regardless of its size.
+    - dispersion: relative standard deviation of the nodes' speeds. The slowest node sets the pace.
+    - step: seconds that every step takes, regardless of its size.
     """
 
     matmul: Number

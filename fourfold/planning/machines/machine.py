@@ -1,11 +1,12 @@
 """Describe a machine for the planner: the rates and memory of one device, and the links between devices.
 
-Machines are TOML files (``fourfold/planning/machines``). Comments in them give the source of the constants, or say that
-a value is an assumption.
+Machines are TOML files (``fourfold/planning/machines``). Their comments give the source of each value, or say that it
+is an assumption.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -21,28 +22,35 @@ from fourfold.untrusted_files import read_text_file
 
 @dataclass(frozen=True)
 class Machine(ArrayFields):
-    """Constants of one machine, in SI units (bytes, seconds, floating-point operations per second).
+    """Constants of one machine, in SI units (bytes, seconds, FLOP/s).
 
-    - peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates. ``peak`` is the advertised bf16 rate, and the
+    - gpus_per_node: number of devices per node.
+    - domain: number of devices that the fast links connect. It is larger than a node if these links connect several
+      nodes (NVL72).
+    - peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates. ``peak`` is the advertised bf16 rate. The
       achieved rates are the rates of the best shape.
     - units: number of processors that share the tiles of a matmul.
     - attention: rate of the fastest fused attention kernel for long sequences. The kernel reaches half of it at
       attention_half tokens.
     - flash2, flash2_half: the same two values for FlashAttention-2. They are 0 if FlashAttention-2 is the fastest
       kernel.
+    - memory, memory_bandwidth: a device's memory, and its bandwidth.
     - intra2, intra4, intra8: bandwidth, in one direction, from a device to a group of 2, 4, or 8 neighbors.
     - intra_far: bandwidth inside a node to members of a group that are not neighbors.
     - host: bandwidth to the host's memory, 0 if unknown.
     - node: injection bandwidth of a node.
-    - base, intra_hop, inter_hop: latency of a collective, and of each step of its ring.
+    - base, intra_hop, inter_hop: latency of a collective, and of each step of its ring inside a node and between nodes.
     - ring_hop: measured latency per rank in rings that leave a node. 0 means that the latencies of the steps are used
       instead.
-    - launch: host time of a kernel.
+    - ring_floor: least time per rank of a ring that leaves a node.
+    - launch: host time of a kernel launch.
     - reserved: bytes of a device that the runtime takes.
     - nn, nt, tn: fraction of the achieved rate for three memory layouts of a matmul. nn: both operands as stored (a
       linear layer's input gradient). nt: the second operand transposed (the layer's output). tn: the first operand
       transposed (its weight gradient).
     - spread: relative standard deviation of the devices' times for the same matmul, 0 if it was not measured.
+    - price_per_gpu_hour, watts_per_gpu, mtbf_gpu_hours (mean time between failures of one GPU), checkpoint_bandwidth
+      (from one GPU to storage): used for costs. None if unknown.
     """
 
     name: str
@@ -81,10 +89,11 @@ class Machine(ArrayFields):
     mtbf_gpu_hours: float | None = None
     checkpoint_bandwidth: float | None = None
     efficiency: tuple[tuple[str, float], ...] = ()
-    """Factors on the priors of ``constants.Constants``, by name, as ``fourfold machine calibrate`` fitted them."""
+    """Factors on the priors of ``constants.Constants``, by name, from ``fourfold machine calibrate``. Empty if the
+    machine was not calibrated."""
     calibrated_range: tuple[tuple[str, tuple[float, float]], ...] = ()
-    """Smallest and largest value of each feature among the calibrated rows. Predictions outside this range are
-    extrapolations."""
+    """Smallest and largest value of each feature (``range_features``) among the workloads of the calibration. A
+    prediction outside this range is an extrapolation."""
 
 
 SECTIONS = {
@@ -97,7 +106,7 @@ SECTIONS = {
     "costs": ("price_per_gpu_hour", "watts_per_gpu", "mtbf_gpu_hours", "checkpoint_bandwidth"),
 }  # fmt: skip
 LEAST, MOST = 1e-12, 1e24
-"""Bounds of any constant: from a trillionth of a second to a million exaflop/s."""
+"""Bounds of every value in a machine file: from a trillionth of a second to a million exaFLOP/s."""
 _WHOLE = ("gpus_per_node", "domain", "units")
 _OPTIONAL = {field.name for field in fields(Machine) if field.default is not MISSING}
 
@@ -107,7 +116,7 @@ def load_machine(name: str, given_as: str = "--machine") -> Machine:
 
     Args:
         name: Name of a built-in machine, or path of a file that ends in .toml.
-        given_as: The option or key that gave the name, for messages.
+        given_as: The option or key that gave the name, for error messages.
 
     Raises:
         UserError: The name is unknown, or the file cannot be read or has a wrong key or value.
@@ -124,7 +133,8 @@ def load_machine(name: str, given_as: str = "--machine") -> Machine:
 
 @cache
 def parse_machine(text: str, where: str) -> Machine:
-    """Return a machine from the text of its file."""
+    """Parse the text of a machine file. ``where`` names the file in messages. Raise ``UserError`` if a key or value is
+    wrong."""
     try:
         table = parse_toml(text)
     except ValueError as error:
@@ -133,23 +143,18 @@ def parse_machine(text: str, where: str) -> Machine:
     if not isinstance(values["name"], str) or not values["name"].isprintable():
         raise UserError(f"{where}: name = {values['name']!r} must be text of one line, such as 'laptop'")
     table.pop("sources", None)
-    efficiency = _efficiency(_section(table, "efficiency", where), where)
+    efficiency = _numbers(table, "efficiency", NAMES, where)
     extent = _extent(_section(table, "calibrated_range", where), where)
     for section, keys in SECTIONS.items():
-        given = _section(table, section, where)
-        for key in keys:
-            if key in given:
-                value = given.pop(key)
-                check_positive(value, f"{where}: {section}.{key}")
-                if key in _WHOLE and value != int(value):
-                    raise UserError(f"{where}: {section}.{key} = {value!r} must be a whole number, such as 8")
-                if section == "layouts" and value > 1:
-                    raise UserError(f"{where}: {section}.{key} = {value!r} is a share of the achieved rate, such as 1")
-                values[key] = float(value)
-            elif key not in _OPTIONAL:
-                raise UserError(f"{where}: {section}.{key} is missing; machines/dgx-h100.toml shows every key")
-        if given:
-            raise UserError(f"{where}: unknown key '{section}.{next(iter(given))}'; there are {', '.join(keys)}")
+        given = _numbers(table, section, keys, where)
+        if missing := [key for key in keys if key not in given and key not in _OPTIONAL]:
+            raise UserError(f"{where}: {section}.{missing[0]} is missing; machines/dgx-h100.toml shows every key")
+        for key, value in given.items():
+            if key in _WHOLE and value != int(value):
+                raise UserError(f"{where}: {section}.{key} = {value!r} must be a whole number, such as 8")
+            if section == "layouts" and value > 1:
+                raise UserError(f"{where}: {section}.{key} = {value!r} is a share of the achieved rate, such as 1")
+        values |= given
     if table:
         raise UserError(f"{where}: unknown section '{next(iter(table))}'; there are {', '.join(SECTIONS)}")
     if values["achieved"] > values["peak"]:
@@ -157,18 +162,18 @@ def parse_machine(text: str, where: str) -> Machine:
             f"{where}: device.achieved = {values['achieved']:g} must be at most device.peak = {values['peak']:g}; "
             f"device.achieved = {values['peak'] / 2:g} works"
         )
-    return Machine(**values, efficiency=efficiency, calibrated_range=extent)
+    return Machine(**values, efficiency=tuple(efficiency.items()), calibrated_range=extent)
 
 
 def check_positive(value: Any, what: str) -> None:
-    """Check that a value from a file is a plausible number above 0.
+    """Check that a value from a file is a number from ``LEAST`` to ``MOST``.
 
     Args:
         value: The value.
         what: Name of the value, for the message.
 
     Raises:
-        UserError: The value is not plausible.
+        UserError: The value is not a number, or is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise UserError(f"{what} = {str(value)[:40]} must be a number above 0, such as 1")
@@ -183,12 +188,14 @@ def _section(table: dict[str, Any], name: str, where: str) -> dict[str, Any]:
     return section
 
 
-def _efficiency(table: dict[str, Any], where: str) -> tuple[tuple[str, float], ...]:
-    for name, value in table.items():
-        if name not in NAMES:
-            raise UserError(f"{where}: unknown key 'efficiency.{name}'; there are {', '.join(NAMES)}")
-        check_positive(value, f"{where}: efficiency.{name}")
-    return tuple((name, float(value)) for name, value in table.items())
+def _numbers(table: dict[str, Any], name: str, keys: Sequence[str], where: str) -> dict[str, float]:
+    """Return the numbers of a section, which may have only these keys."""
+    section = _section(table, name, where)
+    for key, value in section.items():
+        if key not in keys:
+            raise UserError(f"{where}: unknown key '{name}.{key}'; there are {', '.join(keys)}")
+        check_positive(value, f"{where}: {name}.{key}")
+    return {key: float(value) for key, value in section.items()}
 
 
 def _extent(table: dict[str, Any], where: str) -> tuple[tuple[str, tuple[float, float]], ...]:

@@ -1,4 +1,4 @@
-"""Name the machines that come with fourfold, without importing NumPy."""
+"""List the machines that come with fourfold, without importing NumPy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ FOLDER: Traversable = files("fourfold.planning.machines")
 
 @cache
 def machine_names() -> list[str]:
-    """Return the names of the machine files, sorted."""
+    """Return the names of the machines that come with fourfold, sorted."""
     return sorted(file.name.removesuffix(".toml") for file in FOLDER.iterdir() if file.name.endswith(".toml"))
 
 
 def similar_machines(name: str) -> list[str]:
-    """Return machines whose name contains ``name``, such as ``dgx-h100`` for ``h100``, or whose name is a part of
-    ``name``. If there are none, return the closest names.
-    """
+    """Return the machines whose name contains ``name`` (such as ``dgx-h100`` for ``h100``), or is contained in it. If
+    there are none, return the machine with the most similar name, if any is similar."""
     words = name.lower()
     containing = [machine for machine in machine_names() if words and (words in machine or machine in words)]
     return containing or difflib.get_close_matches(words, machine_names(), n=1)

@@ -1,4 +1,4 @@
-"""Write machine files from a microbenchmark, or from another machine with fitted constants."""
+"""Create machine files from a microbenchmark, or from another machine with fitted constants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fourfold.planning.machines.machine import SECTIONS, Machine
 def machine_toml(machine: Machine, title: str, base: Machine) -> str:
     """Return the text of a file that ``load_machine`` reads.
 
-    Comments tell which constants were measured and which come from ``base``.
+    A comment after each value says whether it was measured or is the value of ``base``.
     """
     lines = [f"# {title}", f"name = {json.dumps(machine.name)}"]
     for section, keys in SECTIONS.items():
@@ -45,7 +45,8 @@ def _constant(key: str, value: float, base: Machine) -> str:
 
 
 def with_constants(machine: Machine, name: str, logs: np.ndarray, extent: Mapping[str, tuple[float, float]]) -> Machine:
-    """Return a copy of the machine with fitted constants, and with the range of workloads in the fit."""
+    """Return a copy of the machine with fitted constants (exp(``logs``) times the priors) and the range of the
+    workloads that they were fitted to."""
     return replace(
         machine,
         name=name,
@@ -55,12 +56,12 @@ def with_constants(machine: Machine, name: str, logs: np.ndarray, extent: Mappin
 
 
 def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> Machine:
-    """Return a machine from a microbenchmark's record. Values that the microbenchmark could not measure are taken from
+    """Return a machine from a microbenchmark's record. Values that the microbenchmark could not measure come from
     ``base``.
 
-    The planner multiplies a rate by prior · factor. The microbenchmark has measured rates that programs really reach,
-    so this product should be 1, and the factor is 1 / prior. For links, prior · factor is the fraction of the bandwidth
-    that one collective reached.
+    The planner multiplies each rate by a constant, which is a prior times the machine's factor. The microbenchmark has
+    measured rates that kernels and collectives really reach, so these constants must be 1, and the factors are 1 /
+    prior.
     """
     from fourfold.planning.machines.constants import PRIORS
 
@@ -72,8 +73,8 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
         "peak": max(best, base.peak if measured["device"] != "cpu" else best),
         "achieved": best,
         "achieved_fp8": max(best, base.achieved_fp8 if measured["device"] != "cpu" else best),
-        # On a CPU, all matmuls were measured in float32. On a GPU, the float32 matmuls were measured with no operand
-        # transposed (NN).
+        # On a CPU, all matmuls were measured in float32. On a GPU, float32 matmuls were measured only without
+        # transposed operands (NN), so scale them to the best memory layout.
         "achieved_fp32": best if measured["device"] == "cpu" else measured["fp32_matmul"] * best / reached["NN"],
         **{kind.lower(): rate / best for kind, rate in reached.items()},
         "attention": measured["attention"],
@@ -95,8 +96,8 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
 
 
 def _links(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Return the bandwidth by group size, and the latencies, from a line through the times of a small and a large
-    all-gather."""
+    """Return the bandwidth for each group size, and the latencies. They come from a straight line through the times of
+    the smallest and the largest all-gather."""
     values: dict[str, float] = {}
     per_node, latencies = measured["gpus_per_node"], {}
     for count, times in ((int(c), t) for c, t in measured["all_gather"].items()):

@@ -1,56 +1,24 @@
-"""Explain why a layout is the fastest: which layouts it beats, by how much, and which change of the machine would
-reverse the order."""
+"""Explain why a layout is the fastest: which layouts it beats, and by how much."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fourfold.planning.array_fields import stack
-from fourfold.planning.cost.step import PARTS, step_seconds
-from fourfold.planning.machines.machine import Machine
-from fourfold.planning.search.fastest import RANKED, TIED, score, with_batch_parts
+from fourfold.planning.cost.step import PARTS
+from fourfold.planning.search.fastest import score, with_batch_parts
 from fourfold.planning.search.plan import Plan, Prediction, of_blocks, predict
 from fourfold.planning.search.space import AXES, PIPELINES, REASONS, refusal, rejections
 from fourfold.planning.workload import SCHEDULES
 
-KNOBS = {
-    "the network of a node": ("node", "GB/s", 1e9),
-    "the link inside a node": ("intra8", "GB/s", 1e9),
-    "the matmul rate": ("achieved", "TFLOP/s", 1e12),
-    "the latency of a hop between nodes": ("inter_hop", "µs", 1e-6),
-}
-"""Machine constants whose break-even is searched: the field of ``Machine``, the unit in texts, and the size of this
-unit."""
-RATES = {8: "achieved_fp8", 32: "achieved_fp32"}
-"""Fields of the matmul rate for precisions other than 16 bits."""
-FACTORS = np.geomspace(1, 8, 31)
-FINER = 65
-"""Number of factors to try between two values, so that a break-even is found to within a thousandth."""
-
-
-@dataclass(frozen=True)
-class BreakEven:
-    """The value of a machine constant at which another layout becomes faster than the best one."""
-
-    what: str
-    now: float
-    at: float
-    unit: str
-    other: str
-
-    def sentence(self) -> str:
-        side = "exceeds" if self.at > self.now else "falls below"
-        return f"wins until {self.what} {side} {self.at:.4g} {self.unit} (now {self.now:.4g}); then {self.other}"
-
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A layout that differs by one change. ``slower`` is the relative difference of its step time, or None if the
-    layout is refused for ``reason``."""
+    """A layout that differs from the best one by one ``change``. ``slower`` is the relative increase of the step time.
+    It is None if the layout is refused, and ``reason`` says why."""
 
     change: str
     slower: float | None
@@ -58,7 +26,7 @@ class Neighbor:
 
 
 def runner_up(plan: Plan) -> Prediction | None:
-    """Return the fastest layout whose grid differs from the best layout's grid."""
+    """Return the prediction for the fastest layout on another grid than the best layout's, or None if there is none."""
     best = plan.best.work
     work, order = plan.found.work, plan.found.order
     other = np.zeros(len(order), dtype=bool)
@@ -69,63 +37,17 @@ def runner_up(plan: Plan) -> Prediction | None:
 
 
 def waterfall(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
-    """Return the seconds of each part, with one column per prediction. Parts that are zero in all predictions are left
-    out."""
+    """Return the seconds of each part of a step, with one entry per prediction. Parts that are 0 in all predictions are
+    skipped."""
     rows = {part: [p.parts[part] for p in predictions] for part in PARTS}
     return {part: row for part, row in rows.items() if max(row) > 0}
-
-
-def break_evens(plan: Plan) -> list[BreakEven]:
-    """For each of ``KNOBS`` and each direction, find the value at which another grid becomes the fastest. Only the
-    ``RANKED`` fastest layouts are considered."""
-    order = plan.found.order[:RANKED]
-    if len(order) < 2:
-        return []
-    work = plan.found.work.take(order).with_float_arrays()
-    grids = np.stack([np.asarray(getattr(work.layout, axis)) for axis in AXES], axis=1)
-    of_best = (grids == grids[0]).all(axis=1)
-
-    def first_lost(field: str, factors: np.ndarray) -> tuple[int, int] | None:
-        """Find the first factor on a constant at which a layout on another grid is the fastest.
-
-        Return the indices of the factor and of that layout among the candidates.
-        """
-        machines = stack([changed_machine(plan.machine, field, factor) for factor in factors])
-        each = work.map_arrays(lambda array: np.tile(array, len(factors)))
-        seconds = step_seconds(each, machines.take(np.repeat(np.arange(len(factors)), len(order))), plan.constants)
-        seconds = np.reshape(seconds, (len(factors), len(order)))
-        lost = TIED * seconds.min(axis=1) < seconds[:, of_best].min(axis=1)
-        return (place := int(lost.argmax()), int(seconds[place].argmin())) if lost.any() else None
-
-    found = []
-    for what, (field, unit, size) in KNOBS.items():
-        if field == "achieved":
-            field = RATES.get(int(plan.best.work.step.bits), field)
-        now = getattr(plan.machine, field)
-        for factors in (FACTORS, 1 / FACTORS):
-            flip = first_lost(field, factors)
-            if flip is None:
-                continue
-            between = np.geomspace(factors[flip[0] - 1], factors[flip[0]], FINER)
-            flip = first_lost(field, between)
-            assert flip is not None, "the last of these factors is one with which it has lost"
-            other = predict(plan.found.point(order[flip[1]]), plan.machine, plan.constants)
-            found.append(BreakEven(what, now / size, float(now * between[flip[0]] / size), unit, other.describe()))
-    return found
-
-
-def changed_machine(machine: Machine, field: str, factor: float) -> Machine:
-    """Return a machine whose constant ``field`` is multiplied by the factor. "intra8" stands for all bandwidths
-    inside a node."""
-    names = ("intra2", "intra4", "intra8", "intra_far") if field == "intra8" else (field,)
-    return replace(machine, **{name: getattr(machine, name) * factor for name in names})
 
 
 def neighbors(plan: Plan) -> list[Neighbor]:
     """Compare the best layout with its neighbors. In a neighbor, a factor of two moves from one axis to another, or one
     choice differs by one step.
 
-    Each neighbor gets the number of batch parts with which it is fastest.
+    Each neighbor uses the number of batch parts with which it is fastest.
     """
     found, best = plan.found, plan.best
     ep = ["ep"] if best.work.model.num_experts else []
@@ -184,8 +106,11 @@ def neighbors(plan: Plan) -> list[Neighbor]:
 
 
 def in_nodes(plan: Plan) -> list[Neighbor]:
-    """Return the best layout with its shard groups in two levels, if a group has several ranks on each of several
-    nodes."""
+    """Compare the best layout with the layout whose shard groups run collectives in two levels, or in one level if they
+    use two now.
+
+    Return an empty list if no shard group has several ranks on each of several nodes, or if the change is illegal.
+    """
     work, machine = plan.best.work, plan.machine
     fast = max(machine.domain, machine.gpus_per_node)
     per_node, now = int(fast // (work.layout.x * work.layout.y)), work.program.shards_per_node
@@ -198,13 +123,13 @@ def in_nodes(plan: Plan) -> list[Neighbor]:
 
 
 def _beside(values: Sequence[Any], here: Any) -> Sequence[Any]:
-    """Return the values before and after a value in a list."""
+    """Return the values before and after ``here`` in a list."""
     at = values.index(here)
     return [*values[max(at - 1, 0) : at], *values[at + 1 : at + 2]]
 
 
 def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
-    """Return changes to the previous and the next schedule in ``space.PIPELINES``."""
+    """Return the changes, each with a text, to the previous and to the next entry of ``space.PIPELINES``."""
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in PIPELINES]
     now = (here["schedule"], here["stages_per_rank"])
     if here["pp"] == 1 or now not in pipelines:
@@ -217,8 +142,8 @@ def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
 
 
 def basin(table: Sequence[Neighbor], factor: float) -> str:
-    """Return a sentence that says how many neighbors take at most ``factor`` times as long as the best layout.
-    ``factor`` is the planner's margin of error."""
+    """Return a sentence that says how many neighbors take less than ``factor`` times as long as the best layout.
+    ``factor`` is the planner's error."""
     known = [n.slower for n in table if n.slower is not None]
     if not known:
         return "No neighbor is legal and fits."
@@ -227,12 +152,13 @@ def basin(table: Sequence[Neighbor], factor: float) -> str:
 
 
 def explain(plan: Plan, factor: float, own: Prediction | None = None) -> dict[str, Any]:
-    """Return the whole explanation as JSON values.
+    """Return the explanation of a plan as JSON values.
 
     Args:
         plan: The plan.
-        factor: If two predicted times differ by more than this factor, the order of the layouts counts as certain.
-        own: The run file's own layout.
+        factor: The planner's error. If two predicted times differ by a smaller factor, the order of the layouts is
+            uncertain.
+        own: The prediction for the run file's layout, to show too.
     """
     second = runner_up(plan)
     shown = {"best": plan.best} | ({"runner_up": second} if second else {}) | ({"yours": own} if own else {})
@@ -240,7 +166,6 @@ def explain(plan: Plan, factor: float, own: Prediction | None = None) -> dict[st
     return {
         "layouts": {name: p.describe() for name, p in shown.items()},
         "waterfall": {"columns": list(shown), "seconds": waterfall(list(shown.values()))},
-        "break_evens": [vars(b) | {"sentence": b.sentence()} for b in break_evens(plan)],
         "neighbors": [vars(n) for n in table],
         "basin": basin(table, factor),
     }

@@ -1,7 +1,8 @@
 """Find the fastest layouts that fit into memory. All legal layouts are evaluated, without sampling.
 
-Batch parts are the exception. They only hide communication over the tensor axes x and y. So the search first assumes
-that they hide all of it. It evaluates a layout with several parts only if the layout could then be among the fastest.
+Batch parts are the exception. They only hide communication over the tensor axes x and y. If they hid all of it, a
+layout would reach a lower bound on its time. The search evaluates a layout with several parts only if this bound is low
+enough to be among the fastest.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
 
 import numpy as np
 
 from fourfold.errors import UserError
-from fourfold.planning.array_fields import unique_rows
+from fourfold.planning.array_fields import ArrayFields, unique_rows
 from fourfold.planning.cost.activations import block_bytes
 from fourfold.planning.cost.block import block_time
 from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
@@ -37,33 +37,34 @@ from fourfold.planning.search.space import (
 from fourfold.planning.workload import Workload
 
 MAX_P_OUT_OF_MEMORY = 0.05
+"""A layout fits if it runs out of memory with at most this probability."""
 TIED = 1.01
-"""Largest ratio of two step times that are treated as a tie. The planner's error is far larger
-(docs/planner_figures.json)."""
+"""Step times within this ratio count as a tie. The planner's error is far larger (docs/planner_figures.json)."""
 HOPELESS = 0.9
-"""If a layout runs out of memory with at least this probability, it is not evaluated with more batch parts."""
+"""A layout that runs out of memory with at least this probability is not tried with more batch parts."""
 BLOCK_KEY = ("x", "y", "cp", "micro_batch_size", "cp_method", "batch_parts", "ep")
-"""Fields that the time of one block depends on within a search."""
+"""Fields of a layout that the time and memory of one block depend on within a search."""
 TRAFFIC_KEY = ("x", "y", "z", "dp", "cp", "pp", "ep", "zero")
-"""Fields that the traffic of weights and gradients depends on."""
+"""Fields of a layout that weight and gradient traffic depends on within a search."""
 RANKED = 400
-"""Number of fastest layouts that the search is sure to find, over all numbers of batch parts."""
+"""Number of fastest layouts that the search finds for certain, over all numbers of batch parts."""
 LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "ep", "launch")
 """Parts of a step that can get shorter if batch parts hide communication over x and y. (The bubble can get shorter
 too.)"""
 COPIES = 0.95
-"""If each batch part has one sequence, tokens need not be copied before and after collectives. Without these copies, a
-step takes at least this fraction of its time."""
+"""Least fraction of the step time that remains without copies of tokens. If each batch part has one sequence, tokens
+need not be copied before and after collectives."""
 
 
-class SearchScores(NamedTuple):
-    """Scores of the points of a search, each an array [n].
+@dataclass(frozen=True)
+class SearchScores(ArrayFields):
+    """Scores of the points of a search, each an array [n]. A *point* is one layout.
 
-    - seconds: the time of a step. Infinite if the point is illegal.
-    - least: a lower bound on the seconds, whatever the number of batch parts.
+    - seconds: the step time. Infinite if the point is illegal.
+    - least: a lower bound on the step time with any number of batch parts, in seconds.
     - memory: the peak bytes of the rank that needs the most memory.
     - p_oom: the probability of running out of memory.
-    - reason: the index of the reason for a refusal.
+    - reason: why the point is refused, as an index into ``space.REASONS``. 0 if it is legal and fits.
     """
 
     seconds: np.ndarray
@@ -77,27 +78,21 @@ class SearchScores(NamedTuple):
         """Return the indices of the points that are legal and fit into memory."""
         return np.flatnonzero(self.reason == 0)
 
-    def followed_by(self, more: Self) -> Self:
-        return type(self)(*map(np.concatenate, zip(self, more, strict=True)))
-
 
 @dataclass(frozen=True)
-class Found:
+class Found(SearchScores):
     """All points of a search, with their scores.
 
-    - order: the legal points, fastest first. Ties are ordered by P(OOM) (see ``ranking``).
+    - work: the points.
+    - order: the points that are legal and fit, fastest first. Ties are ordered by P(OOM) (see ``ranking``).
     - crossed: the number of points in the first round. Candidates with more batch parts come after these.
     - refused: for each reason, the number of layouts that are illegal with every recompute mode. They are not among the
       points.
-    - batch_parts: the numbers of parts that were tried.
-    - seconds_taken: wall time.
+    - batch_parts: the numbers of batch parts that were tried.
+    - seconds_taken: wall time of the search, in seconds.
     """
 
     work: Workload
-    seconds: np.ndarray
-    memory: np.ndarray
-    p_oom: np.ndarray
-    reason: np.ndarray
     order: np.ndarray
     crossed: int
     refused: np.ndarray
@@ -106,15 +101,15 @@ class Found:
 
     @property
     def evaluated(self) -> int:
-        """Return the number of evaluated layouts."""
+        """Return the number of layouts that the search considered, including illegal ones."""
         return len(self.seconds) + int(self.refused.sum())
 
     def point(self, index: int | np.ndarray) -> Workload:
-        """Return the layout at an index."""
+        """Return the workload of the point at ``index``."""
         return self.work.point(index)
 
     def rejected(self) -> dict[str, int]:
-        """Count the layouts that each reason has refused."""
+        """Return the number of refused layouts by reason."""
         counts = np.bincount(self.reason, minlength=len(REASONS)) + self.refused
         return {REASONS[i]: int(n) for i, n in enumerate(counts) if n and i}
 
@@ -123,13 +118,13 @@ def search(
     base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits | None = None,
     watch: Callable[[int, int], None] | None = None,
 ) -> Found:  # fmt: skip
-    """Evaluate every layout of ``base`` on ``gpus`` devices.
+    """Evaluate all layouts of ``base`` on ``gpus`` GPUs.
 
     Args:
-        watch: Called with the number of finished layouts and the number of all layouts.
+        watch: Called during the first round, with the number of evaluated layouts and the number of legal layouts.
 
     Raises:
-        UserError: The limits leave no layout.
+        UserError: No layout is within the limits, or ep is limited for a model without experts.
     """
     begin = time.perf_counter()
     limits = limits or SearchLimits()
@@ -151,25 +146,17 @@ def search(
         scores = scores.followed_by(score(more, machine, constants, rejections(more, machine)))
         work = work.followed_by(more)
     return Found(
-        work,
-        scores.seconds,
-        scores.memory,
-        scores.p_oom,
-        scores.reason,
-        ranking(scores),
-        crossed,
-        refused,
-        limits.batch_parts,
-        time.perf_counter() - begin,
-    )
+        **vars(scores), work=work, order=ranking(scores), crossed=crossed, refused=refused,
+        batch_parts=limits.batch_parts, seconds_taken=time.perf_counter() - begin,
+    )  # fmt: skip
 
 
 def ranking(scores: SearchScores) -> np.ndarray:
-    """Return the points that fit into memory, fastest first.
+    """Return the indices of the points that are legal and fit into memory, fastest first.
 
-    Starting with the fastest point, times within a factor of ``TIED`` form a band and count as equal.
-
-    Within a band, layouts are sorted by P(OOM), rounded to a whole percentage, and then by time.
+    Times count as equal if they fall into the same band. The first band begins at the shortest time, and the longest
+    time of a band is ``TIED`` times its shortest. Within a band, points are sorted by P(OOM), rounded to a whole
+    percentage, and then by time.
     """
     seconds, p_oom = scores.seconds[scores.fits], scores.p_oom[scores.fits]
     bands = np.floor(np.log(seconds / seconds.min(initial=np.inf)) / np.log(TIED))
@@ -181,8 +168,8 @@ def score(
     work: Workload, machine: Machine, constants: Constants, reason: np.ndarray,
     watch: Callable[[int, int], None] | None = None,
 ) -> SearchScores:  # fmt: skip
-    """Evaluate the points that no earlier ``reason`` refuses (``space.rejections``), and refuse points that do not fit
-    into memory."""
+    """Evaluate the points whose ``reason`` is 0 (see ``space.rejections``), and set the reason of the points that do
+    not fit into memory."""
     count = np.size(work.layout.x)
     scores = SearchScores(
         seconds=np.full(count, np.inf),
@@ -204,13 +191,11 @@ def score(
 
 
 def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return three arrays with one entry per point: the peak bytes of the rank that needs the most memory, the seconds
-    of a step, and a lower bound on the seconds, whatever the number of batch parts.
+    """Return three arrays [n]: the peak bytes of the rank that needs the most memory, the seconds of a step, and a
+    lower bound on the seconds with any number of batch parts.
 
-    Many points have the same block times and weight traffic, so each distinct one is computed only once.
-
-    For the lower bound, batch parts are assumed to hide all communication over x and y, and to avoid copies of tokens
-    (``COPIES``).
+    Many points share block times and weight traffic, so each distinct value is computed only once. The lower bound
+    assumes that batch parts hide all communication over x and y, and avoid copies of tokens (``COPIES``).
     """
     first, back = unique_rows([getattr(work.layout, name) for name in BLOCK_KEY])
     blocks = work.take(first)
@@ -226,9 +211,9 @@ def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np
 
 
 def _candidates(work: Workload, scores: SearchScores) -> np.ndarray:
-    """Return the indices of points that, with more batch parts, may be among the ``RANKED`` fastest points.
+    """Return the indices of points that could be among the ``RANKED`` fastest if they had more batch parts.
 
-    These include points that do not fit so far, because they may need less memory with more batch parts.
+    They include points that do not fit, because more batch parts can reduce memory.
     """
     may_fit = (scores.reason == 0) | ((scores.reason == OUT_OF_MEMORY) & (scores.p_oom < HOPELESS))
     limit = np.inf
@@ -241,7 +226,7 @@ def _candidates(work: Workload, scores: SearchScores) -> np.ndarray:
 
 
 def with_batch_parts(work: Workload, batch_parts: Sequence[int]) -> Workload:
-    """Return every point with each number of batch parts."""
+    """Return each point with each of these numbers of batch parts."""
     count = np.size(work.layout.x)
     repeated = work.map_arrays(lambda array: np.tile(array, len(batch_parts)))
     each: Workload = repeated.but(batch_parts=np.repeat(np.array(batch_parts, dtype=np.int32), count))

@@ -1,4 +1,4 @@
-"""Parse limits of the search, as the command line gives them: ``x<=8``, ``pp=1,2``, ``recompute=full``."""
+"""Parse the limits of a search as the user writes them: ``x<=8``, ``pp=1,2``, ``recompute=full``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from fourfold.planning.search.space import LIMITED, PIPELINES, SearchLimits
 from fourfold.planning.workload import RECOMPUTE
 
 ON_REQUEST = (("GPipe", 1), ("LoopedBFS", 2), ("LoopedBFS", 4), ("DualPipeV", 2))
-"""Schedules that are searched only if a limit names them."""
+"""Schedules, each with its number of stages per rank, that are searched only if a limit names them."""
 EVERYTHING = SearchLimits(pipelines=(*PIPELINES, *ON_REQUEST))
+"""No limits, and all schedules."""
 CHOICE_OF: dict[str, tuple[str, Callable[[Any], str]]] = {
     "zero": ("zeros", str),
     "recompute": ("recomputes", lambda recompute: RECOMPUTE[recompute[0]]),
@@ -21,11 +22,13 @@ CHOICE_OF: dict[str, tuple[str, Callable[[Any], str]]] = {
     "cp_method": ("cp_methods", str),
     "batch_parts": ("batch_parts", str),
 }
-"""For each limit, the field of ``SearchLimits`` that it restricts, and the texts for the entries of that field."""
+"""For each limit on a choice, the field of ``SearchLimits`` that it restricts, and a function that returns the text of
+an entry of this field."""
 CHOICES = {
     name: tuple(dict.fromkeys(map(text_of, getattr(EVERYTHING, field)))) for name, (field, text_of) in CHOICE_OF.items()
 }
 LARGEST_SIZE = 1 << 24
+"""Largest size in a limit."""
 SYNTAX = (
     "write it as x<=8 (axes and ep alone), pp=1, micro_batch_size=1, batch_parts=2, zero=0, stages_per_rank=2, "
     "schedule=1F1B, cp_method=ring or recompute=full, or with several values as pp=1,2"
@@ -33,8 +36,15 @@ SYNTAX = (
 
 
 def parse_limits(settings: Sequence[str], option: str = "--limit") -> SearchLimits:
-    """Parse an option's settings. Raise ``UserError`` for an unknown setting, and if two settings contradict each
-    other."""
+    """Parse the limits of a search.
+
+    Args:
+        settings: Limits, such as ``x<=8``.
+        option: The option that the limits come from, for error messages.
+
+    Raises:
+        UserError: A setting is unknown, or settings contradict each other.
+    """
     at_most: list[tuple[str, int]] = []
     fixed: list[tuple[str, tuple[int, ...]]] = []
     limits = EVERYTHING

@@ -1,4 +1,4 @@
-"""Plan a model on a machine: the best layouts, each with its prediction."""
+"""Plan a model on a machine: find the best layouts and predict each of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import numpy as np
 
 from fourfold.errors import UserError
 from fourfold.planning.array_fields import Number
-from fourfold.planning.cost.block import block_time
 from fourfold.planning.cost.memory import p_out_of_memory, peak_memory, stage_memory
 from fourfold.planning.cost.step import step_parts
-from fourfold.planning.cost.weight_traffic import weight_traffic
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.search.fastest import Found, search
@@ -21,14 +19,16 @@ from fourfold.planning.search.space import AXES, SearchLimits
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Workload
 
 GRID = ("pp", "dp", "cp", "z", "y", "x")
+"""Axes of the grid in the order in which a layout lists them."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One layout with its predictions: seconds by part, and memory by stage and on the rank that needs the most."""
+    """One layout with its predictions: seconds by part, and memory by pipeline rank and on the rank that needs the
+    most."""
 
     work: Workload
-    """The layout, with its model, step, and program."""
+    """The layout, with its model, step, and framework."""
     parts: dict[str, float]
     """Seconds of a step by part (``cost.step.PARTS``)."""
     memory_bytes: float
@@ -36,7 +36,7 @@ class Prediction:
     p_oom: float
     """Probability of running out of memory."""
     stages: list[dict[str, float]]
-    """Peak bytes by category, for each pipeline stage that is shown."""
+    """Peak bytes by category (``cost.memory.CATEGORIES``), for each of the pipeline ranks in ``stage_numbers``."""
     machine: Machine
     """The machine that the prediction is for."""
 
@@ -47,7 +47,7 @@ class Prediction:
 
     @property
     def stage_numbers(self) -> list[int]:
-        """Return the indices of the pipeline stages in ``stages``."""
+        """Return the pipeline ranks that ``stages`` describes."""
         return _stages_shown(int(self.work.layout.pp))
 
     @property
@@ -61,10 +61,11 @@ class Prediction:
         return float(self.work.step.global_batch_size * self.work.step.seq_length / self.seconds)
 
     def utilization(self, flops: Number) -> float:
-        """Return the utilization, which is FLOP/s divided by the GPUs' bf16 peak (for other precisions too).
+        """Return the fraction of the GPUs' bf16 peak FLOP/s that a step reaches. The bf16 peak is also used for other
+        precisions.
 
         Args:
-            flops: Number of FLOPs of one step on all GPUs. Model FLOPs give the MFU.
+            flops: FLOPs of one step on all GPUs. Model FLOPs give the MFU.
         """
         return float(flops / (self.seconds * self.gpus * self.machine.peak))
 
@@ -72,7 +73,7 @@ class Prediction:
         """Return the PFLOP/s of all GPUs together.
 
         Args:
-            flops: Number of FLOPs of one step on all GPUs.
+            flops: FLOPs of one step on all GPUs.
         """
         return float(flops / self.seconds / 1e15)
 
@@ -113,11 +114,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """The fastest layouts that a search has found, best first."""
+    """The fastest layouts that a search has found."""
 
     best: Prediction
     ranked: list[Prediction]
+    """The fastest layouts, best first."""
     found: Found
+    """All points of the search."""
     machine: Machine
     constants: Constants
     gpus: int
@@ -148,32 +151,24 @@ def describe_layout(work: Workload) -> str:
 
 
 def of_blocks(every: int) -> str:
-    """Return a suffix that tells which blocks recompute. It is empty if all blocks do."""
+    """Return a suffix that says which blocks recompute. It is empty if all blocks do."""
     return {1: "", 2: " of every second block"}.get(every, f" of every {every}th block")
 
 
 def predict(work: Workload, machine: Machine, constants: Constants) -> Prediction:
     """Predict one layout. The layout need not be legal."""
-    block, traffic = block_time(work, machine, constants), weight_traffic(work, machine, constants)
-    parts = {name: float(value) for name, value in step_parts(work, machine, constants, block, traffic).items()}
+    parts = {name: float(value) for name, value in step_parts(work, machine, constants).items()}
     stages = [
         {name: float(size) for name, size in stage_memory(work, machine, stage).items()}
         for stage in _stages_shown(int(work.layout.pp))
     ]
     memory = float(peak_memory(work, machine))
-    return Prediction(
-        work=work,
-        parts=parts,
-        memory_bytes=memory,
-        p_oom=float(p_out_of_memory(memory, work, machine)),
-        stages=stages,
-        machine=machine,
-    )
+    return Prediction(work, parts, memory, float(p_out_of_memory(memory, work, machine)), stages, machine)
 
 
 def _stages_shown(pp: int) -> list[int]:
-    """Return the indices of the stages to show: all stages of a short pipeline, or eight evenly spaced stages of a long
-    one, including the first and the last."""
+    """Return the pipeline ranks to show: all ranks of a short pipeline, or eight evenly spaced ranks of a long one,
+    including the first and the last."""
     return list(range(pp)) if pp <= 8 else sorted({round(i * (pp - 1) / 7) for i in range(8)})
 
 
@@ -195,13 +190,14 @@ def make_plan(
         gpus: Number of GPUs.
         top: Number of layouts to return.
         limits: Limits of the search.
-        watch: Called with the number of finished layouts and the number of all layouts.
+        watch: Called with the number of evaluated layouts and the number of legal layouts.
 
     Returns:
         The plan, with the ``top`` fastest layouts, best first.
 
     Raises:
-        UserError: No layout fits. The message names the smallest change that helps.
+        UserError: No layout is within the limits, legal, and fits. If none fits, the message names the smallest change
+            that helps.
     """
     found = search(base, machine, constants, gpus, limits, watch)
     if not len(found.order):
@@ -213,7 +209,8 @@ def make_plan(
 def _nothing_fits(
     base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits | None, found: Found
 ) -> str:
-    """Return a sentence that says why no layout fits, and names the smallest change that helps."""
+    """Return a sentence that says why no layout is legal or fits. If none fits, it names the smallest change that
+    helps."""
     legal = np.flatnonzero(np.isfinite(found.seconds))
     if not len(legal):
         reason = max(found.rejected().items(), key=lambda item: item[1])[0]

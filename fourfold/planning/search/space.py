@@ -1,4 +1,4 @@
-"""List all layouts for a number of GPUs as arrays, and the reasons why some of them are illegal."""
+"""List all layouts for a number of GPUs as arrays, and determine which of them are illegal, and why."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from fourfold.planning.workload import CP_METHODS, SCHEDULES, Workload
 
 AXES = ("x", "y", "z", "dp", "cp", "pp")
 LIMITED = (*AXES, "ep")
-"""Axes whose size a limit can restrict. The expert axis ep uses the ranks of dp, cp, and z."""
+"""Axes whose size can be limited. The expert axis ep uses the ranks of dp, cp, and z."""
 MOST_GPUS = 1 << 24
-"""Largest number of GPUs. With more GPUs, sizes do not fit into the 32 bits that the search uses."""
+"""Largest number of GPUs to plan for. With more GPUs, sizes could overflow the search's 32-bit integers."""
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Micro-batch sizes to try."""
 PIPELINES = (
     ("1F1B", 1),
     *(("Interleaved1F1B", chunks) for chunks in (2, 3, 4, 6, 8)),
     *(("InterleavedZeroBubble", chunks) for chunks in (2, 4)),
     ("ZBVZeroBubble", 2),
 )
-"""Schedules that the search tries, each with its number of stages per rank. Three schedules are predicted only if a run
-file or a limit of the search names them: GPipe and LoopedBFS, which are no faster than 1F1B and need more memory, and
-DualPipeV, which is like ZBVZeroBubble."""
+"""Schedules that the search tries, each with its number of stages per rank. Three other schedules are tried only if a
+limit names them: GPipe and LoopedBFS, which are no faster than 1F1B and need more memory, and DualPipeV, which is like
+ZBVZeroBubble."""
 RECOMPUTES = ((0, 1, False), (1, 1, False), (2, 1, False), (2, 2, False), (2, 4, False), (2, 1, True))
-"""Recompute choices to try. Each has the mode (an index into ``workload.RECOMPUTE``), every, and offload."""
+"""Recompute choices to try. Each has a mode (an index into ``workload.RECOMPUTE``), ``recompute_every``, and
+``offload``."""
 BATCH_PARTS = (1, 2, 4)
 """Numbers of batch parts to try."""
 
@@ -42,16 +44,16 @@ REASONS = (
     "offload: the machine file does not say how fast the host's memory is",
     "memory: more likely than allowed not to fit",
 )
-"""Reasons for refusing a point. A point stores the index of the first reason that applies."""
+"""Reasons to refuse a point. A point stores the index of the first reason that applies."""
 NO_OFFLOAD, OUT_OF_MEMORY = len(REASONS) - 2, len(REASONS) - 1
 CHUNK = 1 << 15
-"""Number of points that are evaluated at once, so that their arrays stay in a processor's cache."""
+"""Number of points that are evaluated at once, so that their arrays fit into the CPU's cache."""
 
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """Limits of the search. For each axis, there can be a largest size or a list of allowed sizes. For each other
-    choice, there is a list of values to try."""
+    """Limits of a search. ``at_most`` has the largest size of axes, and ``fixed`` the allowed sizes of axes. All other
+    fields list the values to try."""
 
     at_most: tuple[tuple[str, int], ...] = ()
     fixed: tuple[tuple[str, int | tuple[int, ...]], ...] = ()
@@ -66,8 +68,8 @@ class SearchLimits:
 
 
 def all_grids(base: Workload, gpus: int, limits: SearchLimits) -> dict[str, np.ndarray]:
-    """Return all factorizations of ``gpus`` as columns, combined with every ep if there are experts, and with every
-    micro-batch size.
+    """Return all grids of ``gpus`` GPUs within the limits as columns [n], combined with every ep if there are experts,
+    and with every micro-batch size.
 
     Raises:
         UserError: There is a limit on ep, but the model has no experts.
@@ -87,14 +89,16 @@ def all_grids(base: Workload, gpus: int, limits: SearchLimits) -> dict[str, np.n
 
 
 def choices_of(base: Workload, grids: dict[str, np.ndarray], limits: SearchLimits) -> Workload:
-    """Return ``base`` with every combination of grids and choices.
+    """Return ``base`` with every combination of a grid and the choices of schedule, context-parallel method, and ZeRO
+    stage, and with the smallest number of batch parts.
 
     Recompute modes are added later, because no rule of legality depends on them.
     """
     columns = grids
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in limits.pipelines]
     columns = _crossed(columns, {"schedule": [s for s, _ in pipelines], "stages_per_rank": [c for _, c in pipelines]})
-    # If several points differ only in a choice that has no effect, keep one of them.
+    # If a choice has no effect on a grid, keep only one of its values. For example, all schedules are the same if pp =
+    # 1.
     first = (columns["schedule"] == pipelines[0][0]) & (columns["stages_per_rank"] == pipelines[0][1])
     columns = _kept(columns, (columns["pp"] > 1) | first)
     alone = columns["pp"] == 1
@@ -111,7 +115,7 @@ def choices_of(base: Workload, grids: dict[str, np.ndarray], limits: SearchLimit
 
 
 def with_recomputes(choices: Workload, limits: SearchLimits) -> Workload:
-    """Return every choice with every recompute mode."""
+    """Return each layout with each recompute choice of the limits."""
     columns = {name: column for name, column in vars(choices.layout).items() if isinstance(column, np.ndarray)}
     modes, everies, offloads = zip(*limits.recomputes, strict=True)
     columns = _crossed(columns, {"recompute": modes, "recompute_every": everies, "offload": offloads})
@@ -121,10 +125,10 @@ def with_recomputes(choices: Workload, limits: SearchLimits) -> Workload:
 def refused_grids(
     base: Workload, grids: dict[str, np.ndarray], limits: SearchLimits, machine: Machine
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays [n]. For each grid, the first has the index of the reason why the grid is illegal with every
-    choice (0 if it may be legal). The second has the grid's number of layouts."""
-    # If a grid is illegal with these choices, it is illegal with all choices. zero is 3 here, because with a lower
-    # zero, ep must divide z or be a multiple of z.
+    """Return two arrays [n]. For each grid, the first has the index of the reason why the grid is illegal with any
+    choice (0 if it may be legal). The second has the number of layouts on the grid."""
+    # These choices break the fewest rules, so a grid that is illegal with them is illegal with any. ZeRO 3 is one of
+    # them, because at lower stages ep must divide z or be a multiple of z.
     simplest = base.but(**grids, schedule=0, stages_per_rank=1, zero=3, recompute=0, offload=False, cp_method=0,
                         batch_parts=1, shards_per_node=1, layers_per_stage=None)  # fmt: skip
     copies = grids["dp"] * grids["cp"] > 1
@@ -133,7 +137,7 @@ def refused_grids(
 
 
 def rejections(work: Workload, machine: Machine) -> np.ndarray:
-    """Return why each point is refused, as indices into ``REASONS`` [n]. Memory is not considered."""
+    """Return why each point is refused, as indices into ``REASONS`` [n]. 0 means legal. Memory is not checked."""
     count = np.size(work.layout.x)
     if count > CHUNK:
         chunks = [rejections(work.take(slice(at, at + CHUNK)), machine) for at in range(0, count, CHUNK)]
@@ -151,10 +155,10 @@ def _sizes(work: Workload) -> Sizes:
     model, layout, step = work.model, work.layout, work.step
     numbers = (model.queries, model.keys, model.hidden_size, model.intermediate_size, model.padded_vocab_size,
                model.positions, step.seq_length, step.global_batch_size)  # fmt: skip
-    # 32 bits are enough for any model that was ever built.
+    # 32-bit integers are faster, and large enough for any model so far.
     bits = np.int32 if max(int(np.max(number)) for number in numbers) < 2**31 else np.int64
     x, y, z, dp, cp, pp = (np.asarray(getattr(layout, axis), bits) for axis in AXES)
-    # The rules are written for one layout. Arrays work too, because they support the same operators.
+    # The rules are written for single layouts, but all their operators work on arrays too.
     sizes: dict[str, Any] = {
         "layers": model.num_hidden_layers, "hidden": model.hidden_size, "heads": model.queries // model.head_dim,
         "kv_heads": model.keys // model.head_dim, "head_dim": model.head_dim, "inner": model.intermediate_size,
@@ -164,7 +168,7 @@ def _sizes(work: Workload) -> Sizes:
         "shared_inner": model.shared_expert_intermediate_size,
         "latents": math.gcd(*(int(width) for width in (model.q_latent, model.kv_latent, model.shared_key))),
         "x": x, "y": y, "z": z, "dp": dp, "cp": cp, "pp": pp, "ep": layout.ep, "zero": layout.zero,
-        # Sizes of matmuls would otherwise exceed 32 bits.
+        # With 32 bits, sizes of matmuls would overflow.
         "micro_batch": np.asarray(layout.micro_batch_size, np.int64),
         "batch_parts": work.layout.batch_parts,
         "shards_per_node": work.program.shards_per_node,
@@ -178,14 +182,14 @@ def _sizes(work: Workload) -> Sizes:
 
 
 def refusal(work: Workload, machine: Machine) -> str:
-    """Return why one layout is illegal. The text is empty if the layout is legal."""
+    """Return the reason why a single layout is illegal, or an empty text if it is legal."""
     reason = int(rejections(work, machine)[0])
     return REASONS[reason] if reason else ""
 
 
 @cache
 def factorisations(number: int, parts: int) -> np.ndarray:
-    """Return every way to write ``number`` as an ordered product of ``parts`` factors, [n, parts]."""
+    """Return all ways to write ``number`` as an ordered product of ``parts`` factors, [n, parts]."""
     if parts == 1:
         return np.array([[number]])
     rows = []
@@ -196,7 +200,7 @@ def factorisations(number: int, parts: int) -> np.ndarray:
 
 
 def _crossed(columns: dict[str, np.ndarray], more: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
-    """Return columns with all combinations of a row of ``columns`` and a row of the additional columns."""
+    """Return columns with all combinations of a row of ``columns`` and a row of ``more``."""
     count, times = len(next(iter(columns.values()))), len(next(iter(more.values())))
     crossed = {key: np.repeat(column, times) for key, column in columns.items()}
     for key, values in more.items():

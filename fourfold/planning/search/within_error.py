@@ -1,5 +1,5 @@
-"""Find the best layouts whose predicted times are too close to tell which is the fastest, and propose a search with
-real trials to decide between them."""
+"""Find the layouts that are too close to the best one to tell which is the fastest, and propose the limits of a search
+with real trials that decides between them."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from fourfold.planning.search.space import AXES
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Workload
 
 NAMED = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "cp_method": CP_METHODS}
-"""Names of choices that a layout stores as indices."""
+"""Names of the choices that a layout stores as indices."""
 MEASURED = 10
-"""The proposed search includes the fastest layouts, up to this number."""
+"""Largest number of layouts that the proposed limits are made for."""
 
 
 @dataclass(frozen=True)
 class WithinError:
-    """The layouts whose predicted times are so close to the best one that any of them may be the fastest."""
+    """The layouts whose predicted times are so close to the best layout's that any of them may be the fastest."""
 
     factor: float
     """If two predicted times differ by more than this factor, the measured times have the same order with a probability
     of 95 %."""
     count: int
-    """Number of layouts that fit into memory and are within the factor, including the best one."""
+    """Number of layouts that fit into memory and are within the factor of the best one, including the best one."""
     ranked: int
-    """Number of these layouts that are among the ranked layouts."""
+    """Number of these layouts that are also in the plan's ranking."""
     space: list[str]
-    """Limits for ``fourfold tune`` that allow the fastest of these layouts and as few other layouts as possible."""
+    """Limits for ``fourfold tune`` that allow the fastest of these layouts (at most ``MEASURED``) and few other
+    layouts."""
 
 
 def layouts_within_error(plan: Plan, factor: float) -> WithinError:
-    """Find the layouts whose times are within ``factor`` of the best one's."""
+    """Find the layouts whose predicted times are less than ``factor`` times the best layout's."""
     found = plan.found
     seconds = found.seconds[found.order]
     count = max(1, int(np.count_nonzero(seconds < factor * seconds[0])))
@@ -43,8 +44,8 @@ def layouts_within_error(plan: Plan, factor: float) -> WithinError:
 
 
 def tuning_space(works: Sequence[Workload]) -> list[str]:
-    """Return limits that allow all ``works``, as texts for ``limits.parse_limits``. They list the values of each
-    knob."""
+    """Return limits that allow the layouts of all ``works``, as ``limits.parse_limits`` reads them. For each choice,
+    they list all values that occur."""
     layouts = [work.layout for work in works]
     pipelined, shared = ([layout for layout in layouts if getattr(layout, axis) > 1] for axis in ("pp", "cp"))
     some = {"schedule": pipelined, "stages_per_rank": pipelined, "cp_method": shared}

@@ -9,32 +9,33 @@ import numpy as np
 from fourfold.planning.array_fields import Number
 
 BACKWARD = 2.5
-"""A fused kernel's backward has 2.5 times as many matmuls as its forward: five instead of two, because it computes the
-scores again."""
+"""Time of a fused kernel's backward relative to its forward. It has 2.5 times as many matmuls (five instead of two),
+because it recomputes the scores."""
 
 UNFUSED_FORWARD, UNFUSED_BACKWARD = 11.0, 13.0
-"""Bytes moved per score in 16 bits by separate kernels for scaled masked softmax and for dropout: scores written and
-read (4), probabilities (2 + 2), dropout's output and mask (2 + 1). The backward pass moves the same bytes, and also the
-gradient of the scores."""
+"""Bytes that separate kernels for scaled masked softmax and for dropout move per 16-bit score. Forward: write and read
+scores (4) and probabilities (2 + 2), and write dropout's output and mask (2 + 1). Backward: the same, and the gradient
+of the scores (2)."""
 
 PLAIN_FORWARD, PLAIN_BACKWARD = 33.0, 30.0
-"""Bytes moved per score if Megatron-LM's fused softmax does not apply. Scaling, masking, conversion to 32 bits,
-softmax, and conversion back are then separate operations: 4 + 4 + 6 + 8 + 6 bytes, and dropout 5. The backward pass
-moves the same bytes except the mask."""
+"""Bytes moved per 16-bit score if Megatron-LM's fused softmax does not apply, so scaling, masking, conversion to fp32,
+softmax, and conversion back are separate operations: 4 + 4 + 6 + 8 + 6 bytes, and 5 for dropout. The backward pass
+moves the same bytes, except for the mask."""
 FUSED_HEADS = 4
-"""The fused kernel (FusedScaleMaskSoftmax.is_kernel_available) needs sequences × heads in multiples of this."""
+"""Megatron-LM's fused softmax needs sequences × heads to be a multiple of this
+(FusedScaleMaskSoftmax.is_kernel_available)."""
 PLAIN_KERNELS = 6.0
-"""Number of operations that the fused kernel saves in each direction."""
+"""Number of additional kernel launches without the fused softmax, in each direction."""
 
 
 NARROW, NARROW_FLASH2 = 0.8, 0.9
-"""Rate with a head_dim of 64 relative to the rate with a head_dim of 128, for forward and backward together. The first
-number is for cuDNN and FlashAttention-3, and the second for FlashAttention-2 (Shah et al. 2024, arXiv 2407.08608,
-figures 5 and 6: 388, 473, and 299 of 539, 616, and 335 TFLOP/s in a causal forward of 16k tokens. In the backward pass
-the rates are closer)."""
+"""Rate of a fused kernel with a head_dim of 64, relative to its rate with 128, for forward and backward together. The
+first number is for cuDNN and FlashAttention-3, and the second is for FlashAttention-2. (Shah et al. 2024, arXiv
+2407.08608, figures 5 and 6: 388, 473, and 299 of 539, 616, and 335 TFLOP/s in a causal forward pass with 16k tokens. In
+the backward pass, the rates are closer.)"""
 
 CAPPED_FORWARD, CAPPED_BACKWARD = 96.0, 154.0
-"""Bytes moved per score in 16 bits by attention with soft-capping, which runs as separate operations
+"""Bytes that attention with soft-capping moves per 16-bit score. It runs as separate operations
 (parallel.attention.block_attention). Each operation reads its operands from memory and writes its result to memory.
 
 - Forward: the matmul (2), conversion to 32 bits (6), scale, divide, tanh, multiply, and mask (8 each), log-sum-exp (24:
@@ -44,12 +45,16 @@ CAPPED_FORWARD, CAPPED_BACKWARD = 96.0, 154.0
   scale (8), converted to 16 bits (6), and two matmuls (4).
 """
 CAPPED_KERNELS, CAPPED_KERNELS_BACKWARD = 18.0, 30.0
-"""Number of operations for one piece of the queries, in forward and backward."""
+"""Number of kernel launches for one piece of the queries, in forward and backward."""
 
 
 class Kernel(NamedTuple):
-    """A fused kernel. Its fields are its rate relative to the fastest kernel (for long sequences and a head_dim of
-    128), the number of tokens at which it reaches half of its rate, and its relative rate with smaller heads."""
+    """A fused attention kernel.
+
+    - share: its rate relative to the machine's fastest kernel, for long sequences and a head_dim of 128.
+    - half: number of tokens at which it reaches half of its rate.
+    - narrow: its rate with heads narrower than 128, relative to its rate with a head_dim of 128.
+    """
 
     share: Number
     half: Number
@@ -57,14 +62,14 @@ class Kernel(NamedTuple):
 
 
 def flash_seconds(flops: Number, seq: Number, head_dim: Number, *, rate: Number, kernel: Kernel) -> Number:
-    """Return the seconds of a fused kernel's forward.
+    """Return the seconds of a fused kernel in the forward pass.
 
     Args:
         flops: Number of FLOPs in the forward pass.
         seq: Number of tokens in a sequence.
         head_dim: Size of a head.
         rate: FLOP/s of the machine's fastest kernel for long sequences.
-        kernel: The kernel's speed relative to the fastest one.
+        kernel: The kernel.
     """
     width = np.where(head_dim < 128, kernel.narrow, 1.0)
     return flops * (seq + kernel.half) / (seq * rate * kernel.share * width)
@@ -76,10 +81,10 @@ def unfused_seconds(
     """Return the seconds of one direction of the attention core with separate kernels.
 
     The core has two matmuls: one writes all scores, and one reads them. The first has an inner dimension of only
-    ``head_dim``, and the output of the second is only ``head_dim`` wide.
+    ``head_dim``, and the output of the second is only ``head_dim`` wide. So both are assumed to reach half of ``rate``.
 
     Args:
-        scores: Number of scores: sequences × heads × queries × keys.
+        scores: Number of scores: sequences · heads · queries · keys.
         head_dim: Size of a head.
         rate: FLOP/s of matmuls.
         bandwidth: Memory bandwidth in bytes per second.
@@ -90,7 +95,8 @@ def unfused_seconds(
 
 
 def capped_seconds(scores: Number, width: Number, *, rate: Number, bandwidth: Number) -> tuple[Number, Number]:
-    """Return the seconds of forward and backward with soft-capped scores, which run as separate operations."""
+    """Return the seconds of the attention core with soft-capped scores, in forward and backward. It runs as separate
+    operations."""
     forward, backward = (
         unfused_seconds(matmuls * scores, width, rate=rate, bandwidth=bandwidth, moved_per_score=moved / matmuls)
         for moved, matmuls in ((CAPPED_FORWARD, 1.0), (CAPPED_BACKWARD, BACKWARD))

@@ -1,4 +1,4 @@
-"""Compute the time that a pipeline costs: the bubble, and sending activations from stage to stage."""
+"""Compute the time that a pipeline adds: the bubble, and the transfers between stages."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def bubble_seconds(
     inputs: Number,
     weights: Number,
 ) -> Number:
-    """Return the seconds per step that a rank waits for the pipeline to fill and drain.
+    """Return the seconds per step in which a rank is idle while the pipeline fills and drains.
 
-    forward, inputs, and weights are the seconds that one micro-batch takes in all layers of the rank, for the forward
-    pass (F), the input gradients (I), and the weight gradients (W).
+    ``forward``, ``inputs``, and ``weights`` are the seconds that one micro-batch takes in all layers of the rank: for
+    the forward pass (F), the input gradients (I), and the weight gradients (W).
 
-    With p = ``pp``, 1F1B and GPipe wait (p − 1)(F + I + W). Interleaved 1F1B, with v = ``stages_per_rank``, waits 1/v
-    of that time (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). If there are fewer than p micro-batches, each
-    missing micro-batch adds (v − 1)/v of a micro-batch's time. Zero-bubble schedules fill the gaps with weight
-    gradients until no weight gradients are left (Qi et al. 2024, arXiv 2401.10241, table 2). For DualPipeV the result
-    is an upper bound.
+    With p = ``pp`` and v = ``stages_per_rank``, the bubble is (p − 1)(F + I + W) for 1F1B and GPipe, and 1/v of that
+    for Interleaved1F1B and LoopedBFS (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). If there are fewer than p
+    micro-batches, each missing micro-batch adds (v − 1)/v · (F + I + W). Zero-bubble schedules fill the bubble with
+    weight gradients, as far as there are enough of them (Qi et al. 2024, arXiv 2401.10241, table 2). For DualPipeV, the
+    result is an upper bound.
 
-    With this bubble, a step takes as long as torch's list of operations (tests/planning/test_terms.py). In two cases,
-    the two times differ by up to 3 % in the tests: ZBVZeroBubble, and zero-bubble schedules if F, I, and W do not take
-    equally long.
+    tests/planning/test_terms.py compares these step times with a simulation of torch's schedules. They are equal,
+    except for ZBVZeroBubble, and for zero-bubble schedules in which F, I, and W differ. There, the step times differ by
+    at most 3 %.
     """
     missing = np.maximum(pp - micro_batches, 0)
     whole = forward + inputs + weights
@@ -56,9 +56,9 @@ def _zero_bubble(
 ) -> Number:  # fmt: skip
     """Return the bubble of the interleaved zero-bubble schedule.
 
-    Each of the p − 1 gaps lasts 1/v of the largest of F + I − W, F, and I. If there are fewer than p micro-batches,
-    part of the work of the missing micro-batches is added. The bubble is at least the time that the first micro-batch
-    takes through all chunks and back, because all later micro-batches follow it.
+    Each of the p − 1 gaps lasts 1/v of the largest of F + I − W, F, and I. If there are fewer than p micro-batches, a
+    part of the missing micro-batches' work is added. All micro-batches follow the first one, so a step takes at least
+    as long as the first micro-batch takes through all stages and back, plus the later micro-batches' work in one stage.
     """
     gap = np.maximum(np.maximum(forward + inputs - weights, inputs), forward)
     missed = missing * ((stages_per_rank - 1) * forward + np.minimum(inputs, weights))
@@ -70,9 +70,9 @@ def _zero_bubble(
 def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number, weights: Number) -> Number:
     """Return the bubble of the V-shaped zero-bubble schedule.
 
-    With 2·pp or more micro-batches, there are p − 1 gaps, each over half of a rank's layers. The longest of F, I, and
-    W, or the differences between them, determine the length of a gap. With fewer micro-batches, the bubble is the time
-    that no later micro-batch fills while the first micro-batch travels down the V and up again.
+    With 2·pp or more micro-batches, there are p − 1 gaps, each over half of a rank's layers. The length of a gap
+    depends on the longest of F, I, and W, and on their differences. With fewer micro-batches, the first micro-batch's
+    way down and up the V sets the bubble, minus the work that later micro-batches do in the meantime.
     """
     longest = np.maximum(np.maximum(forward, inputs), weights)
     steady = (pp - 1) * np.maximum(np.maximum(longest, 2 * (inputs - weights)), 2 * forward - weights)
@@ -85,8 +85,8 @@ def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number
 def transfer_seconds(size: Number, gpus: Number, machine: Machine, constants: Constants) -> Number:
     """Return the seconds of sending activations to the next stage.
 
-    The bytes are sent through the network, because the slowest hop sets the pace. If the whole job is inside one node
-    or domain, they are sent through the links inside it.
+    The transfer is assumed to cross the network, because the slowest hop sets the pace. If the job fits into one node
+    or domain, it uses the links inside.
 
     Args:
         size: Bytes to send.

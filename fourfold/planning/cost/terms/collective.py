@@ -1,5 +1,5 @@
-"""Compute the time of a collective that runs as a ring or a tree, inside a node and across nodes. Groups share a node's
-network adapters."""
+"""Compute the time of a collective that runs as a ring or a tree, inside a node or across nodes. Groups that
+communicate at the same time share a node's network adapters."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ from fourfold.planning.machines.machine import Machine
 
 
 class RankGroup(NamedTuple):
-    """A group of ranks that communicate: its size, its number of ranks in one node, its bandwidth, and the latencies
-    of a ring and of a tree."""
+    """A group of ranks that communicate.
+
+    - size: number of ranks.
+    - inside: number of ranks in one node (or domain of several nodes).
+    - nodes: number of nodes (or domains).
+    - bandwidth: bytes per second of the slowest link.
+    - ring, tree: seconds of latency of all steps of a ring and of a tree.
+    - base: seconds of latency per collective, in addition to its steps.
+    - floor: least seconds of a ring that leaves a node.
+    """
 
     size: Number
     inside: Number
@@ -27,11 +35,10 @@ class RankGroup(NamedTuple):
 
 
 def group_of(size: Number, stride: Number, machine: Machine, constants: Constants) -> RankGroup:
-    """Return a group of ranks that communicate. Ranks are assumed to fill one node after another.
+    """Return a group of ranks that communicate. Consecutive ranks fill one node after another.
 
-    All groups of an axis communicate at the same time. Groups that leave a node share its adapters: each group gets the
-    bandwidth of the node divided by the number of these groups (AxoNN, arXiv 2502.08145, section V-C). The ranks of a
-    group in one node use this share together.
+    All groups of an axis communicate at the same time. Groups that leave a node share its adapters equally (AxoNN,
+    arXiv 2502.08145, section V-C). All ranks that a group has in one node use the group's share together.
 
     Args:
         size: Number of ranks in the group.
@@ -46,7 +53,7 @@ def group_of(size: Number, stride: Number, machine: Machine, constants: Constant
     intra = constants.intra * np.where(
         stride > 1, np.minimum(near, np.where(inside <= 2, machine.intra_far, near)), near
     )
-    # If several nodes form one domain (NVL72), traffic leaves the domain through the adapters of all its nodes.
+    # If several nodes form one domain (NVL72), the adapters of all these nodes carry the traffic that leaves it.
     injection = machine.node * (fast / machine.gpus_per_node)
     across = np.minimum(constants.inter * injection * inside / fast, np.where(inside > 1, intra, np.inf))
     hop_in, hop_out = constants.latency * machine.intra_hop, constants.latency * machine.inter_hop
@@ -65,8 +72,8 @@ def group_of(size: Number, stride: Number, machine: Machine, constants: Constant
 
 
 def gather_seconds(size: Number, count: Number, group: RankGroup) -> Number:
-    """Return the seconds of ``count`` ring all-gathers or reduce-scatters whose full tensors have ``size`` bytes in
-    total.
+    """Return the seconds of ``count`` ring all-gathers or reduce-scatters. Their gathered tensors have ``size`` bytes
+    in total.
 
     The latency grows with every rank (PCCL, arXiv 2504.18658, figures 4 and 5).
     """
@@ -76,8 +83,8 @@ def gather_seconds(size: Number, count: Number, group: RankGroup) -> Number:
 
 
 class ShardGroup(NamedTuple):
-    """A group of ranks that shard weights. It is one group, or in two levels, the ranks inside a node and the ranks
-    across nodes."""
+    """A group of ranks that shard weights. If ``in_levels`` is set, its collectives run in two levels, over the ranks
+    ``inside`` a node and then ``across`` nodes. Otherwise, they run over the ``whole`` group."""
 
     whole: RankGroup
     inside: RankGroup
@@ -88,8 +95,8 @@ class ShardGroup(NamedTuple):
 def shard_group_of(
     size: Number, stride: Number, per_node: Number, machine: Machine, constants: Constants
 ) -> ShardGroup:
-    """Return the group of ``size`` ranks. It has two levels if ``per_node`` is above 1 and the group is a larger
-    multiple of ``per_node``."""
+    """Return the group of ``size`` ranks. Its collectives run in two levels if ``per_node`` is above 1 and below
+    ``size``."""
     whole = group_of(size, stride, machine, constants)
     in_levels = (np.asarray(per_node) > 1) & (per_node < size)
     if not in_levels.any():
@@ -101,8 +108,8 @@ def shard_group_of(
 def shard_seconds(size: Number, count: Number, group: ShardGroup) -> Number:
     """Return ``gather_seconds`` for a shard group.
 
-    With two levels, two rings run one after the other: a ring of a node's ranks, and a ring of the nodes for one rank's
-    part (PCCL, arXiv 2504.18658).
+    With two levels, two rings run one after the other: one over the ranks of a node, and one across nodes for each
+    rank's share (PCCL, arXiv 2504.18658).
     """
     if not group.in_levels.any():
         return gather_seconds(size, count, group.whole)
@@ -112,8 +119,8 @@ def shard_seconds(size: Number, count: Number, group: ShardGroup) -> Number:
 
 
 def reduce_seconds(size: Number, count: Number, group: RankGroup) -> Number:
-    """Return the seconds of ``count`` all-reduces of ``size`` bytes in total. A ring moves twice as many bytes as a
-    gather, and a tree has fewer steps than a ring."""
+    """Return the seconds of ``count`` all-reduces of ``size`` bytes in total. They move twice as many bytes as
+    all-gathers. Their latency is the latency of a ring or of a tree, whichever is lower."""
     share = 2 * (group.size - 1) / group.size
     latency = group.base + np.minimum(2 * group.ring, group.tree)
     return np.where(group.size > 1, share * size / group.bandwidth + count * latency, 0.0)

@@ -13,12 +13,12 @@ from fourfold.planning.machines.machine import Machine
 def exchange_seconds(
     size: Number, copies: Number, once: Flag, ranks: Number, stride: Number, machine: Machine, constants: Constants
 ) -> Number:
-    """Return the seconds of an exchange in which each of ``ranks`` ranks, with a distance of ``stride``, sends
-    each of its tokens ``copies`` times.
+    """Return the seconds of an all-to-all of tokens over ``ranks`` ranks, with a distance of ``stride`` ranks between
+    neighbors. Each rank sends each of its tokens ``copies`` times.
 
-    The tokens have ``size`` bytes in total, and all destination ranks are equally likely. With one rank, the time is
-    zero. Each rank has a share of the node's adapters. The adapters work concurrently with the links inside the node,
-    and the slower of the two sets the time.
+    A rank's tokens have ``size`` bytes in total, and all destination ranks are equally likely. Each rank gets an equal
+    share of its node's adapters. The adapters work concurrently with the links inside the node, and the slower of the
+    two sets the time. With one rank, the time is 0.
 
     Args:
         once: Whether a token with several copies on one node is sent only once over the network, and once to each rank
@@ -30,7 +30,8 @@ def exchange_seconds(
     to_ranks = np.where(once, ranks * _share_reached(copies, ranks), copies)
     to_nodes = np.where(once, group.nodes * _share_reached(copies, group.nodes), copies)
     inside = size * to_ranks * (1 - 1 / group.inside) / near
-    # A token that arrives at a node is then sent to other ranks of the node.
+    # With ``once``, tokens that arrive from other nodes are forwarded inside the node. Otherwise, only copies for ranks
+    # of the same node use its links.
     inside = np.where(once, inside, inside * group.inside / ranks)
     outside = size * to_nodes * (1 - group.inside / ranks) / far
     hops = np.log2(group.inside) * machine.intra_hop + (group.nodes - 1) * machine.inter_hop
@@ -39,6 +40,6 @@ def exchange_seconds(
 
 
 def _share_reached(copies: Number, places: Number) -> Number:
-    """Return the expected fraction of ``places`` that get at least one of the ``copies``, if each copy is sent to a
+    """Return the expected fraction of ``places`` that get at least one of ``copies`` copies, if each copy goes to a
     random place."""
     return 1 - (1 - 1 / np.maximum(places, 1.0)) ** copies

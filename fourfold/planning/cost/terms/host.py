@@ -1,6 +1,6 @@
 """Count the kernels that the host launches, and combine the host's time with the device's time.
 
-One thread launches kernels one after another, and a faster device waits for it.
+One host thread launches kernels one after another. If the device is faster, it waits for the host.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import numpy as np
 from fourfold.planning.array_fields import Flag, Number
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 60.0, 100.0
-"""Number of operations of one block in eager PyTorch: matmuls, biases, norms, casts, dropout, copies, activation, and
-attention."""
+"""Number of kernels that one block launches in eager PyTorch: matmuls, biases, norms, casts, dropout, copies,
+activation, and attention."""
 FUSED_SHARE = 0.5
-"""Fraction of these operations that remain with fused norms, rotary embeddings, and attention."""
+"""Fraction of these kernels that remain if norms, rotary embeddings, and attention are fused."""
 COLLECTIVE_KERNELS = 3.0
 """Number of launches per collective: the copies before and after it, and the events that order streams."""
 OPTIMIZER_KERNELS = 60.0
@@ -21,24 +21,25 @@ OPTIMIZER_KERNELS = 60.0
 
 
 def overlapped(device: Number, host: Number) -> Number:
-    """Return the total time if device and host work concurrently.
+    """Return the total seconds if device and host work concurrently.
 
-    If both take equally long, the total is longer, because neither hides the other one completely.
+    The total is longer than either of the two, most of all if both take equally long, because neither hides the other
+    completely.
     """
     return (device**4 + host**4) ** 0.25
 
 
 def block_launches(kernels: float, fused: Flag, collectives: Number) -> Number:
-    """Return the number of kernel launches for the forward or the backward of one block. ``kernels`` is its number of
-    operations in eager PyTorch."""
+    """Return the number of kernel launches in the forward or the backward pass of one block. ``kernels`` is the number
+    in eager PyTorch, without collectives."""
     return kernels * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives
 
 
 ROUTER_KERNELS = 25.0
-"""Number of operations of a router in eager PyTorch, in each direction: scores, choice, weights, counts, sorting,
-gathering, and summing rows."""
+"""Number of kernels that a router launches in eager PyTorch, in each direction: scores, choice, weights, counts,
+sorting, gathering, and summing rows."""
 GROUPED_KERNELS = 4.0
-"""Number of operations of grouped matmuls and of the activation between them, if one kernel computes all experts."""
+"""Number of kernels of the grouped matmuls and of the activation between them, if one kernel computes all experts."""
 KERNELS_OF_AN_EXPERT, BACKWARD_KERNELS_OF_AN_EXPERT = 2.0, 4.0
 """Number of matmuls per expert if each matmul is launched separately (Transformer Engine's GroupedLinear), in
 forward and backward."""
@@ -50,7 +51,7 @@ reorder scales."""
 def expert_launches(
     experts: Number, grouped: Flag, fused: Flag, in_8: Flag, collectives: Number
 ) -> tuple[Number, Number]:
-    """Return the numbers of launches of a router and its experts on a rank, in forward and backward."""
+    """Return the launch counts of a router and its experts on a rank, in forward and backward."""
     shared = ROUTER_KERNELS * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives
     each = experts * (1 + np.where(in_8, FLOAT8_KERNELS, 0.0))
     one_by_one = KERNELS_OF_AN_EXPERT * each + 2, BACKWARD_KERNELS_OF_AN_EXPERT * each + 4

@@ -1,9 +1,9 @@
-"""Compute the time of a matmul and of a linear layer, from the tiles of the output and the depth of the sum.
+"""Compute the time of a matmul and of a linear layer, from the number of output tiles and the inner dimension.
 
 A kernel computes the output in *waves*: in each wave, every processor computes one tile of the output. If the last wave
 is not full, it takes as long as a full wave (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave
-quantization). Libraries choose among tile sizes, so the fastest tile size sets the time. Smaller tiles reuse less of
-the data that they load.
+quantization). Libraries choose the fastest tile size for each shape. Smaller tiles reach a lower rate, because they
+reuse less of the data that they load.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from fourfold.planning.cost.rates import Rates
 
 TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.80))
 """Tile sizes: rows, columns, and the fraction of the best rate that they reach. The fractions for 256×128 and 128×64
-are the guide's figures for A100."""
+come from the guide's measurements on an A100."""
 
 PROLOGUE = 128.0
-"""To set up and write a tile takes as long as a sum of this depth: two to four steps of 32 or 64."""
+"""Setting up and writing a tile takes as long as this many steps of the inner dimension (two to four iterations of 32
+or 64)."""
 
 
 def matmul_seconds(
@@ -26,17 +27,18 @@ def matmul_seconds(
 ) -> Number:
     """Return the seconds of [m, k] @ [k, n].
 
-    If ``groups`` is above 1, one grouped matmul computes this number of such matmuls, and their tiles share the waves.
+    If ``groups`` is above 1, one kernel computes this number of such matmuls (a grouped matmul), and their tiles share
+    the waves.
 
     Args:
         m: Number of rows of the output.
         n: Number of columns of the output.
-        k: Depth of the sum.
+        k: Inner dimension.
         rate: FLOP/s that the best shape reaches.
-        units: Number of processors.
+        units: Number of processors of the device.
         bandwidth: Memory bandwidth in bytes per second.
         item: Number of bytes per entry.
-        groups: Number of matmuls.
+        groups: Number of matmuls in the group.
     """
     wave = 2.0 * units * (k + PROLOGUE) / rate
     times = [
@@ -44,7 +46,7 @@ def matmul_seconds(
         for rows, columns, quality in TILES
     ]
     tiled = wave * np.minimum(np.minimum(times[0], times[1]), times[2])
-    # A device with one unit is a CPU. Its tiles fit into its caches and are small compared with any layer.
+    # A device with one unit is a CPU, whose tiles are so small that waves do not matter.
     computing = np.where(units > 1, tiled, groups * (2.0 * m * n * k / rate))
     moving = groups * ((m * k + k * n + m * n) * item / bandwidth)
     return np.maximum(computing, moving)
@@ -53,10 +55,11 @@ def matmul_seconds(
 def linear_seconds(
     rows: Number, inner: Number, out: Number, item: Number, rates: Rates, rate: Number, groups: Number = 1
 ) -> tuple[Number, Number, Number]:
-    """Return the seconds of a linear layer's forward, input gradient, and weight gradient.
+    """Return the seconds of a linear layer's three matmuls: forward, input gradient, and weight gradient.
 
     If ``groups`` is above 1, this number of layers (with the same number of rows each) runs as one grouped matmul.
-    ``rate`` is the rate of the best operand layout."""
+    ``rate`` is the FLOP/s of the fastest memory layout of the operands.
+    """
     how = {"units": rates.units, "bandwidth": rates.bandwidth, "item": item, "groups": groups}
     return (
         matmul_seconds(rows, out, inner, rate=rates.nt * rate, **how),
