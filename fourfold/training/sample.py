@@ -44,8 +44,8 @@ def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
 
 
 def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Draw a token from the logits. Temperature 0 takes the most likely token. Raise ``UserError`` if a logit is not
-    finite."""
+    """Draw a token from the logits. Temperature 0 takes the most likely token. Raise ``UserError`` if the largest logit
+    is not finite."""
     if not logits_V.max().isfinite():  # The maximum is NaN if any logit is NaN.
         raise UserError("no sample can be drawn: the model's logits are not finite; train with a smaller optimizer.lr")
     if temperature == 0:
