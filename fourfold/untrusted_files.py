@@ -70,7 +70,7 @@ def read_text_file(path: Path, what: str, instead: str) -> str:
 def check_model_folder(folder: Path) -> None:
     """Check every file of a model's folder that fourfold or transformers may read.
 
-    Links are allowed if they lead to a file in the folder, or in the Hub's cache, to the `blobs` folder of the same
+    A link may lead to a file in the folder. In the Hub's cache, it may also lead to the `blobs` folder of the same
     repository.
 
     Raises:

@@ -163,21 +163,11 @@ class Checkpointer:
             if dist.get_rank() == 0:
                 print(f"warning: {failure}; training continues without this checkpoint", file=sys.stderr)
 
-    @contextmanager
-    def _removed_on_failure(self, step: int) -> Iterator[None]:
-        """Remove the unfinished checkpoint if the block fails, to free space on a disk that may be full."""
-        try:
-            yield
-        except UserError:
-            if dist.get_rank() == 0:
-                shutil.rmtree(self._partial(step), ignore_errors=True)
-            raise
-
     def _finish(self, prune: bool, layout: CheckpointTensors, state: CheckpointState, write: Write) -> None:
         """Write this rank's file. When every rank has written its file, rank 0 writes the layout, the state, and the
         manifest, renames the folder, and prunes. A failure is raised on all ranks."""
         folder, finished = self._partial(state.step), self.folder / f"step_{state.step}"
-        with self._removed_on_failure(state.step):
+        try:
             with failing_together(), writing(folder):
                 mine = write()
             written = gather_written(mine, self.job.grid.device_type)
@@ -195,6 +185,10 @@ class Checkpointer:
                         if self.job.run.validation.keep_best and best.is_dir():
                             mark_best(best)
                         flush(self.folder)
+        except UserError:
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder, ignore_errors=True)  # A full disk needs the space.
+            raise
         self.newest = finished
         if dist.get_rank() == 0 and prune:
             self._prune(state.step)

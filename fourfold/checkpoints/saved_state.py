@@ -168,7 +168,7 @@ def state_of(run: RunConfig, step: int) -> CheckpointState:
         optimization=compared_settings(run),
         rng=_rng_state(),
         lora=run.lora if run.lora.rank else None,
-        base=adapted_model(run),
+        base=None if not run.lora.rank or run.model.from_hf is None else absolute_name(run.model.from_hf),
         optimizer=run.optimizer.name,
     )
 
@@ -234,11 +234,6 @@ def saved_model(model: ModelConfig) -> dict[str, Any]:
 def sample_order(run: RunConfig) -> dict[str, int]:
     """Return the settings that determine, together with the step, which samples come next."""
     return {key: getattr(run.training, key) for key in ("seed", "global_batch_size", "seq_length")}
-
-
-def adapted_model(run: RunConfig) -> str | None:
-    """Return the model that a run's adapters belong to, or None if the run does not use LoRA."""
-    return None if not run.lora.rank or run.model.from_hf is None else absolute_name(run.model.from_hf)
 
 
 def absolute_name(model: str) -> str:

@@ -21,11 +21,12 @@ def trace(
     ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer only reads it)
 ) -> None:
-    """Show what one rank of any grid holds and sends in a training step. Runs on this machine, in one process.
+    """Show the memory and the communication of one rank of any grid in a training step. Runs in one process on this
+    machine.
 
     Runs the real step without data. The bytes of a collective are the size of its full tensor: after a gather, or
-    before a reduction. If you name a machine, the planner also gives the seconds that each collective takes alone,
-    and the exposed seconds that concurrent matmuls do not cover.
+    before a reduction. If you name a machine, the planner also gives the seconds that each collective takes alone, and
+    the exposed seconds that no concurrent matmul hides.
     """
     from fourfold.planning.machines.machine import load_machine
     from fourfold.run_file.load import load_run

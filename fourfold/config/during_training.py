@@ -70,8 +70,8 @@ class AuditConfig(Strict):
     documents: PathText | None = None
     """A .jsonl file: the canaries that `fourfold prepare` listed, or any other documents."""
     suffix: int = Field(50, ge=1)
-    """Number of tokens at the end of each document that the audit checks: does the model reproduce them from the tokens
-    before?"""
+    """Number of tokens at the end of each document. The audit checks whether the model reproduces them from the tokens
+    before."""
 
     @model_validator(mode="after")
     def _documents_given(self) -> AuditConfig:

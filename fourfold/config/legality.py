@@ -88,7 +88,8 @@ class Divides:
         return f"{axis} = {' or '.join(found)}" if found else ""
 
     def _other_values(self, run: RunConfig, sizes: Sizes) -> list[int]:
-        """Return values to suggest for the key, nearest first. With most of them, the axes divide the number."""
+        """Return values to try for the key, nearest first. The caller suggests the first value with which the run is
+        legal."""
         ranks, section = self._ranks(sizes), self.key.partition(".")
         now = int(getattr(getattr(run, section[0]), section[2]))
         if self.key == "model.num_key_value_heads":

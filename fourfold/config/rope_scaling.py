@@ -38,7 +38,8 @@ class RopeScaling(Strict):
     """yarn: with mscale_all_dim, the default of attention_factor is (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim
     ln(factor) + 1) (DeepSeek-V2)."""
     mscale_all_dim: float | None = Field(None, gt=0)
-    """yarn: see mscale. With latent attention, scores are also multiplied by (0.1 mscale_all_dim ln(factor) + 1)²."""
+    """yarn: part of the default of attention_factor (see mscale). With latent attention, scores are also multiplied by
+    (0.1 mscale_all_dim ln(factor) + 1)²."""
 
     @model_validator(mode="after")
     def _check(self) -> RopeScaling:

@@ -1,5 +1,4 @@
-"""The schema of the complete run file. ``ParallelConfig`` describes the axes of the grid: x, y, z, dp, cp, pp, and
-ep."""
+"""The schema of the run file. ``ParallelConfig`` describes the axes of the grid: x, y, z, dp, cp, pp, and ep."""
 
 from __future__ import annotations
 
@@ -55,11 +54,9 @@ class ParallelConfig(Strict):
     pp: AxisSize = 1
     """Split the layers into stages (pipeline parallel)."""
     ep: AxisSize = 1
-    """Split the experts over this number of neighboring processes of dp·cp·z (expert parallel). This axis adds no
-    processes."""
+    """Split the experts over this many neighboring processes of dp·cp·z. This axis adds no processes."""
     zero: Literal[0, 1, 2, 3] = 0
-    """ZeRO stage. Also shard over dp·cp: the stored weights and optimizer states (1), gradients too (2), and the
-    weights in use too (3)."""
+    """Also shard over dp·cp: stored weights and optimizer states (1), gradients too (2), the weights in use too (3)."""
 
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
     """How cp splits attention: pass keys and values around a ring (ring), or exchange heads for tokens (ulysses).
@@ -92,8 +89,7 @@ class OverlapConfig(Strict):
     """Overlap of communication with computation. You can switch off each kind to measure its effect."""
 
     input_gradients: bool = True
-    """Sum a linear layer's input gradient over ranks while its weight gradient is computed (overlapped all-reduce,
-    OAR)."""
+    """Sum a linear layer's input gradient over ranks while its weight gradient is computed."""
     gate_sum: bool = True
     """Sum the gate's output over y while the up projection is computed."""
     batch_parts: int = Field(1, ge=1)
@@ -101,8 +97,8 @@ class OverlapConfig(Strict):
     over x and y run. More parts hide more communication, but each matmul gets smaller. The number must divide
     micro_batch_size or the number of tokens of a sequence on one rank. No effect if x·y = 1."""
     weight_prefetch: int = Field(1, ge=0)
-    """Number of layers whose weights are gathered before they are needed (overlapped all-gather, OAG). Higher values
-    hide more communication and use more memory. 0 gathers weights when they are needed."""
+    """Number of layers whose weights are gathered before they are needed. Higher values hide more communication and use
+    more memory. 0 gathers weights when they are needed."""
     shards_per_node: int = Field(1, ge=1)
     """Number of ranks per node in a shard group (z, or dp·cp·z with parallel.zero). Set it to the number of GPUs per
     node / (x·y). Above 1, the collectives of the group run in two levels, inside nodes and across nodes. With 1, they
@@ -126,8 +122,7 @@ class TrainingConfig(Strict):
     """Dtype of gradient sums over a step's micro-batches and over ranks. It must be fp32 or the dtype of `precision`. A
     16-bit dtype halves memory and traffic, but loses accuracy with every micro-batch."""
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
-    """Run the blocks' matmuls in float8, with this torchao recipe. Needs precision = 'bf16' and a GPU that supports
-    float8."""
+    """Run the blocks' matmuls in float8 with this torchao recipe. Needs precision = 'bf16' and a GPU with float8."""
     tuned_products: Literal["off", "cached", "measured"] = "off"
     """Memory layouts of the blocks' matmuls. `cached` uses the layouts that `fourfold machine tune-matmul` found faster
     on this machine. `measured` also measures sizes that are not in the cache when the run starts."""
@@ -173,8 +168,7 @@ class SchedulerConfig(Strict):
     warmup_steps: int = Field(0, ge=0)
     """Number of steps of linear warm-up."""
     decay_style: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up. `wsd` (warm-up, stable, decay) lowers it only in the last part of
-    the run (`decay_ratio`)."""
+    """How the learning rate falls after the warm-up. `wsd` lowers it only at the end (`decay_ratio`)."""
     decay_ratio: float = Field(0.2, gt=0, le=1)
     """wsd: fraction of the run's steps, at its end, in which the learning rate falls."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
@@ -196,8 +190,7 @@ class CheckpointConfig(Strict):
     """What to do if a checkpoint cannot be written, for example on a full disk: continue with a warning, or end the
     run. If the run's last checkpoint cannot be written, the run always ends with an error."""
     resume: PathText = "auto"
-    """'auto' resumes from the run's newest checkpoint, 'never' starts from scratch, and a path resumes from the
-    checkpoint at this path."""
+    """'auto' resumes from the run's newest checkpoint, a path from that checkpoint. 'never' starts from scratch."""
 
 
 class MetricsConfig(Strict):

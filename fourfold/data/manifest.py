@@ -64,7 +64,7 @@ class CorpusSplit:
     tokens: int = 0
     bytes: int = 0
     """Number of bytes of text."""
-    trained: int | None = None
+    trained_tokens: int | None = None
     """Number of trained tokens. None for text, because all its tokens are trained."""
 
     def count(self, documents: int, tokens: int, text_bytes: int = 0, trained: int = 0) -> None:
@@ -72,8 +72,8 @@ class CorpusSplit:
         self.documents += documents
         self.tokens += tokens
         self.bytes += text_bytes
-        if self.trained is not None:
-            self.trained += trained
+        if self.trained_tokens is not None:
+            self.trained_tokens += trained
 
 
 def manifest_path(prefix: str | Path) -> Path:
@@ -114,13 +114,11 @@ def write_manifests(
         write_whole(prefix.with_name(tokenizer_name), tokenizer.path.read_bytes())
     manifests: dict[str, Manifest] = {}
     for name in reversed(splits):
-        split = splits[name]
+        counts = asdict(splits[name])
+        del counts["prefix"]
         manifests[name] = manifest = Manifest(
             split=name,
-            documents=split.documents,
-            tokens=split.tokens,
-            bytes=split.bytes,
-            trained_tokens=split.trained,
+            **counts,
             tokenizer=tokenizer_name,
             fingerprint=tokenizer.fingerprint,
             vocab_size=tokenizer.vocab_size,

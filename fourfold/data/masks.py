@@ -5,7 +5,7 @@ A mask takes windows of the token stream and returns bool [samples, S]: whether 
 drops the same tokens. The run file names your own masks in `masks.functions`.
 """
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -67,12 +67,11 @@ def build_masks(
 
 
 def _import_mask(name: str) -> LossMask:
-    module, colon, function = name.partition(":")
     try:
-        found: LossMask | None = getattr(importlib.import_module(module), function) if colon else None
+        found: LossMask = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError, OSError) as error:
         raise UserError(f"masks.functions: '{name}' cannot be imported: {error}") from error
-    if found is None or not callable(found):
+    if not callable(found):
         raise UserError(f"masks.functions: '{name}' is not a function; write it as 'module:function'")
     return found
 

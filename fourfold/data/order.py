@@ -19,6 +19,17 @@ def hash64(values: ArrayLike, seed: int) -> NDArray[np.uint64]:
         return np.asarray(_mix(np.asarray(values).astype(np.uint64) * _GOLDEN + key))
 
 
+def falls_within(numbers: NDArray[np.int64], share: float, seed: int) -> NDArray[np.bool_]:
+    """Return whether each document is in a seeded random share of all documents.
+
+    Args:
+        numbers: Indices of the documents.
+        share: The share, in [0, 1).
+        seed: Seed of the choice.
+    """
+    return hash64(numbers, seed) < np.uint64(share * 2.0**64)
+
+
 def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLike = 0) -> NDArray[np.int64]:
     """Apply a seeded permutation of 0 … size-1 to each of `indices`. Every epoch has its own permutation.
 

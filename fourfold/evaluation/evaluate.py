@@ -87,7 +87,7 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
 
         harness = HarnessModel(model, tokenizer, prefix, context)
         tasks, failed = harness.run_each(request.tasks, request.include_path, request.limit, request.num_fewshot)
-    if dist.is_initialized() and dist.get_rank() != 0:
+    if dist.get_rank() != 0:
         return None
     record = {"model": str(subject.checkpoint or subject.name), "context": context, "texts": texts, "tasks": tasks}
     return {**record, "failed": failed} if failed else record

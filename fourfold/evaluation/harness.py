@@ -90,7 +90,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
             failure = TaskFailed(f"task {task}: lm-eval failed in it ({why})")
             failure.__cause__ = error
-        _raise_together(failure)
+        raise_together(failure)
         return results
 
     @property
@@ -167,23 +167,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def _scoring(self) -> Iterator[None]:
         """Let the block run a forward pass on all processes. If the task has failed on any process, all processes learn
         about it first."""
-        _raise_together(None)
+        raise_together(None)
         self._is_scoring = True
         yield
         self._is_scoring = False  # If the pass fails, the attribute stays True.
 
 
-def _raise_together(failure: TaskFailed | None) -> None:
-    if dist.is_initialized():
-        raise_together(failure)
-    elif failure is not None:
-        raise failure
-
-
 def _broadcast(value: T | None) -> T:
     """Return the first process's value on every process, because all processes must make the same request next."""
     values = [value]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, src=0)
     assert values[0] is not None
     return values[0]

@@ -62,7 +62,7 @@ class Program(ArrayFields):
     scatter_bytes: Number = 0
     """Bytes per gradient entry in reduce-scatters over z. 0 means ``Step.reduce_bytes``."""
     prefetch: Number = 1
-    """Number of blocks whose weights are gathered ahead."""
+    """Number of blocks whose weights are all-gathered before they are needed."""
     shards_per_node: Number = 1
     """Number of ranks per node in a shard group. Above 1, the group's collectives run in two levels: inside each node
     and across nodes."""

@@ -54,7 +54,7 @@ class Layout(ArrayFields):
     micro_batch_size: Number = 1
     """Number of sequences per micro-batch."""
     batch_parts: Number = 1
-    """Number of parts of a micro-batch. One part's collectives over x and y run behind another part's matmuls."""
+    """Number of parts of a micro-batch. The collectives of one part over x and y run during another part's matmuls."""
     recompute: Number = 0
     """Index into ``RECOMPUTE``."""
     recompute_every: Number = 1

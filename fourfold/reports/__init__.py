@@ -1,1 +1,1 @@
-"""Turn records into HTML pages, charts, and terminal tables. Nothing is computed here."""
+"""Turn records into HTML pages, charts, and terminal tables. This package computes no results."""

@@ -31,10 +31,10 @@ ATTACK_HEADER = ("attack", "AUC", "95 % interval", "TPR at 1 % FPR", "TPR at 0.1
 
 
 def write_audit_report(record: Record, folder: Path) -> Path:
-    """Write FOLDER/audit.json and FOLDER/audit.html, and return the page's path.
+    """Write audit.json and audit.html into a folder, and return the path of audit.html.
 
     Raises:
-        UserError: The folder cannot be created.
+        UserError: The folder cannot be created, or a file cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,8 +47,8 @@ def write_audit_report(record: Record, folder: Path) -> Path:
 
 
 def audit_tables(record: Record) -> None:
-    """Print extraction by repetition, generated text, membership attacks, the effect of the goldfish mask, and
-    warnings."""
+    """Print an audit: extraction by repetition, generated continuations, membership attacks, the effect of the goldfish
+    mask, and warnings."""
     console = Console()
     title = f"Exact match of the last {record['suffix']} tokens, {record['model']}"
     print_table(title, COUNT_HEADER, _count_rows(record))
@@ -68,7 +68,8 @@ def audit_tables(record: Record) -> None:
 
 
 def _count_rows(record: Record) -> Rows:
-    """Return one row for each number of times that documents were trained on, and one row for all documents."""
+    """Return one row for each number of times that documents were trained on. If there are several such numbers, the
+    first row is for all of these documents. If there is a reference model, the last row is for it."""
     groups = {counted(int(count), "time"): group for count, group in record["by_count"].items()}
     if len(groups) != 1:
         groups = {"all members": record, **groups}
@@ -91,7 +92,7 @@ def _count_rows(record: Record) -> Rows:
 
 
 def _attack_rows(record: Record) -> Rows:
-    """Return a row for each membership attack, or no rows if there are too few documents."""
+    """Return a row for each membership inference attack, or no rows if there were too few documents to attack."""
     membership = record["membership"]
     return [
         [
@@ -106,7 +107,7 @@ def _attack_rows(record: Record) -> Rows:
 
 
 def _generation_facts(record: Record) -> dict[str, str]:
-    """Return labels and values of the greedy continuations. The result is empty if nothing was generated."""
+    """Return labels and values about the greedy continuations, or nothing if none were generated."""
     generation = record["generation"]
     if generation is None:
         return {}
@@ -125,7 +126,8 @@ def _generation_facts(record: Record) -> dict[str, str]:
 
 
 def _near_rows(record: Record) -> Rows:
-    """Return a row for each number of edited tokens, or no rows if near-verbatim texts were not searched."""
+    """Return a row for each number of edited tokens, or no rows if near-verbatim continuations were not searched
+    for."""
     near = record["near_verbatim"]
     return [
         [
@@ -140,8 +142,7 @@ def _near_rows(record: Record) -> Rows:
 
 
 def _replay_facts(record: Record) -> dict[str, str]:
-    """Return labels and values that show the effect of the goldfish mask. The result is empty if no mask was
-    replayed."""
+    """Return labels and values about the effect of the goldfish mask, or nothing if no mask was replayed."""
     replay = record["mask_replay"]
     if replay is None:
         return {}

@@ -6,7 +6,7 @@ from fourfold.reports.chart import chart, empty_chart
 from fourfold.reports.numbers import format_number
 
 LABELED = 12
-"""A line of dots shows the values of its points if it has at most this many points, and if there is space."""
+"""A line with dots shows the values of its points if it has at most this many points."""
 _AT_END = {"show": True, "position": "right", "color": "--ink", "fontWeight": 600}
 
 
@@ -30,7 +30,8 @@ def line_chart(title: str, lines: Mapping[str, Sequence[tuple[float, float]]], *
 
 
 def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, x_label: str) -> str:
-    """Draw a horizontal bar for each entry of ``bars``, with the first on top. An entry maps parts to values ≥ 0.
+    """Return a figure with a horizontal bar for each entry of ``bars``, the first on top. An entry maps parts to values
+    ≥ 0.
 
     A part has the same color in all bars. The sum is written at the end of each bar.
     """

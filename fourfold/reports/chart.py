@@ -1,8 +1,8 @@
-"""Draw charts with Apache ECharts. Each chart is an option in plain Python, which the page's script draws
-(assets/charts.js).
+"""Draw charts with Apache ECharts. A chart is an ECharts option, as plain Python values, which the script of the page
+(assets/charts.js) draws.
 
-https://echarts.apache.org/en/option.html describes options. There are two additions. A color such as ``"--s1"`` is the
-page's color, light or dark (assets/page.css). A data item's ``"text"`` appears under the pointer.
+https://echarts.apache.org/en/option.html describes the options. fourfold adds two things. A color such as ``"--s1"`` is
+a color of the page's light or dark theme (assets/page.css). The ``"text"`` of a data item appears in a tooltip.
 """
 
 import json
@@ -20,13 +20,13 @@ NOTHING = "nothing recorded"
 def chart(title: str, option: Option, *, height: int = 260, zoom: Literal["", "x", "xy"] = "") -> str:
     """Return an HTML figure with a caption, a legend, and the chart that ``option`` describes, ``height`` pixels high.
 
-    ``zoom`` names the directions that dragging a box can zoom. Numbers that are not finite become gaps.
+    ``zoom`` lists the axes that the reader can zoom by dragging a box. Values that are not finite become gaps.
     """
     return figure(title, {"option": option}, height, zoom)
 
 
 def figure(title: str, spec: Mapping[str, Any], height: int, zoom: Literal["", "x", "xy"] = "") -> str:
-    """Return the HTML figure that the page's script draws from ``spec``."""
+    """Return an HTML figure with the data ``spec`` that the page's script draws."""
     reset = '<button type="button" class="reset" hidden>whole range</button>' if zoom else ""
     return (
         f'<figure class="chart"><figcaption><b>{escape(title)}</b>{reset}<span class="legend"></span></figcaption>'
@@ -36,21 +36,21 @@ def figure(title: str, spec: Mapping[str, Any], height: int, zoom: Literal["", "
 
 
 def empty_chart(title: str, text: str = NOTHING) -> str:
-    """Return a figure that says why there is no chart."""
+    """Return a figure with a text that says why there is no chart."""
     caption = f"<figcaption><b>{escape(title)}</b></figcaption>"
     return f'<figure class="chart">{caption}<p class="empty">{escape(text)}</p></figure>'
 
 
 def to_json(value: object) -> str:
-    """Return JSON that is safe inside a script element. It has no ``<``, and null in place of numbers that are not
-    finite."""
+    """Return JSON that is safe inside a script element. ``<`` is escaped, and numbers that are not finite become
+    null."""
     text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
 
 @cache
 def asset(name: str) -> str:
-    """Read a file from the assets folder."""
+    """Return the text of a file in the assets folder."""
     return files("fourfold.reports").joinpath("assets", name).read_text(encoding="utf-8")
 
 

@@ -1,5 +1,5 @@
-"""Draw curves of training runs against tokens, steps, or time, with or without smoothing. The reader of the page
-chooses the axis and the smoothing."""
+"""Draw curves of training runs. On the page, the reader chooses the x axis (tokens, steps, or time) and the
+smoothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fourfold.reports.chart import NOTHING, empty_chart, figure
 from fourfold.reports.numbers import bucket_means, downsample
 
 BUCKETS = 1000
-"""Number of buckets for a long curve. Each bucket keeps two points, and one mean for the smoothing."""
+"""Number of buckets that a long curve is divided into. Each bucket keeps two points, and one mean for the smoothing."""
 
 CONTROLS = """<div class="controls">
 <fieldset data-control="x"><legend>x axis</legend>
@@ -25,11 +25,11 @@ CONTROLS = """<div class="controls">
 <button type="button" value="log">log</button></fieldset>
 <label>smoothing <input type="range" min="0" max="100" value="0" data-control="smoothing"> <output>off</output></label>
 </div>"""
-"""HTML of the controls that apply to all curves of a page."""
+"""HTML of the controls, which apply to all curves of a page."""
 
 
 class StepPositions(NamedTuple):
-    """The position of the end of a step on each of the x axes."""
+    """Position of the end of a step on each x axis."""
 
     step: int
     tokens: float
@@ -38,8 +38,8 @@ class StepPositions(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve. A value of None is a gap. ``marked`` curves have few points, such as evaluations, and are never
-    smoothed."""
+    """One curve. A value of None is a gap. A ``marked`` curve has few points, such as evaluations, so its points have
+    dots and it is never smoothed."""
 
     name: str
     points: Sequence[tuple[StepPositions, float | None]]
@@ -49,7 +49,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """A step at which a run was resumed from a checkpoint."""
+    """A mark at the step of the checkpoint that a run was resumed from."""
 
     place: StepPositions
     color: int
@@ -66,15 +66,15 @@ def curve_chart(
     from_zero: bool = False,
     height: int = 260,
 ) -> str:
-    """Draw curves that follow the page's ``CONTROLS``.
+    """Return a figure with curves that follow the page's ``CONTROLS``.
 
-    Dragging zooms all curves of the page to the same part of the run.
+    If the reader zooms one figure by dragging, all figures with curves zoom to the same part of the run.
 
     Args:
         title: The chart's title.
         curves: The curves.
         unit: The unit of the values.
-        marks: Steps to mark.
+        marks: Steps at which runs were resumed.
         is_loss: Whether the values are in nats, so that their exponential is a perplexity.
         smooth: Whether the curves follow the smoothing slider.
         from_zero: Whether the linear axis starts at 0.
@@ -94,9 +94,9 @@ def curve_chart(
 
 
 def _data(curve: Curve, smooth: bool) -> dict[str, object]:
-    """Return a curve's data for the chart: its name, color, and flags, and its points as [step, tokens, seconds,
-    value]. If there are many points, only the lowest and the highest of each bucket are kept, and the smoothing uses
-    the means of the buckets."""
+    """Return a curve's data for the page's script: its name, color, and flags, and its points as [step, tokens,
+    seconds, value]. If there are many points, only the lowest and the highest point of each bucket are kept, and the
+    smoothing uses the means of the buckets."""
     values = [value for _, value in curve.points]
     kept = downsample(values, BUCKETS)
     is_thinned = len(kept) < len(values)

@@ -1,4 +1,4 @@
-"""Print lines of ``fourfold machine doctor`` to the terminal."""
+"""Print the findings of ``fourfold machine doctor`` in the terminal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LEVEL_WIDTH, SUBJECT_WIDTH = 7, 13
 
 
 def show_finding(finding: Finding, host: str | None = None) -> None:
-    """Print a finding and the advice below it. If the finding is about another machine, print that machine's name
-    too."""
+    """Print a finding, and its advice in the next line. ``host`` is the name of the machine, to print in front of the
+    finding, if the finding is not about the first machine."""
     table = Table.grid(padding=(0, 2))
     table.add_column(width=LEVEL_WIDTH)
     table.add_column(width=SUBJECT_WIDTH)
@@ -33,6 +33,6 @@ def show_finding(finding: Finding, host: str | None = None) -> None:
 
 
 def summary(levels: Sequence[Level]) -> str:
-    """Return a sentence with the numbers of errors and warnings."""
+    """Return a text with the number of errors, of warnings, and of all findings."""
     errors, warnings = levels.count("error"), levels.count("warning")
     return f"{counted(errors, 'error')}, {counted(warnings, 'warning')}, {counted(len(levels), 'finding')}"

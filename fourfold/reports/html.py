@@ -1,4 +1,4 @@
-"""Build the skeleton of a report page. A page is one file with everything in it, and fetches nothing."""
+"""Build the HTML of report pages. A page is one file that contains everything it needs and fetches nothing."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -6,18 +6,19 @@ from html import escape
 from fourfold.reports.chart import asset
 from fourfold.training.console import format_fact
 
-# With this policy, the browser fetches nothing, regardless of the content of a run file or a sample.
+# With this policy, the browser fetches nothing, even if a run file or a sample contains HTML.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 LONG_TEXT = 40
-"""A fact with more characters than this is shown in a wide card."""
+"""Facts with more characters than this get a wide card."""
 
 
 def page(title: str, subtitle: str, sections: Sequence[str], *, has_search: bool = False) -> str:
-    """Return a whole HTML document with charts, around sections that are HTML. Title and subtitle are plain text.
+    """Return a complete HTML document, with the scripts that draw charts. The sections are HTML. Title and subtitle are
+    plain text.
 
     Args:
-        has_search: Whether a section has a ``search_table``.
+        has_search: Whether a section contains a ``search_table``.
     """
     body = "\n".join(sections)
     needed = {"echarts.min.js": True, "charts.js": True, "table.js": has_search}
@@ -42,7 +43,7 @@ def page(title: str, subtitle: str, sections: Sequence[str], *, has_search: bool
 
 
 def facts(values: Mapping[str, str | int | float | None]) -> str:
-    """Show labels and values as cards. Long texts get wide cards."""
+    """Return labels and values as cards. Long values get wide cards."""
     cards = []
     for label, value in values.items():
         text = format_fact(value)
@@ -52,9 +53,9 @@ def facts(values: Mapping[str, str | int | float | None]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
-    """Return a table of text, which scrolls if the page is narrow.
+    """Return a table of texts, which scrolls sideways if the page is narrow.
 
-    All columns except the first are right-aligned, unless they hold ``words``.
+    With ``words``, all columns are left-aligned. Otherwise, all columns except the first are right-aligned.
     """
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
@@ -65,26 +66,26 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = Fa
 
 
 def search_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table that the reader can sort and filter by every column."""
+    """Return a table that the reader can sort and filter by any column."""
     whole = table(header, rows).replace('class="scroll"', 'class="scroll tall"', 1)
     return '<p class="subtitle"></p>' + whole.replace('class="rows"', 'class="rows search"', 1)
 
 
 def charts(figures: Sequence[str], wide: Sequence[str] = ()) -> str:
-    """Arrange figures in two columns. The figures of ``wide`` come first and span both columns."""
+    """Return figures in two columns. The figures of ``wide`` come first, and each spans both columns."""
     full = "".join(f'<div class="wide">{figure}</div>' for figure in wide)
     return f'<div class="charts">{full}{"".join(figures)}</div>'
 
 
 def text_block(heading: str, text: str, wrap: bool = False) -> str:
-    """Show a text verbatim under a heading. With ``wrap``, long lines are broken, which is useful for prose."""
+    """Return a text, shown verbatim, under a heading. With ``wrap``, long lines are wrapped, as for prose."""
     kind = ' class="wrap"' if wrap else ""
     return f"<h2>{escape(heading)}</h2>\n<pre{kind}>{escape(text)}</pre>"
 
 
 def comparison(before: str, sides: Mapping[str, Sequence[tuple[str, bool]]]) -> str:
-    """Show the start of a text, and two or more continuations under each other. Pieces that the continuations share are
-    marked."""
+    """Return the start of a text with two or more continuations below each other. Each continuation is a list of
+    pieces, and pieces that the continuations share are highlighted."""
     blocks = [f"<p>{escape(before)}</p>"]
     for label, pieces in sides.items():
         text = "".join(f"<mark>{escape(piece)}</mark>" if shared else escape(piece) for piece, shared in pieces)
@@ -93,5 +94,5 @@ def comparison(before: str, sides: Mapping[str, Sequence[tuple[str, bool]]]) -> 
 
 
 def notice(text: str) -> str:
-    """Highlight one sentence."""
+    """Return a highlighted sentence."""
     return f'<p class="notice">{escape(text)}</p>'

@@ -1,4 +1,4 @@
-"""Define the columns that describe a plan's layouts, both in the terminal's table and in the page's table."""
+"""Define the columns that describe the layouts of a plan, for the terminal's table and the table of the HTML page."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ if TYPE_CHECKING:
     from fourfold.planning.search.plan import Prediction
 
 CHOICES = (*GRID, "ep", "zero", "recompute", "micro batch", "also")
-"""Headers of the columns for a layout's choices. The column ``also`` holds rare choices."""
+"""Headers of the columns with the choices of a layout. The column ``also`` has rare choices."""
 SHORT = {"Interleaved1F1B": "interleaved", "InterleavedZeroBubble": "zero bubble", "ZBVZeroBubble": "ZBV"}
-"""Short names for schedules whose full names would make the column too wide."""
+"""Short names of schedules whose full names would make the column too wide."""
 
 
 def choices(work: Workload) -> dict[str, str]:
-    """Return the texts that tables show for a layout's choices, by the headers in ``CHOICES``. Only MoE models have
-    ``ep``."""
+    """Return the cells of a layout's choices, by the headers in ``CHOICES``. Only MoE models have ``ep``."""
     layout = work.layout
     cells = {axis: str(int(getattr(layout, axis))) for axis in (*GRID, *(["ep"] if work.model.num_experts else []))}
     blocks = f", 1 of {int(layout.recompute_every)}" if layout.recompute_every > 1 else ""
@@ -34,7 +33,7 @@ def choices(work: Workload) -> dict[str, str]:
 
 
 def schedule(work: Workload) -> str:
-    """Return the schedule of a pipeline with its number of stages per rank. The text is empty if there is no
+    """Return the pipeline schedule of a layout with its number of stages per rank. Return an empty text without a
     pipeline."""
     layout = work.layout
     if layout.pp == 1:
@@ -44,8 +43,8 @@ def schedule(work: Workload) -> str:
 
 
 def predicted(p: Prediction, factors: Sequence[float] | None) -> dict[str, str]:
-    """Return the figures of a prediction. With a probability of 90 %, the measured time is between the predicted time
-    times the first and times the second of the ``factors``."""
+    """Return the cells of a prediction, by header. The predicted step time times the two ``factors`` gives an interval
+    that contains the measured time with a probability of 90 %. Without ``factors``, there is no such cell."""
     mfu = p.utilization(p.work.model_flops())
     return {
         **figures(p.machine, p.seconds, p.memory_bytes, p.p_oom, mfu, factors),
@@ -57,14 +56,14 @@ def predicted(p: Prediction, factors: Sequence[float] | None) -> dict[str, str]:
 def figures(
     machine: Machine, seconds: float, memory: float, p_oom: float, mfu: float, factors: Sequence[float] | None
 ) -> dict[str, str]:
-    """Return the figures of a layout that every table shows.
+    """Return the cells of a prediction that every table shows, by header.
 
     Args:
         machine: The machine.
-        seconds: Number of seconds per step.
+        seconds: Seconds per step.
         memory: Peak bytes of the rank that needs the most memory.
         p_oom: Probability of running out of memory.
-        mfu: Model FLOPs utilization.
+        mfu: Model FLOPs utilization, as a fraction.
         factors: See ``predicted``.
     """
     interval = {} if factors is None else {"90 % interval": "–".join(_digits(seconds * f, 3) for f in factors)}
@@ -79,7 +78,7 @@ def figures(
 
 
 def gigabytes(size: float) -> str:
-    """Format a number of bytes in GB with three significant digits."""
+    """Format a number of bytes in GB, with at least three significant digits."""
     return _digits(size / 1e9, 3) if size < 999.5e9 else f"{size / 1e9:,.0f}"
 
 

@@ -42,7 +42,7 @@ def rank_table(record: Record) -> None:
 
 
 def loki_tables(record: Record) -> None:
-    """Print how much quality a model loses with Loki on a text and in tasks."""
+    """Print how much quality a model loses with Loki, on texts and in tasks."""
     if "perplexity" in record:
         title = f"{record['windows']} windows of {record['seq_length']:,} tokens"
         print_table(title, PERPLEXITY_HEADER, _perplexity_rows(record))
@@ -53,7 +53,7 @@ def loki_tables(record: Record) -> None:
 
 
 def _perplexity_rows(record: Record) -> list[list[str]]:
-    """Return one row each for dense attention, Loki, the oracle, and the control."""
+    """Return one row each for dense attention, Loki, exact top-k attention, and a random basis (the control)."""
     dims = [layer["d"] for layer in record["layers"] if layer["d"] is not None]
     ranking = f"{min(dims)}" if min(dims) == max(dims) else f"{min(dims)} to {max(dims)}"
     widths = {"loki": ranking, "oracle": str(record["head_dim"]), "random": ranking}
@@ -75,7 +75,7 @@ def _layer_rows(record: Record) -> list[list[str]]:
 
 
 def _task_rows(tasks: Record) -> list[list[str]]:
-    """Return every metric of every task, with full attention and with Loki."""
+    """Return one row per task and metric, with the values for full attention and for Loki."""
     return [
         [task, metric, f"{value:.4f}", f"{found['loki'][metric]:.4f}" if metric in found.get("loki", {}) else ""]
         for task, found in tasks.items()

@@ -1,4 +1,4 @@
-"""Format numbers for charts, and thin long series without losing their extremes."""
+"""Format numbers for texts and charts, and thin long series without losing their extremes."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,7 +19,7 @@ def format_number(value: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a number with its noun in the singular or plural: 1 document, 2,000 documents."""
+    """Format a count with its noun in the singular or plural: 1 document, 2,000 documents."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -43,7 +43,7 @@ def downsample(y: Sequence[float | None], buckets: int) -> Sequence[int]:
 
 
 def bucket_means(y: Sequence[float | None], buckets: int) -> list[tuple[int, float | None]]:
-    """Return the last index and the mean for each of ``buckets`` runs of neighboring points.
+    """Divide a series into ``buckets`` runs of neighboring points, and return the last index and the mean of each run.
 
     The mean of a run without numbers is None.
     """

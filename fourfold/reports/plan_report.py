@@ -1,4 +1,4 @@
-"""Write a plan as an HTML page, which is one self-contained file."""
+"""Write a plan as an HTML page, one self-contained file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fourfold.planning.search.plan import Prediction
 
 FASTEST = 200
-"""Number of layouts in the page's table."""
+"""Largest number of layouts in the page's table."""
 
 
 def write_plan_report(path: Path, result: PlanRecord) -> None:

@@ -1,4 +1,4 @@
-"""Print plans as tables in the terminal."""
+"""Print plans, scaling curves, and validations in the terminal."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ SCORES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
         "fitted": ("fitting_rows", "{}"), "predicted to fit": ("fit_recall", "{:.0%}"),
     }),
 }  # fmt: skip
-"""Tables that a validation prints after its table of errors, by title. Each has its key in the record. It maps each
-header to the key of a value and the format of this value."""
+"""Tables that a validation prints below its table of errors. For each title, there is the table's key in the record,
+and for each header, the key of a value and its format."""
 COLUMNS = {"best": "best", "runner_up": "best on another grid", "yours": "yours"}
-"""Headers for the explained layouts."""
+"""Headers of the layouts in an explanation."""
 WORDS = ("", "recompute", "also")
-"""Headers of a plan's columns whose cells are words. These may wrap."""
+"""Headers of the columns whose cells are words, which may wrap."""
 PARTS_NAMED = 7
-"""Largest number of parts that the waterfall names."""
+"""Largest number of parts of a step that are shown. Smaller parts are summed up."""
 FLOP_NOTE = (
     "Model PFLOP/s count the same FLOPs as MFU: no recompute, and only the keys that attention sees. Megatron PFLOP/s, "
     "which most published figures are, count full recompute in every layout, and the full attention matrix."
 )
 CURVE = ("s/step", "GB", "MFU", "tokens/s/GPU")
-"""Numeric columns of a scaling curve. With more columns, the table would not fit into 80 characters."""
+"""Columns of a scaling curve with numbers. With more columns, the table would be wider than 80 characters."""
 
 
 def plan_tables(result: PlanRecord, explained: bool) -> None:
-    """Print the ranked layouts.
+    """Print the ranked layouts and what is known about them.
 
     With ``explained``, also print where a step's time goes and which machine constants would change the order.
     """
@@ -88,11 +88,11 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
 
 
 def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the columns of the table by header, and the choices that all rows share. The rows are the ranked layouts
-    and the run file's own layout.
+    """Return the columns of the table of layouts by header, and the choices that all rows share. The rows are the
+    ranked layouts and the run file's layout.
 
-    In a narrow terminal, the choices that all rows share are removed from the table first and listed below it. Then
-    some numbers are removed, but never P(OOM).
+    If the terminal is narrow, columns are removed until the table fits: first choices that all rows share, which are
+    listed below the table instead, and then some numbers, but never P(OOM).
     """
     rows = [{"": name, **choices(p.work), **predicted(p, result.interval_factors)} for name, p in result.labeled()]
     columns = {header: [row[header] for row in rows] for header in rows[0]}
@@ -102,7 +102,7 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
     shared = [header for header in CHOICES if header != "also" and len(set(columns.get(header, []))) == 1]
     numbers = ("tokens/s/GPU", "HFU", "90 % interval", f"of {gigabytes(float(result.plan.machine.memory))}", "MFU")
     for place, header in enumerate([*shared, *(header for header in numbers if header in columns)]):
-        # Before one of the last three columns is removed, cells of words may take a second line.
+        # The last three columns are removed only if the table is still too wide after cells of words wrap.
         if least_width(columns, () if place < len(shared) + 2 else WORDS) <= width:
             break
         cells = columns.pop(header)
@@ -111,7 +111,8 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
 
 
 def doubts(result: PlanRecord) -> list[str]:
-    """Return sentences on the error of the best layout's time, and on layouts that are too close to call."""
+    """Return sentences about the error of the best layout's step time, and about layouts that are too close to it to
+    tell which is faster."""
     sentences, found = [], result.within_error
     if result.interval is not None:
         low, high = result.interval
@@ -129,15 +130,16 @@ def doubts(result: PlanRecord) -> list[str]:
 
 
 def tune_command(result: PlanRecord) -> str:
-    """Return the command that searches the closest layouts with real trials. The text is empty if there is only one
-    layout."""
+    """Return the ``fourfold tune`` command that compares the closest layouts with real trials. Return an empty text if
+    there is only one layout."""
     found = result.within_error
     space = " ".join(f"--space {limit}" for limit in found.space)
     return f"fourfold tune RUN.toml --nproc {result.request.gpus} {space}" if found.count > 1 else ""
 
 
 def largest_parts(waterfall: dict[str, Any]) -> dict[str, list[float]]:
-    """Return the seconds of ``PARTS_NAMED`` parts by column: the largest parts, and the sum of all other parts."""
+    """Return the seconds of at most ``PARTS_NAMED`` parts of a step, with one value per layout: the largest parts, and
+    the sum of all other parts as "other"."""
     seconds: dict[str, list[float]] = dict(waterfall["seconds"])
     small = sorted(seconds, key=lambda part: (part == "other", -max(seconds[part])))[PARTS_NAMED - 1 :]
     if not small:
@@ -147,7 +149,7 @@ def largest_parts(waterfall: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def slower_by(neighbor: dict[str, Any]) -> str:
-    """Return a text that says how much slower or faster a neighbor is, or why it is refused."""
+    """Return how much slower or faster a neighbor is, or why it is refused, as text."""
     slower = neighbor["slower"]
     if slower is None:
         return f"refused: {neighbor['reason']}"
@@ -155,7 +157,7 @@ def slower_by(neighbor: dict[str, Any]) -> str:
 
 
 def costs_sentence(result: PlanRecord) -> str:
-    """Return a sentence about days, GPU-hours, energy, cost, and the checkpoint interval."""
+    """Return sentences about days, GPU-hours, energy, price, and the checkpoint interval."""
     c = result.costs
     assert c is not None
     parts = [f"{format_number(c.tokens)} tokens take {_amount(c.days)} days, {_amount(c.gpu_hours)} GPU-hours"]
@@ -187,7 +189,7 @@ def _explanation(explanation: dict[str, Any], console: Console) -> None:
 
 
 def scaling_table(points: Sequence[ScalingPoint], weak: bool) -> None:
-    """Print one row per number of GPUs, with the best layout for each."""
+    """Print one row per number of GPUs, and the best layout for each."""
     rows, layouts = [], []
     for point in points:
         size = f"{point.gpus:,}"
@@ -203,7 +205,8 @@ def scaling_table(points: Sequence[ScalingPoint], weak: bool) -> None:
 
 
 def validation_tables(result: Validation, with_rows: bool) -> None:
-    """Print errors by source, the ranking of layouts, and the memory."""
+    """Print the errors by source, how well sweeps are ranked, and the errors of memory. With ``with_rows``, also print
+    every row."""
     console, record = Console(), result.record(with_rows)
     console.print(f"Constants: {record['constants']}.")
     everything = {"all": {**record, "count": record["rows"]}, **record["by_source"], "others": record["others"],
@@ -235,7 +238,7 @@ def validation_tables(result: Validation, with_rows: bool) -> None:
 
 
 def _amount(value: float) -> str:
-    """Format an integer, or a small number with two significant digits."""
+    """Format a number of 100 or more without decimals, and a smaller number with about two significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 

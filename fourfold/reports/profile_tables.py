@@ -1,4 +1,4 @@
-"""Print the steps that ``fourfold train --profile`` has recorded."""
+"""Print the profile that ``fourfold train --profile`` has recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from fourfold.training.console import byte_unit
 
 
 def profile_tables(path: Path) -> None:
-    """Print where the time of a step went: by axis, as means over the processes, and in total."""
+    """Print where the time of a step went: the collectives by axis, as means over the processes, and the totals of the
+    mean and of the busiest process."""
     if not path.is_file():
         print("No profile: the run ended before the fifth step after its start.")
         return
@@ -38,9 +39,10 @@ def profile_tables(path: Path) -> None:
 
 
 def _figures(rank: Mapping[str, Any], axis: str) -> list[float]:
-    """Return the number of calls, the bytes, and the seconds issued, hidden, and exposed.
+    """Return the number of calls, the bytes, and the issued, hidden, and exposed seconds of a rank's collectives over
+    an axis.
 
-    All values are zero on a rank without such a collective.
+    All values are 0 on a rank without such collectives.
     """
     lines = [line for line in rank["collectives"] if line["axis"] == axis]
     times = rank["axes"].get(axis, {})

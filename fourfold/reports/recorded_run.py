@@ -1,4 +1,4 @@
-"""Read a run from the records in its folder, for the run's page and for comparisons of runs."""
+"""Read a run's records from its folder, for its report and for comparisons of runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 from fourfold.errors import UserError
 from fourfold.parsing import parse_json
 from fourfold.reports.curve_charts import StepPositions
-from fourfold.reports.numbers import counted
 from fourfold.training.attempts import resumed_at
 from fourfold.training.console import format_bytes
 from fourfold.training.metrics import METRICS_FILE, read_metrics
@@ -25,18 +24,18 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The recorded steps of a run. ``name`` is the label of its curves."""
+    """The recorded steps of a run. ``name`` labels its curves."""
 
     folder: Path
     name: str
     records: Sequence[Record]
     run_file: str
     resumed: Sequence[int] = field(default=())
-    """Steps of the checkpoints that the run resumed from."""
+    """Steps of the checkpoints that the run was resumed from."""
 
     @cached_property
     def places(self) -> dict[int, StepPositions]:
-        """Return, for each step, the tokens read and the seconds trained until its end."""
+        """Return the position of each step's end on the x axes: the tokens read and the seconds trained so far."""
         seconds = accumulate(number_of(record, "step_seconds") or 0.0 for record in self.records)
         return {
             record["step"]: StepPositions(record["step"], number_of(record, "tokens") or 0, until)
@@ -45,13 +44,12 @@ class RecordedRun:
 
     @property
     def is_in_nats(self) -> bool:
-        """Return whether the losses are in nats per token. A run with a section [dpo] (preference optimization) records
-        another loss."""
+        """Return whether the losses are in nats per token. Preference optimization ([dpo]) has another loss."""
         return not self.numbers("dpo_margin")
 
     def points(self, key: str, unit: float = 1.0) -> list[tuple[StepPositions, float | None]]:
-        """Return the values of one key, divided by ``unit``. A null becomes a gap. Lines without the key are left
-        out."""
+        """Return the values of one key, divided by ``unit``. A value that is not finite is a gap. Steps without the key
+        are skipped."""
         values = [(self.places[record["step"]], number_of(record, key)) for record in self.records if key in record]
         return [(place, None if value is None else value / unit) for place, value in values]
 
@@ -60,14 +58,14 @@ class RecordedRun:
         return [value for record in self.records if (value := number_of(record, key)) is not None]
 
     def steps_with(self, key: str) -> set[int]:
-        """Return the steps that recorded a finite value of a key."""
+        """Return the steps with a finite value of a key."""
         return {record["step"] for record in self.records if number_of(record, key) is not None}
 
     def headline(self, step: int | None = None, validated: int | None = None) -> dict[str, str | int | float | None]:
-        """Return the most important numbers. None marks numbers that were not recorded.
+        """Return the most important values by label. A value that was not recorded is None.
 
-        By default, the losses are from the last step and the last validation. If ``step`` or ``validated`` is given,
-        they are from this step, or from the validation after this step.
+        By default, the losses are from the last step and from the last validation. ``step`` selects another step for
+        the training loss and the tokens, and ``validated`` selects the validation after another step.
         """
         last, speed = self.records[-1], self.numbers("tokens_per_second")
         memory, utilization = self.numbers("peak_memory_bytes"), self.numbers("mfu")
@@ -90,10 +88,10 @@ class RecordedRun:
 
 
 def read_run(folder: Path, name: str) -> RecordedRun:
-    """Read a run's record.
+    """Read the recorded steps of a run. ``name`` is the label of its curves.
 
     Raises:
-        UserError: There is no record, or the record has no steps.
+        UserError: The folder or its run.toml does not exist, no step is recorded, or the record is damaged.
     """
     if not folder.is_dir():
         raise UserError(f"the folder {folder} does not exist: give the folder of a run, runs/NAME.")
@@ -113,7 +111,7 @@ def _at(step: int | None, otherwise: str) -> str:
 
 
 def number_of(record: Record, key: str) -> float | None:
-    """Return the value of a key if it is a finite number, or None."""
+    """Return the value of a key if it is a finite number, and None otherwise."""
     value = record.get(key)
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
@@ -124,21 +122,16 @@ def duration(seconds: float) -> str:
     return f"{seconds / size:,.3g} {name}" if seconds / size < 1000 else f"{seconds / size:,.0f} {name}"
 
 
-def steps_of(count: int) -> str:
-    """Return a number of steps as text."""
-    return counted(count, "step")
-
-
 def read_text(path: Path) -> str:
     """Read a text file. Bytes that are not UTF-8 become �."""
     return path.read_text(encoding="utf-8", errors="replace")
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Read an object that maps labels to text or numbers. Return an empty object if there is no file.
+    """Read a JSON object that maps labels to text or numbers. Return an empty dictionary if there is no file.
 
     Raises:
-        UserError: The file does not hold such an object.
+        UserError: The file has another content.
     """
     if not path.is_file():
         return {}
@@ -152,5 +145,5 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def largest(runs: Iterable[RecordedRun], key: str) -> float:
-    """Return the largest value of one key over some runs, or 0 if there is none."""
+    """Return the largest finite value of a key over some runs, or 0 if there is none."""
     return max((value for run in runs for value in run.numbers(key)), default=0.0)

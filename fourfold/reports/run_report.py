@@ -1,4 +1,4 @@
-"""Write pages about training runs from the files in their folders. A page shows one run, or compares several."""
+"""Write HTML reports of training runs from the files in their folders, and pages that compare several runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from fourfold.data.files import write_output
 from fourfold.errors import UserError
-from fourfold.parsing import parse_toml
+from fourfold.parsing import dotted_keys, parse_toml
 from fourfold.reports import html
 from fourfold.reports.curve_charts import CONTROLS, Curve, Mark, StepPositions, curve_chart
 from fourfold.reports.numbers import counted
-from fourfold.reports.recorded_run import RecordedRun, largest, number_of, read_run, read_summary, read_text, steps_of
+from fourfold.reports.recorded_run import RecordedRun, largest, number_of, read_run, read_summary, read_text
 from fourfold.reports.short_records import MemorizationRecord, TaskRecord, read_short_record
 from fourfold.training.console import byte_unit, format_fact
 from fourfold.training.metrics import MEMORIZATION_FILE, TASKS_FILE
@@ -21,14 +21,14 @@ from fourfold.training.run_folder import SAMPLE_FILE, SUMMARY_FILE
 
 
 def write_run_report(run_dir: Path) -> Path:
-    """Write ``run_dir``/report.html, one file that needs no network, and return its path.
+    """Write the report of a run to ``run_dir``/report.html, one file that needs no network, and return its path.
 
     It reads run.toml and metrics.jsonl and, if they exist, sample.txt (generated text), memorization.jsonl,
     tasks.jsonl, and summary.json (an object that maps labels to text or numbers).
 
     Raises:
-        UserError: run.toml or metrics.jsonl is missing, no step is recorded, or a record or summary.json cannot be
-            read.
+        UserError: run.toml or metrics.jsonl is missing, no step is recorded, a record or summary.json is damaged, or
+            the report cannot be written.
     """
     run = read_run(Path(run_dir), os.path.basename(os.path.realpath(run_dir)))
     facts = {label: value for label, value in run.headline().items() if value is not None}
@@ -42,7 +42,7 @@ def write_run_report(run_dir: Path) -> Path:
     if sample.is_file():
         sections.append(html.text_block("Sample", read_text(sample), wrap=True))
     sections.append(html.text_block("Run file", run.run_file))
-    subtitle = f"fourfold training run, {steps_of(len(run.records))} recorded"
+    subtitle = f"fourfold training run, {counted(len(run.records), 'step')} recorded"
     report = run.folder / "report.html"
     write_output(report, html.page(run.name, subtitle, sections))
     return report
@@ -51,10 +51,11 @@ def write_run_report(run_dir: Path) -> Path:
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> None:
     """Write a page that overlays the curves of several runs and lists the differences between their run files.
 
-    Losses are compared at the last step that all runs recorded. If a folder is given twice, it counts as one run.
+    Losses are compared at the last step that all runs have recorded. A folder that is given twice counts once.
 
     Raises:
-        UserError: For the same reasons as in ``write_run_report``.
+        UserError: The run.toml or metrics.jsonl of a run is missing or damaged, no step is recorded, or the page cannot
+            be written.
     """
     folders = list(dict.fromkeys(Path(os.path.realpath(folder)) for folder in run_dirs))
     names = [folder.name for folder in folders]
@@ -78,7 +79,8 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> None:
 
 
 def _compared_at(runs: Sequence[RecordedRun], common: int | None, validated: int | None) -> list[str]:
-    """Name the step of the table's losses in a sentence, or say that their steps differ."""
+    """Return a paragraph that says which step the losses in the table are from, or that they are from different
+    steps."""
     places = [("losses", "loss", common), ("validation losses", "validation_loss", validated)]
     said = [
         f"The {what} of the table are {'from different steps' if step is None else f'from step {step:,}'}, "
@@ -90,17 +92,18 @@ def _compared_at(runs: Sequence[RecordedRun], common: int | None, validated: int
 
 
 def _not_finite(run: RecordedRun, whose: str = "") -> list[str]:
-    """Return a note about steps whose loss was not a number. In the curves, their gaps can be too narrow to see."""
+    """Return a note if the loss was not finite at some steps, because such gaps in the curve can be too narrow to
+    see."""
     steps = [record["step"] for record in run.records if number_of(record, "loss") is None]
     if not steps:
         return []
-    text = f"The loss{whose} was not a finite number at {steps_of(len(steps))}, first at step {steps[0]:,}."
+    text = f"The loss{whose} was not a finite number at {counted(len(steps), 'step')}, first at step {steps[0]:,}."
     return [html.notice(text)]
 
 
 def _curves(runs: Sequence[RecordedRun]) -> str:
-    """Chart the metrics of every step. With one run, its losses have two colors. With several runs, each run has its
-    own color."""
+    """Return charts of the metrics of every step. For one run, each kind of loss has its own color. For several runs,
+    each run has its own color."""
     unit_name, unit = byte_unit(largest(runs, "peak_memory_bytes"))
     is_one = len(runs) == 1
     losses, marks = [], []
@@ -133,9 +136,9 @@ def _curves(runs: Sequence[RecordedRun]) -> str:
 
 
 def _validation_of(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
-    """Return a name for the curve of a run's validations.
+    """Return a name for the curve of a run's validation losses.
 
-    The name must differ from the names of all runs, because each name is a button in the legend.
+    The name differs from the names of all runs, because each name is a button in the legend.
     """
     name = f"{run.name}, validation"
     while name in {other.name for other in runs}:
@@ -144,7 +147,7 @@ def _validation_of(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
 
 
 def _tasks(run: RecordedRun) -> list[str]:
-    """Chart the tasks that were run during training, with one chart per metric, and list the tasks that failed."""
+    """Return charts of the evaluation tasks during training, one per metric, and a note if tasks failed."""
     found: dict[str, dict[str, list[tuple[StepPositions, float | None]]]] = {}
     failures: list[str] = []
     for record in read_short_record(run.folder / TASKS_FILE, TaskRecord):
@@ -163,8 +166,8 @@ def _tasks(run: RecordedRun) -> list[str]:
 
 
 def _memorization(run: RecordedRun) -> list[str]:
-    """Chart the canaries during training by their number of repeats. The result is empty if the run file has no section
-    [audit]."""
+    """Return charts of the audits of canaries during training, with one curve for each number of repeats. Return
+    nothing if no audit is recorded."""
     recorded = read_short_record(run.folder / MEMORIZATION_FILE, MemorizationRecord)
     records = [each for each in recorded if each["step"] in run.places]
     if not records:
@@ -191,7 +194,7 @@ def _memorization(run: RecordedRun) -> list[str]:
 
 
 def _differences(runs: Sequence[RecordedRun]) -> list[str]:
-    """Return a table of the run-file keys that differ."""
+    """Return a table of the keys whose values differ between the run files."""
     keys = [_flat(run) for run in runs]
     names = sorted(set().union(*keys) - {"name"})
     rows = [[name, *(each.get(name, "") for each in keys)] for name in names if len({k.get(name) for k in keys}) > 1]
@@ -202,19 +205,10 @@ def _differences(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def _flat(run: RecordedRun) -> dict[str, str]:
-    """Return the keys of a run file as table.key, with their values as text."""
+    """Return the keys of a run file as section.key, with their values as text. Raise ``UserError`` if it is not valid
+    TOML."""
     try:
         tables = parse_toml(run.run_file)
     except ValueError as error:
         raise UserError(f"{run.folder / 'run.toml'} is not TOML ({error}); fix the file.") from None
-    flat: dict[str, str] = {}
-
-    def add(prefix: str, table: dict[str, object]) -> None:
-        for key, value in table.items():
-            if isinstance(value, dict):
-                add(f"{prefix}{key}.", value)
-            else:
-                flat[prefix + key] = str(value)
-
-    add("", tables)
-    return flat
+    return {key: str(value) for key, value in dotted_keys(tables)}

@@ -12,31 +12,31 @@ from fourfold.training.metrics import read_metrics
 
 
 class TaskRecord(BaseModel):
-    """A line of tasks.jsonl, with the task, the metric, the value, and the reasons why tasks failed."""
+    """A line of tasks.jsonl: for each task, its metrics and their values, and for each task that failed, the reason."""
 
     tasks: dict[str, dict[str, float | None]]
     failed: dict[str, str] = {}
 
 
 class CanaryGroup(BaseModel):
-    """Documents that the model was trained on the same number of times."""
+    """Audit results for the canaries that the model was trained on the same number of times."""
 
     exact_match: float
     loss: float
 
 
 class MemorizationRecord(BaseModel):
-    """A line of memorization.jsonl. Its canaries are in groups, by the number of times that the model was trained on
-    them. There is also a group "all"."""
+    """A line of memorization.jsonl. It groups canaries by the number of times that the model was trained on them. The
+    group "all" has all canaries."""
 
     by_count: dict[str, CanaryGroup]
 
 
 def read_short_record(path: Path, shape: type[BaseModel]) -> list[dict[str, Any]]:
-    """Read the lines of a record. The result is empty if there is no file.
+    """Read a record and check that each line has the given shape. Return an empty list if there is no file.
 
     Raises:
-        UserError: A line has another shape.
+        UserError: A line is damaged or has another shape.
     """
     return read_metrics(path, partial(_check, shape)) if path.is_file() else []
 

@@ -11,16 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 LONGEST_WORD = 24
-"""Length of the longest word that is never broken. Longer words, such as paths, may be broken."""
+"""Words of at most this length are never broken. Longer words, such as paths, may be."""
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[str] = ()) -> None:
-    """Print a table that fits the terminal's width.
+    """Print a table that fits into the terminal.
 
     The first column, columns without a name, and columns named in ``words`` are text. All other columns are numbers,
-    aligned right. Text wraps between words, and a number never wraps. In a terminal that is too narrow, the table loses
-    its lines and padding. If that is not enough, the table is printed in several parts, and each part repeats the first
-    column.
+    aligned right. Text wraps between words, and numbers never wrap. If the table is too wide, it is printed without
+    lines and padding. If it is still too wide, it is split into several tables that all repeat the first column.
     """
     console = Console()
     columns = [[name, *(row[number] for row in rows)] for number, name in enumerate(header)]
@@ -32,7 +31,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         others = [[row[0], *row[count:]] for row in rows]
         print_table(f"{title}, continued", [header[0], *header[count:]], others, words)
         return
-    room = console.width - len(header) + 1  # This is the width without the space between columns.
+    room = console.width - len(header) + 1  # Width without the gaps between columns.
     edges = int(sum(fewest) + 2 * len(header) + 2 <= room)
     whole = [_unbroken(cells) for cells in columns]
     widths = _fitted([_longest(cells) for cells in columns], (whole, fewest), room - edges * (2 * len(header) + 2))
@@ -52,14 +51,14 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def least_width(columns: Mapping[str, Sequence[str]], words: Sequence[str] = ()) -> int:
-    """Return the smallest width of a table that wraps no number. Headers and the columns in ``words`` may wrap."""
+    """Return the smallest width of a table in which no number wraps. Headers and the columns in ``words`` may wrap."""
     widths = [(_longest_word if name in words else _unbroken)([name, *cells]) for name, cells in columns.items()]
     return sum(widths) + len(widths) - 1
 
 
 def in_unit(size: float, unit: int) -> str:
-    """Format a number of bytes for a column with a fixed unit: with three decimals, or with three significant digits if
-    the decimals would be zeros."""
+    """Format a number of bytes in a fixed unit of a column, with three decimals. Values below 0.1 get three significant
+    digits."""
     if size == 0:
         return "0"
     return f"{size / unit:,.3f}" if size / unit >= 0.1 else f"{size / unit:.3g}"
@@ -70,7 +69,8 @@ def _longest(texts: Iterable[str]) -> int:
 
 
 def _unbroken(column: Sequence[str]) -> int:
-    """Return the smallest width at which no number wraps. The header (the first cell) and long texts may wrap."""
+    """Return the smallest width of a column in which no number wraps. The header (the first cell) and cells longer than
+    ``LONGEST_WORD`` may wrap."""
     return max(
         _longest_word(column[:1]),
         *(_longest_word([c]) if cell_len(c) > LONGEST_WORD else cell_len(c) for c in column[1:]),
@@ -83,8 +83,9 @@ def _longest_word(cells: Iterable[str]) -> int:
 
 
 def _fitted(widths: list[int], stages: Sequence[Sequence[int]], room: int) -> list[int]:
-    """Shrink the widest columns until all columns fit. Each of ``stages`` gives the least widths, from wide to narrow.
-    If the columns do not even fit with the last ones, the least width is one character."""
+    """Shrink the widest columns until all columns fit into ``room``. ``stages`` has sets of minimum widths, from wide
+    to narrow. Each set is used only if the columns do not fit with the set before. In the end, the minimum is one
+    character."""
     for least in (*stages, [1] * len(widths)):
         while sum(widths) > room and any(width > low for width, low in zip(widths, least, strict=True)):
             widest = max((width, number) for number, width in enumerate(widths) if width > least[number])[1]

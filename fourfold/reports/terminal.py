@@ -1,4 +1,4 @@
-"""Print reports as tables in the terminal."""
+"""Print the results of commands as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def parity_table(report: ParityReport) -> None:
-    """For each quantity, print the tensor that deviates most from float64, and the deviation of one process in
-    float32."""
+    """Print a parity report: for each quantity, the tensor with the largest ratio of the grid's deviation from float64
+    to the deviation of one process in float32."""
     rows = []
     shown = [(quantity, report.worst(quantity), report.limit) for quantity in report.deviations]
     shown += [("own types", each, report.own_types_limit) for each in report.own_types]
@@ -47,7 +47,7 @@ def _ok(good: bool) -> str:
 
 
 def trace_tables(report: TraceReport) -> None:
-    """Print memory by kind and collectives by axis and purpose, for one rank or for each pipeline rank."""
+    """Print a trace: memory by kind, for one rank or for each pipeline rank, and collectives by axis and purpose."""
     if report.pipeline:
         _pipeline_memory(report)
     else:
@@ -71,8 +71,8 @@ def trace_tables(report: TraceReport) -> None:
 
 
 def _exposed_by_axis(report: TraceReport) -> None:
-    """Print the fraction of each axis's bytes that no matmul hides, and with a machine also the fraction of its
-    seconds."""
+    """Print the fraction of each axis's bytes that no matmul hides. If the trace has times, also print the total and
+    exposed milliseconds."""
     sent, exposed, timed = Counter[str](), Counter[str](), dict[str, tuple[float, float]]()
     for collective in report.collectives:
         for axis in (collective.axis, "all"):
@@ -102,7 +102,7 @@ def _milliseconds(*seconds: float | None) -> list[str]:
 
 
 def _pipeline_memory(report: TraceReport) -> None:
-    """Print the memory of every pipeline rank, one per line."""
+    """Print the memory of every pipeline rank, one row per rank."""
     name, unit = byte_unit(max(rank.memory.total_peak for rank in report.pipeline))
     rows: list[list[str]] = []
     for rank in report.pipeline:
@@ -115,8 +115,8 @@ def _pipeline_memory(report: TraceReport) -> None:
 
 
 def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[str, Any]) -> None:
-    """Print sequences: trained tokens in green, tokens that the goldfish mask drops in red brackets, and all other
-    tokens dimmed. Then print statistics of the masks."""
+    """Print sequences, with tokens that the loss keeps in green, tokens that the goldfish mask drops in red brackets,
+    and all other tokens dimmed. Then print statistics of the masks."""
     console = Console()
     for sample in preview.samples:
         text = Text()
@@ -159,7 +159,7 @@ def evaluation_tables(record: Mapping[str, Any]) -> None:
 
 
 def print_transferred(record: Mapping[str, Any]) -> None:
-    """Print a line about the files that were written by an import or export of a Hugging Face model."""
+    """Print a line about the files that the import or export of a Hugging Face model has written."""
     what = f"{record['model_type']}, {record['parameters']:,} parameters, {record['bytes']:,} bytes"
     print(f"{record['folder']}: {what} in {record['files']} file{'s' * (record['files'] != 1)}")
 

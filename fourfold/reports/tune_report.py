@@ -1,4 +1,4 @@
-"""Print the result of a search in the terminal, as a table and a paragraph."""
+"""Print the result of ``fourfold tune`` in the terminal: a table of the trials, and a summary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLUMNS = ("trial", "layout", "result", "s/step", "predicted", "GB")
 
 
 def tune_tables(result: TuneRecord) -> None:
-    """Print the trials, fastest first, and the summary."""
+    """Print the trials, fastest first, the summary, and the paths of the written files."""
     from rich.console import Console
 
     order = sorted(result.trials, key=lambda trial: (trial.result.seconds is None, trial.result.seconds or 0))
@@ -28,7 +28,8 @@ def tune_tables(result: TuneRecord) -> None:
 
 
 def summary_of(result: TuneRecord) -> str:
-    """Return one paragraph: what was tried, what is best and by how much, how certain that is, and what failed."""
+    """Return the summary as one paragraph: what was tried, which layout is the best and by how much, how accurate the
+    planner is, and why trials failed."""
     counts = Counter(trial.result.outcome for trial in result.trials)
     sentences = [
         f"Of {counted(result.layouts, 'legal layout')}, {counted(len(result.trials), 'trial')} "

@@ -11,14 +11,15 @@ HEADER = ("layers", "tokens × out × in", "matmul", "layout", "GFLOP/s", "gain"
 def print_matmuls(record: Mapping[str, Any]) -> None:
     """Print one row per matmul: its rate in the default layout, and how much faster another layout is.
 
-    The column "other order" says how much faster all matmuls of the layer are if its weight is stored in the other
-    order (transposed if the chosen layout is not transposed, and vice versa).
+    The column "other order" says how much faster than the default all matmuls of the layer are together if its weight
+    has the memory order that was not chosen (transposed or not).
     """
-    print_table(f"Matmuls in {record['precision']}", HEADER, _rows(record["layers"]), words=HEADER[:4])
+    print_table(f"Matmuls in {record['precision']}", HEADER, matmul_rows(record["layers"]), words=HEADER[:4])
     print(f"{record['machine']}\n{record['file']}")
 
 
-def _rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def matmul_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the rows of the table."""
     rows = []
     for layer in layers:
         sizes = [layer[key] for key in ("tokens", "outputs", "inputs")]

@@ -19,8 +19,11 @@ class BadSteps:
         self.path = run_dir / BAD_STEPS_FILE
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the lines, oldest first. Raises ``UserError`` if a line has no integer ``step``, or if its ``skips``
-        are not a list of steps."""
+        """Return the lines, oldest first.
+
+        Raises:
+            UserError: A line has no integer ``step``, or its ``skips`` are not a list of steps.
+        """
         return read_metrics(self.path, _check) if self.path.is_file() else []
 
     def note(self, line: dict[str, Any]) -> None:

@@ -15,9 +15,10 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fourfold.config.data_section import DataConfig
 from fourfold.config.run import RunConfig
 from fourfold.data.build import build_dataset, check_one_tokenizer, ensure_builtin, open_run_tokenizer, open_stream
-from fourfold.data.conversations import PackedConversations, PackingStatistics
+from fourfold.data.conversations import PackedConversations, PackingStatistics, PreferencePairs
 from fourfold.data.dataset import Samples, SourceMixture
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.indexed import check_exists
@@ -25,7 +26,6 @@ from fourfold.data.loader import Loader, MicroBatch
 from fourfold.data.manifest import read_manifest, validation_prefix
 from fourfold.data.mask_preview import Preview, preview
 from fourfold.data.masks import LossMask, build_masks
-from fourfold.data.preferences import PreferencePairs
 from fourfold.data.stream import StreamedWindows
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
@@ -49,8 +49,6 @@ class Corpora:
 
     train: Loader
     validation: Loader | None
-    samples: Samples
-    """The training data."""
 
     tokenizer: Tokenizer | None
     """The tokenizer of the corpora, or None if neither the corpora nor the run file name one."""
@@ -59,11 +57,13 @@ class Corpora:
     """The loss masks except goldfish. Validation uses only these."""
 
     goldfish: Goldfish | None
+    data: DataConfig
+    """The section [data]."""
 
     @property
     def stream(self) -> StreamedWindows | None:
         """Return the training data if it is streamed, else None."""
-        return self.samples if isinstance(self.samples, StreamedWindows) else None
+        return self.train.dataset if isinstance(self.train.dataset, StreamedWindows) else None
 
     def close(self) -> None:
         """Stop the threads that read ahead."""
@@ -73,12 +73,12 @@ class Corpora:
 
     def packing(self) -> list[PackingStatistics]:
         """Return how each training corpus of conversations was packed into sequences."""
-        sources = self.samples.sources if isinstance(self.samples, SourceMixture) else []
+        sources = self.train.dataset.sources if isinstance(self.train.dataset, SourceMixture) else []
         return [source.statistics for source in sources if isinstance(source, PackedConversations)]
 
     def pairs(self) -> list[PreferencePairs]:
         """Return the corpora of answer pairs in the training data and in the validation data."""
-        mixtures = [self.samples] if self.validation is None else [self.samples, self.validation.dataset]
+        mixtures = [each.dataset for each in (self.train, self.validation) if each is not None]
         sources = [source for mixture in mixtures if isinstance(mixture, SourceMixture) for source in mixture.sources]
         return [source for source in sources if isinstance(source, PreferencePairs)]
 
@@ -89,7 +89,7 @@ class Corpora:
         because a change may affect only a few of them."""
         found: dict[str, Any] = defaultdict(xxhash.xxh3_128)
         validation = None if self.validation is None else self.validation.dataset
-        for name, mixture in (("training data", self.samples), ("validation data", validation)):
+        for name, mixture in (("training data", self.train.dataset), ("validation data", validation)):
             for samples in (mixture, *mixture.sources) if isinstance(mixture, SourceMixture) else ():
                 found[name].update(samples.read(np.arange(FIRST_SAMPLES)).tokens.tobytes())
                 if isinstance(samples, PackedConversations | PreferencePairs):
@@ -131,15 +131,15 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
     held_out = None
     if needs_validation:
         unseen = build_dataset(validation, run.training.seq_length, VALIDATION_SEED)
-        held_out = _loader(run, unseen, batch, masks, prefetch=False)
+        held_out = make_loader(run, unseen, batch, masks, prefetch=False)
     of_training: list[LossMask] = masks if goldfish is None else [*masks, goldfish]
     return Corpora(
-        train=_loader(run, samples, batch, of_training, prefetch=True),
+        train=make_loader(run, samples, batch, of_training, prefetch=True),
         validation=held_out,
-        samples=samples,
         tokenizer=tokenizer,
         masks=masks,
         goldfish=goldfish,
+        data=run.data,
     )
 
 
@@ -219,7 +219,8 @@ def _prefixes(run: RunConfig) -> tuple[list[Source], list[Source]]:
     return [(prefix, 1.0)], [(validation_prefix(prefix), 1.0)]
 
 
-def _loader(run: RunConfig, dataset: Samples, batch: Axis, masks: list[LossMask], *, prefetch: bool) -> Loader:
+def make_loader(run: RunConfig, dataset: Samples, batch: Axis, masks: Sequence[LossMask], *, prefetch: bool) -> Loader:
+    """Return the loader of this process's share of a run's batches."""
     training = run.training
     sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
     return Loader(dataset, *sizes, batch.rank, batch.size, masks, prefetch=prefetch)

@@ -17,15 +17,14 @@ import torch.distributed as dist
 import xxhash
 from numpy.typing import NDArray
 
+from fourfold.data.conversations import PreferencePairs
 from fourfold.data.files import write_output
-from fourfold.data.loader import Loader
 from fourfold.data.masks import LossMask, labels_of
-from fourfold.data.preferences import PreferencePairs
 from fourfold.errors import UserError
 from fourfold.parallel.grid.communicate import all_reduce
 from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_together
 from fourfold.parsing import parse_json
-from fourfold.training.corpora import Corpora, micro_batches
+from fourfold.training.corpora import Corpora, make_loader, micro_batches
 from fourfold.training.job import Job
 
 REFERENCE_FILE = "reference.json"
@@ -71,12 +70,11 @@ def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Pat
 @torch.no_grad()
 def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[LossMask, ...]) -> NDArray[np.float32]:
     """Return the log-probability of each document of a corpus of pairs. Documents of skipped pairs have NaN."""
-    training, batch = job.run.training, job.grid.batch
-    sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
-    loader = Loader(source, *sizes, batch.rank, batch.size, masks)
+    batch, batch_size = job.grid.batch, job.run.training.global_batch_size
+    loader = make_loader(job.run, source, batch, masks, prefetch=False)
     documents = source.corpus.documents
     sums, counts = (torch.zeros(documents, dtype=torch.float64, device=job.device) for _ in range(2))
-    for step in range(-(-len(source) // training.global_batch_size)):
+    for step in range(-(-len(source) // batch_size)):
         numbers = loader.sample_numbers(step).reshape(-1)
         mine = micro_batches(loader.assemble(numbers), job.run, job.grid.cp, job.device)
         outputs = job.outputs(mine)  # On ranks without the last stage, the list is empty.

@@ -28,8 +28,8 @@ def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
     found = {number: position for each in everyone for number, position in each.items()}
     positions = [found[number] for number in range(len(stream.streams))]
     return StreamPosition(
-        source=stream.name, text_key=stream.text_key, tokenizer=stream.tokenizer.fingerprint,
-        shuffle_buffer=stream.shuffle_buffer, positions=positions,
+        source=stream.name, text_key=corpora.data.text_key, tokenizer=stream.tokenizer.fingerprint,
+        shuffle_buffer=corpora.data.shuffle_buffer, positions=positions,
     )  # fmt: skip
 
 
@@ -56,9 +56,9 @@ def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> No
             wanted = f"data.source = '{stream.name}' in {len(stream.streams)} streams"
             raise changed(checkpoint, f"was trained on {was}", wanted)
         for key, before, now in (
-            ("text_key", saved.text_key, stream.text_key),
+            ("text_key", saved.text_key, corpora.data.text_key),
             ("tokenizer", saved.tokenizer, stream.tokenizer.fingerprint),
-            ("shuffle_buffer", saved.shuffle_buffer, stream.shuffle_buffer),
+            ("shuffle_buffer", saved.shuffle_buffer, corpora.data.shuffle_buffer),
         ):
             if before != now:
                 raise changed(checkpoint, f"was trained with data.{key} = '{before}'", f"'{now}'")

@@ -36,7 +36,8 @@ from fourfold.huggingface.import_model import load_pretrained
 from fourfold.huggingface.model_folder import SMALL_FILES, SOURCE_FOLDER, keep_small_files
 from fourfold.huggingface.tokenizer_file import check_same_tokenizer
 from fourfold.launch.job_processes import choose_device
-from fourfold.launch.stop_signals import StopRequest
+from fourfold.launch.stop_signals import StopRequest, stop_request
+from fourfold.launch.watchdog import watchdog
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_together, raise_together, true_on_any_rank
 from fourfold.parallel.tensor.float8 import require_float8
@@ -52,8 +53,10 @@ from fourfold.training.run_record import RunRecord
 from fourfold.training.sample import sample_text
 from fourfold.training.step_checks import LEFT_OUT, SharedFigures, StepChecks, Verdict, figures_of_all_ranks
 from fourfold.training.streaming import continue_stream, stream_position
-from fourfold.training.supervision import supervised
 from fourfold.training.validation_loss import is_exhausted, is_last_step, note_validation, validate
+
+HANGS = "hangs"
+"""Subfolder of a run's folder that holds one folder per hang, named by the start of the attempt."""
 
 
 class Callback(Protocol):
@@ -108,7 +111,11 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker] = ())
     """
     if run.lora.rank and run.model.from_hf is None:
         raise UserError(f"lora.rank = {run.lora.rank} needs a model to adapt; name one in model.from_hf")
-    with supervised(place, run) as stop, ExitStack() as stack:
+    limits, launched = run.fault_tolerance, place.launcher != "local"
+    seconds = 60 * limits.max_wall_time
+    with stop_request(announce=place.rank == 0, launched=launched, seconds=seconds) as stop, ExitStack() as stack:
+        started = decided_by_rank_0(lambda: time.strftime("%Y-%m-%dT%H-%M-%S"))
+        stack.enter_context(watchdog(folder_of(run) / HANGS / started, place, limits))
         trainer = prepare(place, run, callbacks, stop, stack)
         while trainer.has_next_step():
             trainer.after_step(trainer.train_step())

@@ -1,4 +1,4 @@
-"""Watch one running trial: its time and memory limits, its early end, and its result."""
+"""Watch one running trial: enforce its time and memory limits, end it early if it is slow, and read its result."""
 
 from __future__ import annotations
 
@@ -16,15 +16,23 @@ from fourfold.tuning.trial_process import LOG, SUBMISSION, TrialProcess, kernel_
 from fourfold.tuning.trial_run import hopeless, measured, memory_used, step_seconds_of
 
 RAN_OUT = re.compile(rb"OutOfMemoryError|out of memory|Cannot allocate memory|can't allocate memory|oom[-_]kill", re.I)
-"""Texts that PyTorch, memory allocators, and SLURM print when memory runs out."""
+"""Texts that PyTorch, memory allocators, or SLURM print when memory runs out."""
 KEPT_OF_LOG = 1 << 16
+"""Only this many bytes at the end of a log are searched."""
 TIMES_AS_LONG, AT_LEAST = 5.0, 60.0
-"""A trial counts as hung if it takes this many times as long as the longest finished trial, plus this many seconds."""
+"""A trial counts as hung if it takes longer than the first number times the wall time of the longest finished trial,
+plus the second number in seconds."""
 
 
 @dataclass
 class Attempt:
-    """A running trial. ``timeout`` is in seconds from its start. ``memory_limit`` is in bytes per process."""
+    """A running trial.
+
+    - number, index, slot: its number in the ledger, its index among the candidates, and its slot among the concurrent
+      trials.
+    - timeout: seconds after its start at which it counts as hung.
+    - memory_limit: bytes that one process may use. None sets no limit.
+    """
 
     number: int
     index: int
@@ -42,11 +50,12 @@ class Attempt:
         self._kills = kernel_kills()
 
     def result(self, best: float | None, longest: float | None) -> Result | None:
-        """Return the result, or None while there is no result. End the processes if a limit is exceeded.
+        """Return the result, or None if the trial is still running. End the trial if it exceeds a limit or is far
+        slower than the best trial.
 
         Args:
-            best: Step time in seconds of the best trial so far.
-            longest: Wall time in seconds of the longest finished trial.
+            best: Step time of the best trial so far, in seconds.
+            longest: Wall time of the longest finished trial, in seconds.
         """
         if self._started is None and self.process.has_started():
             self._started = time.monotonic()
@@ -92,7 +101,8 @@ class Attempt:
 
 
 def reason_in(log: Path) -> str:
-    """Return the last sentence in a trial's log: fourfold's own message, or the end of a traceback."""
+    """Return the last message in a trial's log, at most 300 characters: fourfold's own last message, or otherwise the
+    last line, such as the end of a traceback. Return an empty text if there is no log."""
     lines = [line.strip() for line in _end_of(log).decode("utf-8", "replace").splitlines() if line.strip()]
     ours = [line.removeprefix("fourfold: ") for line in lines if line.startswith("fourfold: ")]
     return (ours or lines or [""])[-1][:300]

@@ -1,4 +1,4 @@
-"""List the layouts that the tuner may try. Each has the planner's predictions: seconds by part, and bytes."""
+"""List the layouts that the tuner may try, each with the planner's predictions: seconds by part, and bytes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fourfold.planning.workload import Workload
 
 KNOBS = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch_size", "schedule", "stages_per_rank", "cp_method", "zero",
          "recompute", "recompute_every", "offload", "batch_parts")  # fmt: skip
-"""Fields of a layout that a tuner may choose."""
+"""Fields of a layout that the tuner may choose."""
 SIZES = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch_size", "stages_per_rank", "recompute_every", "batch_parts")
-"""Knobs that are sizes. The distance between two sizes is the logarithm of their ratio. Two values of another knob are
-either equal or different."""
+"""Knobs that are sizes. The distance between two sizes is the logarithm of their ratio. For all other knobs, two values
+are either equal or different."""
 MOST = 4096
-"""Number of layouts to keep, fastest first. After each trial, the predictions for all of them are updated, so a larger
-number would take more time."""
+"""Largest number of candidates. The fastest layouts are kept. More candidates would take more time, because their
+predictions are updated after each trial."""
 MOST_LIKELY_OUT = 0.5
-"""If a layout's probability of running out of memory is above this, it is dropped before the first trial."""
+"""Layouts that run out of memory with a higher probability are dropped before the first trial (on GPUs)."""
 
 DOUBT_ON_CPU = 2.5
-"""Value of ``Candidates.doubt`` if processes share cores, because the planner does not model this."""
+"""Value of ``Candidates.doubt`` on a CPU, where processes share cores, which the planner does not model."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,14 @@ class Candidates:
     seconds_by_part: np.ndarray
     """Predicted seconds of a step [n, parts], in the order of ``planning.cost.step.PARTS``."""
     needed: np.ndarray
-    """Predicted number of bytes that the rank with the most memory needs [n]."""
+    """Predicted bytes that the rank with the most memory needs [n]."""
     doubt: float = 1.0
-    """How uncertain the predictions are, relative to predictions for published runs on GPUs (a factor on the standard
-    deviation)."""
+    """Factor on the standard deviations of the predictions' errors, relative to predictions for published runs on
+    GPUs."""
 
     @property
     def count(self) -> int:
+        """Return the number of candidates."""
         return len(self.needed)
 
     @cached_property
@@ -67,8 +68,8 @@ class Candidates:
 
     @cached_property
     def features(self) -> np.ndarray:
-        """Return each layout as a point [n, features]. The distance of two points measures how different the layouts
-        are: a size that differs by a factor of two, or a knob with another value, adds a distance of one."""
+        """Return each layout as a point [n, features]. The Euclidean distance between two points measures how different
+        the layouts are: a factor of two in one size, or another value of one other knob, is a distance of 1."""
         columns = []
         for name, values in self.knobs.items():
             if name in SIZES:
@@ -78,12 +79,12 @@ class Candidates:
         return np.stack(columns, axis=1)
 
     def point(self, index: int) -> Workload:
-        """Return the layout at an index."""
+        """Return the workload of the candidate at ``index``."""
         return self.work.point(index)
 
 
 def candidates_of(work: Workload, machine: Machine, constants: Constants) -> Candidates:
-    """Predict layouts that are known to be legal."""
+    """Return candidates with predictions for layouts that are known to be legal."""
     needed = needed_bytes(peak_memory(work, machine), work, machine)
     needed = np.broadcast_to(needed, np.shape(work.layout.micro_batch_size))
     return Candidates(work, machine, parts_of(work, machine, constants), needed)
@@ -99,17 +100,19 @@ def parts_of(work: Workload, machine: Machine, constants: Constants) -> np.ndarr
 def search_candidates(
     base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits, on_gpu: bool = True
 ) -> Candidates:
-    """Return every legal layout within the limits that may fit into memory. If there are more than ``MOST``, return
-    only the fastest.
+    """Return every legal layout within the limits that may fit into memory, fastest first. If there are more than
+    ``MOST``, return only the fastest.
 
     Args:
-        on_gpu: Whether communication libraries take memory for each group, as they do on GPUs.
+        on_gpu: Whether trials run on GPUs. On a CPU, all legal layouts are returned, process groups take no memory, and
+            the predictions are less certain.
 
     Raises:
         UserError: No layout is left.
     """
     found = search(base, machine, constants, gpus, limits)
-    # If recompute_every is the number of blocks, only the first block recomputes. Larger values have the same effect.
+    # If recompute_every is at least the number of blocks, only the first block recomputes. So drop larger values, which
+    # have the same effect.
     same = found.work.layout.recompute_every > base.model.num_hidden_layers
     legal = np.flatnonzero(np.isfinite(found.seconds) & ~same)
     fastest = legal[np.argsort(found.seconds[legal], kind="stable")]
@@ -120,7 +123,7 @@ def search_candidates(
     candidates = candidates_of(found.work.take(fastest).with_float_arrays(), machine, constants)
     if on_gpu:
         return candidates
-    # Count the runtime, but no buffers of groups, because gloo allocates almost none.
+    # Count the runtime, but no buffers of process groups, because gloo allocates almost none.
     needed = candidates.needed - runtime_bytes(candidates.work, machine) + machine.reserved
     return replace(candidates, needed=needed, doubt=DOUBT_ON_CPU)
 

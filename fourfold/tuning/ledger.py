@@ -1,4 +1,4 @@
-"""Keep the ledger of a search, an append-only file of JSON lines. A search that was killed continues from it."""
+"""Keep the ledger of a search, an append-only file of JSON lines. A search that was killed resumes from its ledger."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Ledger:
     """The trials of one search: which candidates were started, and how each trial ended."""
 
     def __init__(self, folder: Path, what: Mapping[str, str]) -> None:
-        """Open the ledger of a folder, or start one.
+        """Open the ledger of a search's folder, or create it.
 
         Args:
-            what: Texts that identify the search, by name. The ledger refuses a search with other texts.
+            what: Texts that identify the search, by name. They must be equal for a search to resume.
 
         Raises:
-            UserError: The ledger belongs to another search.
+            UserError: The ledger is damaged, or belongs to another search.
         """
         self.file = folder / LEDGER
         self._begun: dict[int, tuple[int, str]] = {}
@@ -51,22 +51,22 @@ class Ledger:
             )
 
     def trials(self) -> list[Trial]:
-        """Return every trial that was started and has ended, in order of number."""
+        """Return every trial that has a result, in order of their numbers."""
         return [Trial(self._begun[number][0], self._results[number], number) for number in sorted(self._results)]
 
     def reason(self, number: int) -> str:
-        """Return why a trial was proposed."""
+        """Return the reason why the trial was proposed, in words."""
         return self._begun[number][1]
 
     def unfinished(self) -> list[tuple[int, int]]:
-        """Return the number and the candidate of every trial that was started but has no result.
+        """Return the number and the candidate index of every trial that was started but has no result.
 
         A search that was killed leaves such trials.
         """
         return [(number, index) for number, (index, _) in self._begun.items() if number not in self._results]
 
     def begin(self, index: int, why: str) -> int:
-        """Record that a candidate is being tried, and why. Return the number of the trial."""
+        """Record that a trial of candidate ``index`` begins, and why. Return the number of the trial."""
         number = len(self._begun)
         self._append({"begin": number, "index": index, "why": why})
         return number
@@ -90,7 +90,8 @@ class Ledger:
 
 
 def _whole_lines(file: Path) -> list[bytes]:
-    """Return the complete lines of a ledger, after removing an incomplete last line whose writer was killed."""
+    """Return the complete lines of a ledger. If the last line is incomplete because its writer was killed, remove it
+    from the file first."""
     if not file.exists():
         return []
     with writing(file):

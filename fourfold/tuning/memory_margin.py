@@ -1,6 +1,6 @@
 """Learn from trials how likely each layout is to run out of memory.
 
-If a layout has run out of memory, all layouts that need at least as much memory are ruled out.
+If a layout has run out of memory, ``needs_as_much`` also rules out all layouts that need at least as much.
 """
 
 from __future__ import annotations
@@ -14,45 +14,45 @@ from fourfold.planning.cost.memory import SPREAD, normal_share
 from fourfold.tuning.candidates import Candidates
 
 SHIFTS = np.linspace(-1.5, 1.5, 301)
-"""The possible values of the logarithm of needed / predicted memory. All layouts of a search share this factor."""
+"""Possible values of log(needed / predicted bytes), the logarithm of a factor that all layouts of a search share."""
 APART = 0.03
-"""Standard deviation of the logarithm of the bytes that a layout needs. The mean is the prediction times the shared
+"""Standard deviation of the logarithm of the bytes that a layout needs, around the prediction times the shared
 factor."""
 RARELY, FAR_OFF = 0.02, 8
-"""Probability that the planner's memory prediction is far off, and the factor by which its standard deviation then
-grows."""
+"""Probability that the planner's memory prediction is far off, and the factor by which the standard deviation is then
+larger."""
 NEVER = 1e-9
-"""Lowest likelihood of an outcome. It limits the effect of a trial that fails for another reason."""
+"""Lower bound on the likelihood of an outcome. It limits the effect of a trial that failed for another reason."""
 
 MORE_IS_MORE = ("micro_batch_size", "recompute_every")
-"""Knobs that increase memory when they grow."""
+"""Knobs for which a larger value needs more memory."""
 MORE_IS_LESS = ("x", "y", "z", "cp", "pp", "zero", "recompute", "offload")
-"""Knobs that reduce memory when they grow."""
+"""Knobs for which a larger value needs less memory."""
 AS_IT_IS = ("ep", "schedule", "stages_per_rank", "cp_method", "batch_parts")
-"""Knobs that make two layouts incomparable if they differ. For example, a larger ep (the axis that splits experts) can
-put the busiest experts on one rank."""
+"""Knobs for which neither value is certain to need less memory. For example, a larger ep (the axis that splits experts)
+can put the busiest experts on one rank."""
 
 
 @dataclass
 class MemoryMargin:
-    """The probability distribution of the factor between needed and predicted bytes. All layouts of a search share this
-    factor."""
+    """The probability distribution of the factor between needed and predicted bytes, which all layouts of a search
+    share."""
 
     candidates: Candidates
     log_weight: np.ndarray = field(default_factory=lambda: _prior())
-    """Logarithm of the weight of each value in ``SHIFTS``."""
+    """Logarithm of the probability of each value in ``SHIFTS``, up to a constant."""
 
     def measured(self, index: int, used: float) -> None:
-        """Learn from a trial that needed ``used`` bytes."""
+        """Update the distribution with a trial that used ``used`` bytes."""
         gap = math.log(used / self.candidates.needed[index]) - SHIFTS
         self.log_weight = self.log_weight - np.minimum((gap / APART) ** 2 / 2, -math.log(NEVER))
 
     def fitted(self, index: int) -> None:
-        """Learn from a trial that fit."""
+        """Update the distribution with a trial that fit into memory."""
         self.log_weight = self.log_weight + np.log(1 - self._out(np.array([index]))[:, 0] + NEVER)
 
     def ran_out(self, index: int) -> None:
-        """Learn from a trial that ran out of memory."""
+        """Update the distribution with a trial that ran out of memory."""
         self.log_weight = self.log_weight + np.log(self._out(np.array([index]))[:, 0] + NEVER)
 
     def p_out(self) -> np.ndarray:
@@ -61,14 +61,15 @@ class MemoryMargin:
         return np.asarray(weight @ self._out(np.arange(self.candidates.count)) / weight.sum())
 
     def _out(self, index: np.ndarray) -> np.ndarray:
-        """Return the probability of running out of memory for each factor and layout [shifts, index]."""
+        """Return the probability of running out of memory for each factor and each candidate in ``index``, [shifts,
+        index]."""
         headroom = np.log(self.candidates.machine.memory / self.candidates.needed[index])
         return np.asarray(normal_share((SHIFTS[:, None] - headroom) / APART))
 
 
 def _prior() -> np.ndarray:
-    """Return the logarithms of the weights of ``SHIFTS`` before any trial. They follow from the planner's uncertainty,
-    with a small probability that its prediction is far off."""
+    """Return ``log_weight`` before any trial. It follows from the planner's uncertainty, with a small probability that
+    the prediction is far off."""
     one = SPREAD**2 - APART**2
     far = (FAR_OFF * SPREAD) ** 2
     usual, unusual = np.exp(-(SHIFTS**2) / one / 2) / one**0.5, np.exp(-(SHIFTS**2) / far / 2) / far**0.5
@@ -79,8 +80,8 @@ def needs_as_much(candidates: Candidates, index: int) -> np.ndarray:
     """Return an array [n] that is True for layouts that certainly need at least as much memory as the layout at
     ``index``.
 
-    These are the layouts that save no memory by any knob: micro-batches are not smaller, axes that divide weights or
-    activations are not larger, and the layout does not shard, recompute, or offload more.
+    These are the layouts that save memory with none of the knobs: their micro-batches are not smaller, the axes that
+    divide weights or activations are not larger, and they do not shard, recompute, or offload more.
     """
     knobs = candidates.knobs
     found = np.ones(candidates.count, dtype=bool)
@@ -90,5 +91,5 @@ def needs_as_much(candidates: Candidates, index: int) -> np.ndarray:
         found &= knobs[name] <= knobs[name][index]
     for name in AS_IT_IS:
         found &= knobs[name] == knobs[name][index]
-    # If states are sharded over dp, they shrink as dp grows.
+    # With ZeRO, a larger dp also saves memory, because states are sharded over dp.
     return np.asarray(found & ((knobs["zero"] == 0) | (knobs["dp"] <= knobs["dp"][index])))

@@ -1,4 +1,5 @@
-"""Measure the rates for a machine file on this job's devices: matmul, memory, attention, launch, and collectives."""
+"""Measure the rates for a machine file on this job's devices: matmuls, memory, attention, kernel launches, and
+collectives."""
 
 from __future__ import annotations
 
@@ -6,24 +7,26 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fourfold.environment import Place
+from fourfold.environment import Place, read_environment
+from fourfold.launch.job_processes import run_on_grid
 from fourfold.matmul_tuning.matmul_times import gpu_seconds
 
 SECONDS_PER_POINT = 0.4
-"""Each point is repeated for this many seconds. The result is the fastest repetition, because slower repetitions were
-disturbed."""
+"""Seconds for which each measurement is repeated. The fastest repetition counts, because anything else that runs only
+slows repetitions down."""
 
 
 @dataclass
 class MeasuredRates:
-    """Measured rates, in SI units."""
+    """Measured rates in SI units: bytes, FLOP/s, bytes per second, and seconds."""
 
     device: str
     ranks: int
@@ -32,20 +35,34 @@ class MeasuredRates:
     memory: float
     units: int
     matmuls: dict[str, dict[str, float]] = field(default_factory=dict)
-    """FLOP/s by shape (m×n×k) and by layout of the two operands (N: as stored, T: transposed)."""
+    """FLOP/s by shape (m×n×k), and by memory layout of the two operands (N: as stored, T: transposed)."""
     fp32_matmul: float = 0.0
     memory_bandwidth: float = 0.0
     attention: float = 0.0
     launch: float = 0.0
-    """Host time of one operation in seconds."""
+    """Seconds of host time for one small operation."""
     all_reduce: dict[int, dict[int, float]] = field(default_factory=dict)
-    """Seconds of an all-reduce by number of ranks and number of bytes."""
+    """Seconds of an all-reduce, by number of ranks and then by number of bytes."""
     all_gather: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Seconds of an all-gather, by number of ranks and then by number of bytes of the gathered tensor."""
+
+
+def microbenchmark(processes: int | None) -> dict[str, Any] | None:
+    """Run the microbenchmark on the processes of a launcher. Without a launcher, run it on ``processes`` local
+    processes (default: one per GPU, or 2 without GPUs).
+
+    Returns:
+        The measured rates. Under a launcher, None on every process except the first.
+    """
+    place = read_environment(os.environ)
+    count = place.world_size if place is not None else processes or torch.cuda.device_count() or 2
+    measured = run_on_grid(f"{__name__}:measure", [], count)
+    return asdict(measured) if place is None or place.rank == 0 else None
 
 
 def measure(place: Place) -> MeasuredRates:
-    """Measure the rates. Every process of the job calls this, with the default group started. Only the result of rank 0
-    is used."""
+    """Measure the rates. Every process of the job calls this after torch.distributed's default group is initialized.
+    Only rank 0's result is used."""
     on_gpu = torch.cuda.is_available() and dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -73,10 +90,9 @@ def measure(place: Place) -> MeasuredRates:
 
 
 def _fastest(run: Callable[[], object], device: torch.device, times: int | None = None) -> float:
-    """Return the seconds of the fastest repetition. There are ``times`` repetitions, or without ``times``, the number
-    that fits into ``SECONDS_PER_POINT``.
+    """Return the seconds of the fastest of ``times`` repetitions. Without ``times``, repeat for ``SECONDS_PER_POINT``.
 
-    All ranks must call a collective equally often, so collectives use a fixed number of repetitions.
+    Collectives need ``times``, because all ranks must call a collective equally often.
     """
     run()
     if device.type == "cuda":
@@ -110,7 +126,7 @@ def _copy(size: int, device: torch.device) -> float:
 
 
 def _attention(seq: int, dtype: torch.dtype, device: torch.device) -> float:
-    # These sizes are from a layer of an 8B model. Fewer heads would leave a GPU partly idle.
+    # On a GPU, these are the sizes of an 8B model's layer, because fewer heads would leave the GPU partly idle.
     heads, head_dim = 32 if device.type == "cuda" else 8, 128
     q, k, v = (torch.randn(1, heads, seq, head_dim, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     gradient = torch.ones_like(q)

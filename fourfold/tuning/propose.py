@@ -1,6 +1,7 @@
-"""Propose the next trial: a legal layout that probably fits into memory, chosen by the lower bound of its step time.
+"""Propose the next trial: of the layouts that probably fit into memory, the one with the lowest lower bound on its step
+time.
 
-Predictions determine the order of the first trials. After each trial, the residual model corrects the predictions, and
+The first trial follows the planner's predictions. After each trial, the residual model corrects the predictions, and
 the memory margin is updated. If no new layout is likely to be better, layouts that are within noise of the best one are
 tried again.
 """
@@ -20,27 +21,27 @@ from fourfold.tuning.residual import Posterior, posterior
 from fourfold.tuning.result import Trial
 
 BOUND = 1.0
-"""Distance between the expected log seconds and the lower bound, in standard deviations."""
+"""Number of standard deviations by which the lower bound is below the expected log seconds."""
 BETTER, UNLIKELY = 0.02, 0.05
 """A layout is *better* if it saves at least the first number, as a fraction of the best layout's step time. The search
 ends when the probability that any layout is better falls below the second number."""
 MOST_LIKELY_OUT = 0.2
-"""If a layout's probability of running out of memory is above this, it is not tried."""
+"""Layouts that run out of memory with a higher probability are not tried."""
 MOST_TRIALS_OF_ONE = 3
-"""Largest number of trials of the same layout. Repeating a trial shows whether a difference is noise."""
+"""Largest number of trials of one layout. Repeated trials show whether a difference is noise."""
 NOISE, NOISE_WEIGHT = 0.02, 2
-"""Assumed standard deviation of the logarithm of the step time between equal runs, and its weight, as a number of
-repeated trials."""
+"""Assumed standard deviation of the logarithm of the step time between equal runs, and the number of repeated trials
+that this assumption counts as."""
 CRASHES = 2
-"""If a value of a knob has never worked, it is dropped after this many crashes."""
+"""A knob value that has never worked is dropped after this many crashes."""
 DRAWN = 256
 """The probability that a layout is better is estimated from random draws of log seconds. They are drawn for this many
-candidates, the ones with the lowest lower bounds."""
+candidates, which have the lowest lower bounds."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The layout to try next, or the end of the search if ``index`` is None. ``why`` explains the choice in words."""
+    """The layout to try next. If ``index`` is None, the search ends. ``why`` gives the reason in words."""
 
     index: int | None
     why: str
@@ -49,7 +50,14 @@ class Proposal:
 
 
 def propose(candidates: Candidates, trials: Sequence[Trial], running: Sequence[int] = (), seed: int = 0) -> Proposal:
-    """Choose the next layout. ``running`` lists the candidates that are being tried at the moment."""
+    """Propose the next trial, or the end of the search.
+
+    Args:
+        candidates: The candidates.
+        trials: The trials that have ended.
+        running: Indices of the candidates that are being tried at the moment.
+        seed: Seed of the random draws that estimate probabilities.
+    """
     may = eligible(candidates, trials)
     may[list(running)] = False
     timed = [trial for trial in trials if trial.result.seconds is not None]
@@ -84,7 +92,7 @@ def _expected(belief: Posterior, index: int, best: int, chance: float) -> str:
 
 
 def posterior_of(candidates: Candidates, timed: Sequence[Trial]) -> Posterior:
-    """Return the posterior for all candidates, given the trials that measured a step time."""
+    """Return the posterior for all candidates, given trials that all have a step time."""
     noise = noise_between_runs(timed)
     return posterior(
         candidates,
@@ -95,8 +103,8 @@ def posterior_of(candidates: Candidates, timed: Sequence[Trial]) -> Posterior:
 
 
 def noise_between_runs(timed: Sequence[Trial]) -> float:
-    """Return the standard deviation of the logarithm of the step time between equal runs, from ``NOISE`` and the
-    repeated trials."""
+    """Return the standard deviation of the logarithm of the step time between equal runs, estimated from repeated
+    trials with ``NOISE`` as prior."""
     logs: dict[int, list[float]] = {}
     for trial in timed:
         assert trial.result.seconds is not None
@@ -107,7 +115,8 @@ def noise_between_runs(timed: Sequence[Trial]) -> float:
 
 
 def incumbent(belief: Posterior, timed: Sequence[Trial]) -> int:
-    """Return the layout with the lowest expected time, among the layouts that were tried."""
+    """Return the index of the layout with the lowest expected step time among the layouts with a finished trial. If no
+    trial has finished, consider all layouts in ``timed``."""
     done = sorted(
         {trial.index for trial in timed if trial.result.outcome == "done"} or {trial.index for trial in timed}
     )
@@ -115,8 +124,12 @@ def incumbent(belief: Posterior, timed: Sequence[Trial]) -> int:
 
 
 def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
-    """Return an array [n] that is True for layouts that may be tried or repeated. Such a layout probably fits into
-    memory, and no layout that certainly needs less memory has run out of memory."""
+    """Return an array [n] that is True for layouts that may be tried or repeated.
+
+    Such a layout probably fits into memory, and no layout that certainly needs no more memory has run out of memory.
+    None of its trials has failed, it has had fewer than ``MOST_TRIALS_OF_ONE`` trials, and none of its knob values is
+    known to crash.
+    """
     may = p_out(candidates, trials) <= MOST_LIKELY_OUT
     counts = Counter(trial.index for trial in trials)
     for trial in trials:
@@ -128,7 +141,7 @@ def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
 
 
 def p_out(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
-    """Return each layout's probability of running out of memory, given the trials, [n]."""
+    """Return each layout's probability of running out of memory [n], given the trials."""
     margin = MemoryMargin(candidates)
     for trial in trials:
         if trial.result.outcome == "out of memory":
@@ -141,7 +154,7 @@ def p_out(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
 
 
 def chance_of_better(belief: Posterior, bound: np.ndarray, best: int, seed: int = 0) -> float:
-    """Return the probability that any layout with a finite bound is ``BETTER`` than the incumbent."""
+    """Return the probability that any of the layouts with a finite bound is ``BETTER`` than the layout ``best``."""
     lowest = np.argsort(bound, kind="stable")[:DRAWN]
     others = lowest[np.isfinite(bound[lowest]) & (lowest != best)]
     if not len(others):
@@ -151,7 +164,7 @@ def chance_of_better(belief: Posterior, bound: np.ndarray, best: int, seed: int 
 
 
 def doubt(candidates: Candidates, seed: int = 0) -> float:
-    """Return the probability, before any trial, that a layout is ``BETTER`` than the planner's first choice."""
+    """Return the probability, before any trial, that some layout is ``BETTER`` than the planner's first choice."""
     bound = np.where(eligible(candidates, []), candidates.seconds, np.inf)
     return chance_of_better(posterior_of(candidates, []), bound, int(np.argmin(bound)), seed)
 
@@ -165,6 +178,6 @@ def _values_that_crash(candidates: Candidates, trials: Sequence[Trial]) -> np.nd
     for values in candidates.knobs.values():
         counts = Counter(values[crashed].tolist())
         bad = [value for value, times in counts.items() if times >= CRASHES and value not in values[worked]]
-        if worked:  # If no trial has worked, we cannot tell which value causes the crashes.
+        if worked:  # If no trial has worked, it is unknown which value causes the crashes.
             found |= np.isin(values, bad)
     return found

@@ -1,9 +1,11 @@
 """Model log(measured / predicted) over all candidates from a few trials, with a Gaussian process.
 
-The covariance has three terms. The first is a factor shared by all layouts. The second is an error for each part of the
-predicted step, weighted by the part's share of the step. So if a trial mostly communicates over the axis x, it also
-corrects the time for x in all other layouts. The third is a smooth remainder over the layouts, for effects that are
-missing from the cost model.
+The covariance has three terms:
+
+- a factor that all layouts share.
+- an error for each part of the predicted step, weighted by the part's share of the step. So a trial that mostly
+  communicates over the axis x also corrects the time for x in all other layouts.
+- a smooth remainder over the layouts, for effects that the cost model omits.
 """
 
 from __future__ import annotations
@@ -16,24 +18,24 @@ from fourfold.planning.cost.step import PARTS
 from fourfold.tuning.candidates import Candidates
 
 COMMON = 0.5
-"""Standard deviation of the logarithm of the factor that all layouts share. This factor does not change the order of
-the layouts."""
+"""Standard deviation of the logarithm of the shared factor. The factor does not change the order of the layouts."""
 SPREADS = {
     "compute": 0.1, "recompute": 0.1, "x": 0.4, "y": 0.4, "z": 0.4, "cp": 0.4, "ep": 0.4, "dp": 0.4, "pp": 0.5,
     "bubble": 0.3, "logits": 0.2, "launch": 0.5, "optimizer": 0.3, "other": 0.8,
 }  # fmt: skip
-"""Standard deviation of the logarithm of each part's error. Matmul rates are known best. Exposed communication is known
-worst, because part of it is hidden."""
+"""Standard deviation of the logarithm of each part's error. It is smallest for matmuls, whose rates are known best, and
+large for exposed communication, because it is uncertain how much of it is hidden."""
 REMAINDER, LENGTH = 0.11, 1.0
-"""Standard deviation of the remainder, and its correlation length in doublings or choices (see
-``Candidates.features``). Both maximize the likelihood of 44 published sweeps with 295 rows, predicted with constants
-that were fitted without the sweep's machine (docs/tuner.md)."""
+"""Standard deviation of the remainder, and its correlation length as a distance between ``Candidates.features``. Both
+maximize the likelihood of 44 published sweeps with 295 rows, predicted with constants that were fitted without the
+sweep's machine (docs/tuner.md)."""
 SCALES = np.geomspace(0.5, 8, 25)
-"""Factors on the deviations of the parts and of the remainder, relative to ``Candidates.doubt``. The trials determine
-which factor is the most likely."""
+"""Factors on the standard deviations of parts and remainder to consider, relative to ``Candidates.doubt``. The trials
+determine which one is the most likely."""
 SCALE_SPREAD = 0.35
 """Standard deviation of the factor's logarithm before any trial."""
 DRAWS = 2048
+"""Number of random draws."""
 JITTER = 1e-8
 """Variance that is added to keep a covariance matrix positive definite despite rounding."""
 assert tuple(SPREADS) == PARTS
@@ -41,7 +43,7 @@ assert tuple(SPREADS) == PARTS
 
 @dataclass(frozen=True)
 class Posterior:
-    """The distribution of the log seconds of every candidate, given the trials."""
+    """The joint normal distribution of the log seconds of all candidates, given the trials."""
 
     mean: np.ndarray
     """Expected log seconds [n]."""
@@ -49,10 +51,11 @@ class Posterior:
     """A matrix M [trials, n]. The covariance is the prior covariance minus MᵀM."""
     candidates: Candidates
     scale: float
-    """The factor on the prior's standard deviations."""
+    """The most likely factor on the standard deviations of parts and remainder."""
 
     def covariance(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Return the covariance between the candidates at two lists of indices."""
+        """Return the posterior covariance of log seconds between the candidates at two lists of indices [one,
+        other]."""
         prior = prior_covariance(self.candidates, one, other, self.scale)
         return np.asarray(prior - self.covariance_factor[:, one].T @ self.covariance_factor[:, other])
 
@@ -65,14 +68,15 @@ class Posterior:
         return np.asarray(np.sqrt(np.maximum(own + self.covariance(best, best)[0, 0] - 2 * shared, 0)))
 
     def draws(self, index: np.ndarray, seed: int) -> np.ndarray:
-        """Return joint draws of the log seconds of some candidates [draws, index]."""
+        """Return random joint draws of the log seconds of the candidates in ``index`` [draws, index]."""
         covariance = self.covariance(index, index) + JITTER * np.eye(len(index))
         normal = np.random.default_rng(seed).standard_normal((DRAWS, len(index)))
         return np.asarray(self.mean[index] + normal @ np.linalg.cholesky(covariance).T)
 
 
 def prior_covariance(candidates: Candidates, one: np.ndarray, other: np.ndarray, scale: float = 1.0) -> np.ndarray:
-    """Return the prior covariance of log(measured / predicted) between the candidates at two lists of indices."""
+    """Return the prior covariance of log(measured / predicted) between the candidates at two lists of indices [one,
+    other]."""
     weights = np.array(list(SPREADS.values())) ** 2
     parts = (candidates.shares[one] * weights) @ candidates.shares[other].T
     a, b = candidates.features[one] / LENGTH, candidates.features[other] / LENGTH
@@ -87,9 +91,13 @@ def prior_variance(candidates: Candidates, scale: float = 1.0) -> np.ndarray:
 
 
 def posterior(candidates: Candidates, index: np.ndarray, seconds: np.ndarray, noise: np.ndarray) -> Posterior:
-    """Return the posterior, given the results of trials.
+    """Return the posterior, given the step times of trials.
 
-    The candidates at ``index`` took ``seconds``, and ``noise`` is the standard deviation of the logarithm of that time.
+    Args:
+        candidates: The candidates.
+        index: The candidate of each trial.
+        seconds: The measured step time of each trial.
+        noise: The standard deviation of the logarithm of each measured step time.
     """
     ratio = np.log(seconds) - np.log(candidates.seconds[index])
     scale = _likeliest_scale(candidates, index, ratio, noise)
@@ -101,7 +109,8 @@ def posterior(candidates: Candidates, index: np.ndarray, seconds: np.ndarray, no
 
 
 def _likeliest_scale(candidates: Candidates, index: np.ndarray, ratio: np.ndarray, noise: np.ndarray) -> float:
-    """Return the most likely factor on the deviations, given the trials and the factor's prior."""
+    """Return the most likely factor on the standard deviations of parts and remainder, given the trials and the
+    factor's prior."""
     usual = candidates.doubt
     one, both = prior_covariance(candidates, index, index, 0.0), prior_covariance(candidates, index, index, 1.0)
     best, found = -np.inf, usual

@@ -1,4 +1,4 @@
-"""Store results of trials: how a layout performed, what the trial cost, and why it ended."""
+"""Define the results of trials: how a layout performed, what the trial cost, and why it ended."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Outcome = Literal["done", "hopeless", "out of memory", "crashed", "hung", "refused"]
-"""The ways in which a trial can end. "hopeless" trials ended early, because their first steps were far slower than the
-best trial's steps. "refused" trials are not legal runs."""
+"""Ways in which a trial can end. A "hopeless" trial was ended early, because its first steps were far slower than the
+best trial's steps. A "refused" trial was not a legal run."""
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of one trial."""
+    """The outcome and the measurements of one trial."""
 
     outcome: Outcome
     seconds: float | None = None
-    """Median step time in seconds. None if there were too few steps."""
+    """Median step time in seconds. None if the trial took too few steps."""
     noise: float = 0.0
-    """Standard error of the logarithm of ``seconds``. It is estimated from how much the steps of this trial differ."""
+    """Standard error of the logarithm of ``seconds``, estimated from the variation between the trial's steps."""
     memory_bytes: float | None = None
-    """On a GPU, the number of bytes that the process with the most memory allocated, plus the runtime's memory. On a
-    CPU, the largest number of bytes that one process held. None if it was not measured."""
+    """Memory in bytes. On a GPU, this is the most that one process allocated, plus the allocator's overhead and the
+    runtime's memory. On a CPU, it is the most that one process held. None if it was not measured."""
     reason: str = ""
-    """Why the trial ended before it was done."""
+    """Why the trial ended early. Empty if it is done."""
     wall_seconds: float = 0.0
-    """Number of seconds from the start to the end of the trial, which is its cost."""
+    """Wall time of the trial in seconds."""
 
     def __post_init__(self) -> None:
         assert self.outcome in OUTCOMES

@@ -1,4 +1,5 @@
-"""Build a search from a run file and options. These set what is tuned, where trials run, and how many run at once."""
+"""Build a search from a run file and options, which determine what is tuned, where trials run, and how many run at
+once."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from fourfold.planning.machines.machine import Machine, load_machine
 from fourfold.planning.request import request_from_options
 from fourfold.planning.search.limits import parse_limits
 from fourfold.tuning.candidates import search_candidates
-from fourfold.tuning.slurm_trial import SlurmTrial
-from fourfold.tuning.trial_process import LocalTrial
+from fourfold.tuning.trial_process import LocalTrial, SlurmTrial
 from fourfold.tuning.tuner import Search, Settings, Start, Subject
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+"""Environment variables that select the GPUs of a process."""
 
 
 def search_for(
@@ -38,13 +39,26 @@ def search_for(
     job: SlurmJob | None = None,
     report: Callable[[str], None],
 ) -> tuple[Search, Machine]:
-    """Build the search, and load the machine as its file describes it.
+    """Build a search, and load the machine as its file describes it.
 
-    If ``settings.at_once`` is 0, the number of GPUs on this machine determines how many trials run at once. On a CPU,
+    If ``settings.at_once`` is 0, as many trials run at once as the GPUs of this machine allow. On a CPU or with SLURM,
     one trial runs at a time.
 
+    Args:
+        run_file: The run file to tune.
+        overrides: Overrides of the run file.
+        nproc: Number of devices of a trial. Default: the run file's number of processes.
+        machine_name: The planner's machine. Default: metrics.machine, or "laptop" on a CPU.
+        space: Limits on the layouts, as ``limits.parse_limits`` reads them.
+        folder: The search's folder. Default: tune-NAME.
+        settings: Settings of the search.
+        site: The SLURM site to run trials on. None runs them on this machine.
+        job: Settings of the SLURM jobs. Needed with a site.
+        report: Called with each line of progress.
+
     Raises:
-        UserError: No layout fits into memory.
+        UserError: An option or the run file is invalid, no layout is legal and may fit, the machine has too few GPUs,
+            sbatch is missing, or the folder belongs to another search.
     """
     request = request_from_options(run_file=run_file, overrides=overrides, gpus=nproc)
     assert request.run is not None
@@ -71,10 +85,8 @@ def search_for(
 
 
 def _gpus_here(run: RunConfig, site: str | None) -> int:
-    """Return the number of GPUs on this machine that trials may use.
-
-    It is 0 if the run uses the CPU, or if trials run on another machine.
-    """
+    """Return the number of GPUs on this machine that trials may use. It is 0 if the run uses the CPU, or if SLURM runs
+    the trials."""
     if site is not None or run.training.device == "cpu":
         return 0
     import torch
@@ -93,7 +105,8 @@ def _machine_name(given: str | None, run: RunConfig, on_gpu: bool) -> str:
 
 
 def _locally(gpus: int) -> Start:
-    """Return a function that starts trials on this machine. Each concurrent trial has its own GPUs."""
+    """Return a function that starts trials on this machine. If a trial uses ``gpus`` > 0 GPUs, each slot has its
+    own."""
     visible = next((os.environ[name] for name in VISIBLE if os.environ.get(name)), "")
 
     def start(run_file: Path, folder: Path, slot: int) -> LocalTrial:

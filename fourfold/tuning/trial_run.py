@@ -1,4 +1,4 @@
-"""Create the run file of a trial, which takes a few steps with one layout, and read the run's folder afterwards."""
+"""Create the run of a trial, which takes a few steps with one layout, and read its measurements afterwards."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from fourfold.tuning.result import Result
 RUN_FOLDER = "run"
 """Name of the run's folder inside the trial's folder."""
 LEFT_OUT = ("checkpoint", "validation", "audit", "evaluation", "sample", "metrics", "checks")
-"""Sections that a trial leaves out, because they take time outside the steps."""
+"""Sections of the run file that a trial drops, because they add work outside the steps."""
 HOPELESS, LEAST_STEPS = 1.5, 3
-"""A trial ends early if every step after the first takes more than ``HOPELESS`` times as long as the best trial's step.
-This is checked once the trial has taken ``LEAST_STEPS`` steps."""
+"""A trial is ended early if every step after the first takes more than ``HOPELESS`` times as long as the best trial's
+step. It must have taken ``LEAST_STEPS`` steps."""
 
 
 def trial_run(run: RunConfig, folder: Path, steps: int) -> RunConfig:
-    """Return the run of a trial: the warm-up and ``steps`` measured steps, in a separate folder, without any other
-    work."""
+    """Return the run of a trial: the warm-up and ``steps`` measured steps, with its output in the trial's folder, and
+    no other work."""
     table = run.model_dump(mode="json", exclude_none=True)
     table = {name: section for name, section in table.items() if name not in LEFT_OUT}
     table |= {"name": RUN_FOLDER, "output_dir": str(folder)}
@@ -41,7 +41,7 @@ def trial_run(run: RunConfig, folder: Path, steps: int) -> RunConfig:
 
 
 def step_seconds_of(folder: Path) -> list[float]:
-    """Return the durations in seconds of the steps that a trial has taken so far, including the first steps."""
+    """Return the seconds of each step that a trial has taken so far, including the warm-up."""
     return [record["step_seconds"] for record in _metrics_of(folder)]
 
 
@@ -71,9 +71,10 @@ def measured(folder: Path, run: RunConfig, machine: Machine, on_gpu: bool) -> Re
 
 
 def hopeless(folder: Path, best: float | None) -> Result | None:
-    """Return the result of a trial that is far slower than the best one.
+    """Return the result of a running trial that is far slower than the best trial.
 
-    Return None if it is not slower, or if it is too early to tell.
+    Return None if it is not far slower, or if it is too early to tell. ``best`` is the best trial's step time in
+    seconds.
     """
     seconds = step_seconds_of(folder)[1:]
     if best is None or len(seconds) < LEAST_STEPS - 1 or min(seconds) <= HOPELESS * best:
@@ -86,7 +87,7 @@ def hopeless(folder: Path, best: float | None) -> Result | None:
 def error_of_median(seconds: Sequence[float]) -> float:
     """Return the standard error of the logarithm of the median step time.
 
-    For normal variables, it is 1.25 times the standard error of the mean.
+    For a normal distribution, it is 1.25 times the standard error of the mean. With fewer than two steps, assume 0.1.
     """
     if len(seconds) < 2:
         return 0.1

@@ -29,15 +29,17 @@ BEST_FILE, MACHINE_FILE, RECORD_FILE = "best.toml", "machine.toml", "tune.json"
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """One trial, in a form that is easy to read."""
+    """One trial, as the record shows it."""
 
     number: int
     layout: str
     knobs: dict[str, float]
     predicted_seconds: float
     """Predicted step time in seconds, with the constants that the search started with."""
+    """Predicted bytes that the rank with the most memory needs."""
     result: Result
     why: str
+    """Why the trial was proposed."""
 
 
 @dataclass(frozen=True)
@@ -48,36 +50,42 @@ class TuneRecord:
     gpus: int
     machine: str
     memory: float
-    """Memory of a device in bytes, or the value of --memory-limit."""
+    """Memory of a device in bytes: the value of --memory-limit if it is given, and the machine file's value
+    otherwise."""
     layouts: int
-    """Number of legal layouts that may fit into memory."""
+    """Number of candidates: legal layouts that may fit into memory."""
     trials: list[TrialRecord]
     best: str
     best_seconds: float
-    """Measured step time of the best layout in seconds: the median of its trials."""
+    """Measured step time of the best layout in seconds, as the median over its trials."""
     predicted_first: str
-    """The layout that the planner alone would have chosen."""
+    """The layout that the planner would have chosen without trials."""
     predicted_first_seconds: float | None
-    """Measured step time of ``predicted_first`` in seconds: the median of its trials. None if it was not tried or if it
-    failed."""
+    """Measured step time of ``predicted_first`` in seconds, as the median over its trials. None if it has no finished
+    trial."""
     own: str
+    """The run file's layout. Empty if it is not a candidate."""
     own_seconds: float | None
-    """Expected step time of the run file's own layout in seconds, according to the model that was fitted to all trials.
-    None if this layout is not a candidate."""
+    """Expected step time of the run file's layout in seconds, from the model that is fitted to all trials. None if this
+    layout is not a candidate."""
     end: Proposal
+    """The last proposal, which says why the search ended."""
     held_out_error: float | None
-    """Mean error of the calibrated planner on trials that were held out of the fit. None if no trials were held out."""
+    """Mean absolute relative error of the calibrated planner on trials that were held out of its fit. None if no trial
+    was held out."""
     files: dict[str, str]
+    """Paths of the written files, by what they are."""
 
 
 def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
-    """Write the best run file, the calibration, and the record of a search into the search's folder.
+    """Write the best layout as a run file, the calibrated machine file, and the record of a search into the search's
+    folder. Return the record.
 
     Args:
         base: The machine as its file describes it.
 
     Raises:
-        UserError: No trial finished.
+        UserError: No trial has finished, or a file cannot be written.
     """
     trials = search.ledger.trials()
     best = best_of(search.subject.candidates, trials)
@@ -116,7 +124,7 @@ def _record(
     candidates, request = search.subject.candidates, search.subject.request
     done = [trial for trial in trials if trial.result.outcome == "done"]
     belief = posterior_of(candidates, [trial for trial in trials if trial.result.seconds is not None])
-    # Do not learn from the trials here: the planner alone would have chosen by its own estimate of memory.
+    # Ignore the trials here, because the planner alone would have used only its own estimate of memory.
     fits = p_out(candidates, []) <= MAX_P_OUT_OF_MEMORY
     first, own = int(np.argmin(np.where(fits, candidates.seconds, np.inf))), _own_index(search)
     best_seconds = _median(done, best)
@@ -156,17 +164,18 @@ def _trial_records(search: Search, trials: Sequence[Trial]) -> list[TrialRecord]
 
 
 def _median(done: Sequence[Trial], index: int) -> float | None:
-    """Return the median step time over a layout's trials, or None if there are none."""
+    """Return the median step time of a layout's finished trials in seconds, or None if there are none."""
     seconds = [trial.result.seconds for trial in done if trial.index == index and trial.result.seconds is not None]
     return float(np.median(seconds)) if seconds else None
 
 
 def layout_of(candidates: Candidates, index: int) -> str:
+    """Describe a candidate's layout in one line."""
     return describe_layout(candidates.point(index))
 
 
 def _own_index(search: Search) -> int | None:
-    """Return the index of the run file's own layout among the candidates."""
+    """Return the index of the run file's layout among the candidates, or None if it is not a candidate."""
     own, candidates = search.subject.request.own, search.subject.candidates
     if own is None:
         return None

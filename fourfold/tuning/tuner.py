@@ -1,5 +1,4 @@
-"""Run a search: propose layouts, run each layout as a trial, and record the results, until a better layout is
-unlikely."""
+"""Run a search: propose a layout, run it as a trial, and record the result, until a better layout is unlikely."""
 
 from __future__ import annotations
 
@@ -25,23 +24,28 @@ from fourfold.tuning.candidates import Candidates
 from fourfold.tuning.ledger import Ledger
 from fourfold.tuning.propose import BETTER, Proposal, doubt, incumbent, posterior_of, propose
 from fourfold.tuning.result import Result, Trial
-from fourfold.tuning.slurm_trial import cancel
-from fourfold.tuning.trial_process import TrialProcess
+from fourfold.tuning.trial_process import TrialProcess, cancel
 from fourfold.tuning.trial_run import RUN_FOLDER, measured, trial_run
 
 RUN_FILE, TRIALS = "run.toml", "trials"
 POLL_SECONDS = 0.2
 
 Start = Callable[[Path, Path, int], TrialProcess]
-"""A function that starts a trial, given its run file, its folder, and its slot among the concurrent trials."""
+"""Function that starts a trial, given the path of its run file, its folder, and its slot among the concurrent
+trials."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Limits of a search.
+    """Settings of a search.
 
-    ``trials`` limits the number of all trials in the folder, including trials of earlier calls. ``minutes`` limits the
-    time of this call (None means no limit).
+    - trials: largest number of trials in the folder, including trials of earlier calls.
+    - minutes: time after which this call starts no new trial. None means no limit.
+    - at_once: number of concurrent trials. With 0, ``search_for`` determines it.
+    - steps: number of measured steps per trial, after the warm-up.
+    - timeout: seconds after which a trial counts as hung.
+    - memory_limit: bytes that one process or device may use. None means no limit.
+    - seed: seed of the search's random draws.
     """
 
     trials: int
@@ -50,13 +54,12 @@ class Settings:
     steps: int = 8
     timeout: float = 600.0
     memory_limit: float | None = None
-    """Memory limit of one process or device, in bytes."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a search: a run file's model and step, the layouts, and the planner's description of the
+    """What a search tunes: a run file's model and step, the candidate layouts, and the planner's constants for the
     machine."""
 
     request: Request
@@ -66,19 +69,21 @@ class Subject:
 
     @property
     def machine(self) -> Machine:
+        """Return the machine that the candidates are predicted for."""
         return self.candidates.machine
 
     def prediction(self, index: int) -> Prediction:
+        """Return the planner's prediction for a candidate."""
         return predict(self.candidates.point(index), self.machine, self.constants)
 
     def run(self, index: int) -> RunConfig:
-        """Return the run file with a candidate's layout."""
+        """Return the run with a candidate's layout."""
         return planned_run(self.request, self.prediction(index))
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the texts that identify this search, by the names that messages use.
+        """Return hashes that identify this search, by the names that error messages use.
 
-        Only searches with equal texts may share a ledger.
+        Only searches with equal hashes may share a ledger.
         """
         assert self.request.run is not None
         knobs = {name: values.tolist() for name, values in self.candidates.knobs.items()}
@@ -91,7 +96,7 @@ class Subject:
 
 
 class Search:
-    """One search in its folder. It continues after an interruption."""
+    """One search and its folder. A search that was interrupted resumes from its ledger."""
 
     def __init__(
         self, subject: Subject, settings: Settings, folder: Path, start: Start, report: Callable[[str], None]
@@ -102,13 +107,13 @@ class Search:
         self.start, self._report = start, report
         self._running: list[Attempt] = []
         self._interrupted: list[tuple[int, int]] = []
-        """The number and the candidate of each trial that must be started again."""
+        """Number and candidate index of each interrupted trial, which must be started again."""
         self._began = time.monotonic()
 
     def run(self) -> Proposal:
         """Try layouts until the search ends.
 
-        Return the last proposal, which says why the search ended, or another reason for the end.
+        Return a proposal without a layout, which says why the search ended.
         """
         with self._locked():
             self._report(self._doubt())
@@ -135,7 +140,8 @@ class Search:
         )
 
     def _take_up(self) -> None:
-        """Record the results of trials that finished before the search was killed. Unfinished trials start again."""
+        """Record the results of trials that finished while no search was running. All other unfinished trials will
+        start again."""
         for number, index in self.ledger.unfinished():
             folder = self._folder_of(number)
             run = trial_run(self.subject.run(index), folder, self.settings.steps)
@@ -148,7 +154,8 @@ class Search:
                 self._interrupted.append((number, index))
 
     def _fill(self) -> Proposal | None:
-        """Start trials as long as there are free slots. If there is nothing left to try, return the reason."""
+        """Start trials as long as there are free slots. If nothing is left to start, return the reason as a proposal
+        without a layout."""
         while len(self._running) < self.settings.at_once:
             trials = self.ledger.trials()
             if len(trials) + len(self._running) >= self.settings.trials:
@@ -202,7 +209,7 @@ class Search:
 
 
 def best_of(candidates: Candidates, trials: Sequence[Trial]) -> int | None:
-    """Return the layout with the lowest expected time, among the tried layouts that fit into memory. Return None if no
-    trial finished."""
+    """Return the index of the layout with the lowest expected step time among the layouts with a finished trial, or
+    None if there is none."""
     done = [trial for trial in trials if trial.result.outcome == "done"]
     return incumbent(posterior_of(candidates, done), done) if done else None

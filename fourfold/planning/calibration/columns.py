@@ -225,7 +225,7 @@ NEEDED = (
     "machine", "layers", "hidden", "heads", "seq_len", "global_batch", "micro_batch", "tp", "pp", "sharding",
     "recompute",
 )  # fmt: skip
-"""Columns that every table must have. In columns that are only needed for predictions, cells may be empty."""
+"""Columns that every table must have. Their cells may be empty, except in the columns gpus, precision, and program."""
 
 
 def check_header(names: list[str]) -> str | None:

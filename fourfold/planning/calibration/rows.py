@@ -230,7 +230,7 @@ def _shares_optimizer(measured: MeasuredRow) -> bool:
 
 
 def _program(measured: MeasuredRow) -> dict[str, Any]:
-    """Return the framework's flags, with the overrides of the row's columns."""
+    """Return the framework's flags, with the changes that the row's columns make."""
     traits = PROGRAMS[measured.program]
     fsdp = measured.sharding in ("fsdp", "hsdp")
     parallel_sequence = traits.seq_parallel if measured.seq_parallel is None else measured.seq_parallel

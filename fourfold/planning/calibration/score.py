@@ -160,7 +160,7 @@ def errors_of(scored: Sequence[Scored]) -> Statistics:
 
 
 def sweeps_in(scored: Sequence[Scored]) -> list[list[Scored]]:
-    """Group rows that differ only in layout."""
+    """Group rows into sweeps. The rows of a sweep differ only in layout."""
     sweeps: dict[tuple[str, ...], list[Scored]] = {}
     for s in scored:
         sweeps.setdefault(s.row.sweep, []).append(s)

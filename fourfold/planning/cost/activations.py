@@ -124,10 +124,8 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
 
 def _kept_latents(work: Workload, tokens: Number) -> Number:
     """Return the bytes that latent attention saves in addition to ``tokens``, the gathered input that other kinds of
-    attention save.
-
-    It saves the rank's shard of the input, its latents, and the gathered latents, but no gathered input.
-    """
+    attention save. It saves the rank's shard of the input, its latents, and the gathered latents, but no gathered
+    input."""
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens / layout.y
     arrived = np.where(layout.y > 1, model.latents, model.q_latent + model.kv_latent) / layout.x
@@ -149,11 +147,9 @@ def mlp_made_again(work: Workload) -> Number:
 
 
 def mlp_backward(work: Workload) -> tuple[Number, Number]:
-    """Return the peak bytes of the MLP's backward pass, not counting the tensors that the forward pass has saved.
-
-    The first number is for weights that are sharded over data-parallel ranks. The second is for replicated weights,
-    whose gradients are in fp32 from the start.
-    """
+    """Return the peak bytes of the MLP's backward pass, not counting the tensors that the forward pass has saved. The
+    first number is for weights that are sharded over data-parallel ranks. The second is for replicated weights, whose
+    gradients are in fp32 from the start."""
     model, layout, step = work.model, work.layout, work.step
     p = tensor_bytes(work)
     weight = model.hidden_size * model.mean_inner / (layout.x * layout.y)
@@ -164,11 +160,9 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
 
 
 def attention_backward(work: Workload) -> Number:
-    """Return the peak bytes of attention's backward pass, not counting the tensors that the forward pass has saved.
-
-    By then, the backward pass of the MLP has freed the tensors that the block has saved for it, so their bytes are
-    subtracted.
-    """
+    """Return the peak bytes of attention's backward pass, not counting the tensors that the forward pass has saved. By
+    then, the backward pass of the MLP has freed the tensors that the block has saved for it, so their bytes are
+    subtracted."""
     model, p = work.model, tensor_bytes(work)
     # A ring sums gradients in 32 bits: of the queries, of the rank's own keys and values, and of the keys and values
     # that currently pass by.
@@ -183,12 +177,10 @@ def attention_backward(work: Workload) -> Number:
 
 
 def _capped_backward(work: Workload) -> Number:
-    """Return the additional peak bytes of attention's backward pass with soft-capped scores.
-
-    At the peak, five fp32 tensors have an entry per score: the softmax weight, the derivative of the soft-cap, the
-    soft-capped value, the gradient of the softmax weight, and a result computed from that gradient. Keys, values, and
-    their gradients are expanded to all query heads. The gradients of queries, keys, and values are summed in fp32.
-    """
+    """Return the additional peak bytes of attention's backward pass with soft-capped scores. At the peak, five fp32
+    tensors have an entry per score: the softmax weight, the derivative of the soft-cap, the soft-capped value, the
+    gradient of the softmax weight, and a result computed from that gradient. Keys, values, and their gradients are
+    expanded to all query heads. The gradients of queries, keys, and values are summed in fp32."""
     item, p, scores = work.step.item_bytes, tensor_bytes(work), capped_scores(work)
     of_heads = scores.heads * scores.keys * work.model.head_dim * (2 * item + 2 * 4)
     sums = 4 / item * (p.queries + 2 * p.keys)
@@ -203,11 +195,8 @@ def is_replicated(work: Workload) -> Flag:
 
 def kept_weights(work: Workload) -> tuple[Number, Number]:
     """Return the bytes of weights in the step's dtype that a rank holds between forward and backward if ``zero`` is 1
-    or 2 and z > 1. Otherwise they are 0.
-
-    A rank holds only its shard over z (docs/parallelism.md). The first number is for one block with its experts, and
-    the second is for embedding and head.
-    """
+    or 2 and z > 1. Otherwise they are 0. A rank holds only its shard over z (docs/parallelism.md). The first number is
+    for one block with its experts, and the second is for embedding and head."""
     model, layout = work.model, work.layout
     keeps = (layout.zero > 0) & (layout.zero < 3) & (layout.z > 1)
     entry = np.where(keeps, work.step.item_bytes / (layout.x * layout.y * layout.z), 0)
@@ -252,8 +241,7 @@ class BlockBytes(ArrayFields):
         return recomputed * light + (layers - recomputed) * self.whole
 
     def in_backward(self, work: Workload, layers: Number) -> Number:
-        """Return the peak bytes of the backward pass of one of ``layers`` blocks, in addition to the bytes that the
-        blocks have saved."""
+        """Return the peak bytes that the backward pass of one of ``layers`` blocks adds to the saved bytes."""
         layout, program = work.layout, work.program
         full = layout.recompute == 2
         by_module = (layout.recompute == 1) & ~np.asarray(program.recomputes_per_op, bool)
@@ -297,11 +285,9 @@ def _bytes_of_equal_blocks(work: Workload) -> BlockBytes:
 
 
 def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
-    """Return the bytes of a block with experts, either in addition to an MLP (shared expert) or instead of an MLP.
-
-    The backward pass of a shared expert comes first. It frees the tensors that the shared expert has saved. The
-    gradient of the shared expert's input stays in memory until the experts' gradient is added to it.
-    """
+    """Return the bytes of a block with experts, either in addition to an MLP (shared expert) or instead of an MLP. The
+    backward pass of a shared expert comes first. It frees the tensors that the shared expert has saved. The gradient of
+    the shared expert's input stays in memory until the experts' gradient is added to it."""
     p = tensor_bytes(work)
     freed = work.model.mlps * p.gathered + 2 * mlp_made_again(work) + kept_by_shared_gate(work)
     residual = p.residual + np.where(work.model.shared_expert_intermediate_size > 0, p.residual - freed, 0)
@@ -322,10 +308,8 @@ def peak_bytes(
     work: Workload, layers: Number, in_flight: Number, has_head: Flag = True, block: BlockBytes | None = None
 ) -> Number:
     """Return the peak bytes of activations on a rank whose ``layers`` blocks hold activations of ``in_flight``
-    micro-batches. They include the step's inputs and the weights of ``kept_weights``.
-
-    In an MoE model, ``work.model.sparse`` is the fraction of these blocks that have experts.
-    """
+    micro-batches. They include the step's inputs and the weights of ``kept_weights``. In an MoE model,
+    ``work.model.sparse`` is the fraction of these blocks that have experts."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     block = block_bytes(work) if block is None else block
     of_block, of_tables = kept_weights(work)
@@ -347,12 +331,9 @@ def peak_bytes(
 
 def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_block: Number) -> tuple[Number, Number]:
     """Return the bytes that a rank's blocks save for a micro-batch, and the largest number of bytes that the backward
-    pass of one block adds.
-
-    During the backward pass of a block, its full weights are gathered, and the memory of weights already counts them.
-    So the weights that the block holds in between (``kept_weights``, on average ``of_block`` bytes) are subtracted
-    here.
-    """
+    pass of one block adds. During the backward pass of a block, its full weights are gathered, and the memory of
+    weights already counts them. So the weights that the block holds in between (``kept_weights``, on average
+    ``of_block`` bytes) are subtracted here."""
     if block.dense is None:
         return block.kept(work, layers), block.in_backward(work, layers) - of_block
     share = dense_share(work)

@@ -192,7 +192,7 @@ class Recording:
 
     def _attention(self, place: tuple[int, int]) -> None:
         kind = self._kind
-        if kind.tokens and place[1] > 0:  # Attention runs once for all parts, as part of the first.
+        if kind.tokens and place[1] > 0:  # The first part runs the attention of all parts.
             return
         together = kind.batch_parts if kind.tokens else 1
         computed = [Event("compute", "attention")] * together

@@ -308,8 +308,8 @@ def _gate_sum(work: Workload, group: RankGroup) -> Number:
 def _head(
     work: Workload, rates: Rates, x_group: RankGroup, y_group: RankGroup
 ) -> tuple[Number, Number, Number, Number]:
-    """Return four times in seconds, each for forward and backward together: the computation of head and loss, their
-    communication over x, their communication over y, and the embedding."""
+    """Return the seconds of head and loss (computation, communication over x, communication over y), and the seconds of
+    the embedding. All of them include the forward and the backward pass."""
     model, layout, step = work.model, work.layout, work.step
     tokens, columns, hidden = work.tokens, model.padded_vocab_size / layout.x, model.hidden_size / layout.y
     matmuls = sum(linear_seconds(tokens, hidden, columns, step.item_bytes, rates, rates.head))

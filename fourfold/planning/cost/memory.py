@@ -145,8 +145,7 @@ def _at_the_peak(
     tables: Tables,
     block: BlockBytes,
 ) -> tuple[Flag, Number]:
-    """Return whether the peak is at the end of the backward pass, when all gradients exist, and the bytes of
-    activations at the peak.
+    """Return whether all gradients exist at the moment of peak memory, and the bytes of activations at that moment.
 
     In a step with one micro-batch, the backward pass allocates gradients while it frees activations and gathered
     weights. So the peak is at its start or at its end. With several micro-batches, or if gradients have buffers of
@@ -161,7 +160,8 @@ def _at_the_peak(
     gradual = _is_gradual(work)
     if not np.any(gradual):
         return np.True_, activations
-    # At the end of the backward, the embedding has a gradient. The head has none, if its weights are freed after use.
+    # At the end of the backward pass, the embedding's gradient is also in memory in the step's dtype. If gathered
+    # weights are freed after use, the head's gathered weight is not in memory, although the weights count it.
     at_ends = tables.embedding - np.where(_is_resharded(work), tables.head, 0)
     end = peak_bytes(work, 1, 1, False, block) + work.step.item_bytes * at_ends / (work.layout.x * work.layout.y)
     at_end = ~gradual | (gradients + np.maximum(end, copied) > activations + freed)
@@ -223,11 +223,8 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
 
 def _freed_by_then(work: Workload, layers: Number, last: Number, block: BlockBytes) -> Number:
     """Return how many bytes of the backward pass's peak have been freed by the time the rank's first block sums its
-    gradients.
-
-    These are the tensors that this block has saved. On the last rank, the head may need more memory than the backward
-    pass of a block, and the difference has been freed too.
-    """
+    gradients. These are the tensors that this block has saved. On the last rank, the head may need more memory than the
+    backward pass of a block, and the difference has been freed too."""
     of_head = np.where(last, np.maximum(block.head - block.in_backward(work, layers), 0), 0)
     return block.kept(work, 1) + of_head
 
@@ -262,11 +259,9 @@ def _gathered(
 
 
 def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: Number) -> Number:
-    """Return the bytes of gathered weights: ``gathered`` entries of blocks, and embedding and head.
-
-    The backward pass does not gather the embedding, because the embedding's gradient does not depend on its weight. If
-    weights are gathered once per step, the head is gathered last, and FSDP2 keeps its buffer until the next gather.
-    """
+    """Return the bytes of gathered weights: ``gathered`` entries of blocks, and embedding and head. The backward pass
+    does not gather the embedding, because the embedding's gradient does not depend on its weight. If weights are
+    gathered once per step, the head is gathered last, and FSDP2 keeps its buffer until the next gather."""
     layout, step, program = work.layout, work.step, work.program
     item = step.item_bytes / (layout.x * layout.y)
     every = item * (layers * work.block_weights + tables.every)
@@ -289,8 +284,7 @@ def _summed_entries(work: Workload, entries: Number) -> Number:
 
 
 def _is_resharded(work: Workload) -> Flag:
-    """Return whether gathered weights are freed after the forward pass of their block, and gathered again in the
-    backward pass."""
+    """Return whether gathered weights are freed after their forward pass, and gathered again for the backward pass."""
     return (work.layout.z > 1) | (work.layout.zero == 3)
 
 
@@ -304,11 +298,8 @@ def runtime_bytes(work: Workload, machine: Machine) -> Number:
 
 
 def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = None) -> Number:
-    """Return the peak bytes of the rank that needs the most memory.
-
-    The first rank of a pipeline holds the most micro-batches, and the last rank has the head. A rank between them can
-    have more blocks or more experts.
-    """
+    """Return the peak bytes of the rank that needs the most memory. The first rank of a pipeline holds the most
+    micro-batches, and the last rank has the head. A rank between them can have more blocks or more experts."""
     layout = work.layout
     block = block_bytes(work) if block is None else block
     if layout.layers_per_stage is not None:  # The run file sets the layer counts, so any rank can be the fullest.
@@ -335,27 +326,21 @@ def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple
 
 
 def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Number:
-    """Return the probability that a step runs out of memory, if ``peak_memory`` has predicted ``predicted`` bytes.
-
-    The bytes that the step really needs are assumed to be log-normally distributed.
-    """
+    """Return the probability that a step runs out of memory, if ``peak_memory`` has predicted ``predicted`` bytes. The
+    bytes that the step really needs are assumed to be log-normally distributed."""
     return normal_share(np.log(needed_bytes(predicted, work, machine) / machine.memory) / SPREAD)
 
 
 def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
     """Return the smallest memory in which a step still runs, in bytes, if ``peak_memory`` has predicted ``predicted``
-    bytes.
-
-    It is below the peak, because PyTorch frees cached blocks before it runs out of memory.
-    """
+    bytes. It is below the peak, because PyTorch frees cached blocks before it runs out of memory."""
     runtime = runtime_bytes(work, machine)
     allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + CACHED)
     return runtime + allocated * (1 + UNUSABLE)
 
 
 def normal_share(x: Number) -> Number:
-    """Return the probability that a standard normal variable is below x, with an error below 2e-7 (Abramowitz & Stegun
-    7.1.26)."""
+    """Return the cumulative distribution function of the standard normal at x (Abramowitz & Stegun 7.1.26, to 2e-7)."""
     x = x / math.sqrt(2)
     t = 1 / (1 + 0.3275911 * np.abs(x))
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))

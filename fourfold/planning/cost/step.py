@@ -65,8 +65,8 @@ class _Layer(NamedTuple):
 class _Ends(NamedTuple):
     """Seconds of head and embedding for one micro-batch.
 
-    - head, embedding: all time of the head, or of the embedding.
-    - table: memory traffic for the weights and gradients of one of them.
+    - head, embedding: total time of the head, and total time of the embedding.
+    - table: memory traffic for the weight and the gradient of either of them.
     - z_head, z_embedding: exposed gathers of the weights and scatters of the gradients.
     """
 

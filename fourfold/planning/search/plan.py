@@ -156,7 +156,7 @@ def of_blocks(every: int) -> str:
 
 
 def predict(work: Workload, machine: Machine, constants: Constants) -> Prediction:
-    """Predict one layout. The layout need not be legal."""
+    """Return the prediction for one layout. The layout need not be legal."""
     parts = {name: float(value) for name, value in step_parts(work, machine, constants).items()}
     stages = [
         {name: float(size) for name, size in stage_memory(work, machine, stage).items()}

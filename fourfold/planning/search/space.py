@@ -36,7 +36,7 @@ RECOMPUTES = ((0, 1, False), (1, 1, False), (2, 1, False), (2, 2, False), (2, 4,
 """Recompute choices to try. Each has a mode (an index into ``workload.RECOMPUTE``), ``recompute_every``, and
 ``offload``."""
 BATCH_PARTS = (1, 2, 4)
-"""Numbers of batch parts to try."""
+"""Counts of batch parts to try."""
 
 REASONS = (
     "legal",
@@ -64,7 +64,7 @@ class SearchLimits:
     cp_methods: tuple[str, ...] = ("ring", "ulysses")
     batch_parts: tuple[int, ...] = BATCH_PARTS
     written: str = field(default="the limits of the search", compare=False)
-    """The options that set these limits, for messages."""
+    """The options that set these limits, for error messages."""
 
 
 def all_grids(base: Workload, gpus: int, limits: SearchLimits) -> dict[str, np.ndarray]:

@@ -44,8 +44,8 @@ KERNELS_OF_AN_EXPERT, BACKWARD_KERNELS_OF_AN_EXPERT = 2.0, 4.0
 """Number of matmuls per expert if each matmul is launched separately (Transformer Engine's GroupedLinear), in
 forward and backward."""
 FLOAT8_KERNELS = 3.0
-"""Number of additional launches for each of these matmuls in 8 bits: one launch rounds an input, and two launches
-reorder scales."""
+"""Number of additional launches per expert matmul in 8 bits: one launch rounds an input, and two launches reorder
+scales."""
 
 
 def expert_launches(
