@@ -35,14 +35,14 @@ class PackingStatistics:
 
 
 class ConversationCorpus:
-    """A corpus of conversations, whose samples have `seq_length` + 1 tokens.
+    """A prepared corpus of conversations. Subclasses cut it into samples of `seq_length` + 1 tokens.
 
     Args:
-        prefix: Path without a suffix of a corpus that `fourfold prepare --format` made. Each conversation (in pairs of
-            answers, each answer with its prompt) is one document.
+        prefix: Path, without a suffix, of a corpus that `fourfold prepare --format` made. Each conversation is one
+            document. In a corpus of pairs, each answer with its prompt is one document.
         seq_length: Number of tokens per sample.
         seed: Seed of the order of samples.
-        look_back: Number of empty places before each sample. They are for masks.
+        look_back: Number of padding tokens before each sample, for masks.
 
     Attributes:
         corpus: Tokens of the conversations.
@@ -64,7 +64,8 @@ class ConversationCorpus:
         self._offsets = self.corpus.document_offsets
 
     def _fitting(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the length of each conversation, and whether an answer begins within `seq_length` + 1 tokens."""
+        """Return the length of each conversation, and whether one of its trained tokens is within the first
+        `seq_length` + 1 tokens."""
         lengths = np.diff(self._offsets)
         return lengths, first_answers(self.answers, self._offsets) < np.minimum(lengths, self.seq_length + 1)
 
@@ -80,7 +81,8 @@ class PackedConversations(ConversationCorpus):
     conversation.
 
     Raises:
-        UserError: See `ConversationCorpus`, or no answer fits in a window.
+        UserError: No conversation has a trained token within a window, or the corpus cannot be opened (see
+            `ConversationCorpus`).
     """
 
     def __init__(self, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> None:

@@ -34,8 +34,8 @@ class Windows:
     """Index of each sample in the order of training [samples]."""
     look_back: int = 0
     answers: NDArray[np.bool_] | None = None
-    """Whether each token belongs to a trained answer of a conversation [samples, seq_length + 1]. For plain text, None
-    or all True."""
+    """Whether each token belongs to a trained answer of a conversation [samples, seq_length + 1]. None for plain
+    text."""
     reference: NDArray[np.float32] | None = None
     """Log-probability of each answer under the reference model of preference optimization [samples]."""
     is_data: NDArray[np.bool_] | None = None
@@ -149,11 +149,12 @@ class SourceMixture:
         own_number = block * self.counts[source] + self._rank[place]
         rows = [np.flatnonzero(source == index) for index in range(len(self.sources))]
         parts = [each.read(own_number[own]) for each, own in zip(self.sources, rows, strict=True) if len(own)]
-        # This is where each row of the concatenated parts goes.
+        # The concatenated parts are ordered by source. This index restores the order of `numbers`.
         order = np.argsort(np.concatenate(rows))
 
         def mixed(field: str) -> Any:
-            """Return a field of all rows. data.format applies to all sources, so the field is None for all or none."""
+            """Return a field of all rows. data.format applies to all sources, so either all or none of them have the
+            field."""
             found = [getattr(windows, field) for windows in parts]
             return None if found[0] is None else np.concatenate(found)[order]
 

@@ -87,7 +87,7 @@ def gloo_choice(
 
 
 def nccl_choice(found: Sequence[Interface], chosen: str) -> Finding:
-    """Check the interfaces that NCCL_SOCKET_IFNAME names: beginnings of names, or whole names after "="."""
+    """Check the interfaces that NCCL_SOCKET_IFNAME names, by prefix, or with "=" by full name."""
     names = [each.name for each in found if each.name.startswith(tuple(chosen.split(",")))]
     names = chosen[1:].split(",") if chosen[0] == "=" else names
     return _chosen("nccl", f"NCCL_SOCKET_IFNAME = {chosen}", names, found)

@@ -71,7 +71,8 @@ def run_on_grid(
 
 
 def _place_here(place: Place | None, world_size: int) -> tuple[Place, str | None]:
-    """Return this process's place and meeting point. It is one process of a launcher, or the job's only process."""
+    """Return this process's place in the job and its meeting point. The process was started by a launcher, or is the
+    job's only process."""
     if place is None:
         keep_gloo_local()
         return Place(0, 0, 1, 1, launcher="local"), None

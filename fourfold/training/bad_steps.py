@@ -13,7 +13,7 @@ BAD_STEPS_FILE = "bad_steps.jsonl"
 
 
 class BadSteps:
-    """The file in a run's folder. Only rank 0 reads and writes it."""
+    """The file bad_steps.jsonl in a run's folder. Only rank 0 reads and writes it."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / BAD_STEPS_FILE

@@ -1,4 +1,4 @@
-"""Show a run while it trains: a live display in a terminal, plain lines in a log file."""
+"""Show a run while it trains: as a live display in a terminal, or as plain lines in a log file."""
 
 import sys
 import time
@@ -18,8 +18,8 @@ Fact = str | int | float | None
 Facts = Mapping[str, Fact]
 """Lines to print, each with a label and a value."""
 
-# Number of steps. Enough steps to include a validation every few dozen steps, but few enough to adapt when the speed
-# changes.
+# Number of recent steps for the ETA: enough to include a validation every few dozen steps, but few enough to adapt when
+# the speed changes.
 _ETA_WINDOW = 50
 _BAR_COLUMNS = 24
 
@@ -27,18 +27,19 @@ _BAR_COLUMNS = 24
 class Progress:
     """Shows the steps of a run on standard output. Only rank 0 makes one.
 
-    In a terminal it redraws a progress bar and a line of numbers in place, cut to the terminal's width. In a log file
+    In a terminal, it redraws a progress bar and a line of metrics in place, cut to the terminal's width. In a log file,
     it prints a line every `log_interval` steps, and for the first step, the last step, and each step with a validation
     loss. The fields are in torchtitan's order (step, loss, grad_norm, memory, tokens/s, tflops, mfu), followed by lr,
-    ETA, and the share of trained tokens if masks leave some out. The value of tokens/s is the sum over all devices, and
-    the value of tflops is for one device. If the device has a published peak, mfu is shown.
+    ETA, and the fields that only some steps have: the fraction of trained tokens, the expert load, and the validation
+    loss. The value of tokens/s is the sum over all devices, and the value of tflops is for one device. mfu is shown
+    only if the device has a published peak.
     """
 
     def __init__(self, total_steps: int, is_tty: bool | None = None, log_interval: int = 10) -> None:
-        """Create the display. Its first step is the first one passed to `update`.
+        """Create the display. Its first step is the first step that is passed to `update`.
 
         Args:
-            total_steps: Number of steps of the whole run.
+            total_steps: Number of steps of the full run.
             is_tty: Whether standard output is a terminal. None detects it.
             log_interval: Number of steps between two lines in a log file.
         """
@@ -62,7 +63,7 @@ class Progress:
         self._shown_any = True
 
     def close(self) -> None:
-        """Leave the last numbers on the screen and release the terminal."""
+        """Leave the last metrics on the screen and release the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -83,7 +84,7 @@ class Progress:
         if metrics.mfu is not None:
             fields.append(f"mfu: {metrics.mfu:.2%}")
         fields += [f"lr: {metrics.lr:.3e}", f"eta: {self._eta(metrics)}"]
-        if metrics.trained_token_share < 0.9995:  # Never round up to 100.0%.
+        if metrics.trained_token_share < 0.9995:  # Otherwise it would be shown as 100.0%.
             fields.append(f"trained: {metrics.trained_token_share:.1%}")
         if "expert_load" in metrics.more:
             fields.append(f"expert_load: {metrics.more['expert_load']:.2f}")

@@ -97,7 +97,7 @@ class Corpora:
         return {name: digest.hexdigest() for name, digest in found.items()}
 
     def preview(self) -> Preview:
-        """Measure what the masks leave out at the beginning of the training data."""
+        """Measure how many tokens the masks leave out at the beginning of the training data."""
         return preview(self.train.dataset, self.masks, self.goldfish, 0, STATISTICS_TOKENS)
 
 
@@ -227,7 +227,7 @@ def make_loader(run: RunConfig, dataset: Samples, batch: Axis, masks: Sequence[L
 
 
 def _check_corpus(prefix: str, run: RunConfig) -> None:
-    """Refuse a corpus whose vocabulary is too large, or whose format differs from the run file's. For example, if
+    """Refuse a corpus whose vocabulary is too large, or whose format is not ``data.format``. For example, if
     conversations were read as text, the run would train on the prompts too."""
     manifest = read_manifest(prefix)
     if manifest is None:

@@ -33,7 +33,8 @@ def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
         recent = tokens[-window:]
         padded = torch.tensor(recent + [tokenizer.eod_id] * (window - len(recent)), device=job.device)
         logits_V = job.next_token_logits(padded.expand(rows, -1), len(recent) - 1).cpu()
-        # Logits of replicas may differ in the last bit, and all ranks must continue with the same token.
+        # Take rank 0's token, because logits of replicas may differ in the last bit, and all ranks must continue with
+        # the same token.
         draw = partial(_draw, logits_V[: tokenizer.vocab_size], config.temperature, generator)
         token = decided_by_rank_0(draw)
         if token == tokenizer.eod_id:
@@ -43,7 +44,8 @@ def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
 
 
 def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Draw a token from the logits. Temperature 0 takes the most likely one."""
+    """Draw a token from the logits. Temperature 0 takes the most likely token. Raise ``UserError`` if the largest logit
+    is not finite."""
     if not logits_V.max().isfinite():  # The maximum is NaN if any logit is NaN.
         raise UserError("no sample can be drawn: the model's logits are not finite; train with a smaller optimizer.lr")
     if temperature == 0:

@@ -132,7 +132,7 @@ class StepChecks:
         recent, window, sigmas = self.job.recent, self.config.spike_window, self.config.spike_sigma
         for name, value, before in (("loss", loss, recent.losses), ("gradient norm", grad_norm, recent.grad_norms)):
             if len(before) >= window:
-                # These are exact sums, so they are the same on every processor.
+                # These functions sum exactly, so the result is the same on every processor.
                 mean, deviation = fmean(before[-window:]), pstdev(before[-window:])
                 if value > mean + sigmas * deviation:
                     return (

@@ -148,18 +148,18 @@ class InBackground:
     def __init__(self, name: str, client: Callable[[int], Tracker], first_step: int) -> None:
         self.name, self._client = name, client
         self._given_up = threading.Event()
-        # An entry is a call of the tracker, the step at which a new tracker begins, or None at the end.
+        # An entry is a call on the tracker, the number of steps at which a new tracker begins, or None at the end.
         self._waiting: Queue[Callable[[Tracker], None] | int | None] = Queue(MOST_WAITING)
         # A daemon thread does not keep a process alive.
         self._thread = threading.Thread(target=self._work, args=(first_step,), name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, numbers: Numbers) -> None:
-        """Queue the numbers of a step."""
+        """Queue the metrics of a step."""
         self._put(lambda tracker: tracker.log(step, numbers))
 
     def go_back(self, steps: int) -> None:
-        """Queue a return to ``steps``."""
+        """Queue a return to the state after ``steps`` steps."""
         self._put(lambda tracker: tracker.finish(failed=False), steps)
 
     def end(self, failed: bool) -> None:
