@@ -57,3 +57,23 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the first address and the end address of a tensor's storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def floor_bytes(length: int, head_dim: int, d: int, k: int, heads: int, itemsize: int) -> int:
+    """Return the smallest number of bytes that a step can read for one sequence: d dims of every key, and k whole keys
+    and values.
+
+    Args:
+        length: Number of tokens in the cache.
+        head_dim: Size of a head.
+        d: Number of ranking dims.
+        k: Number of keys that the step attends to.
+        heads: Number of KV heads.
+        itemsize: Number of bytes per number in the cache.
+    """
+    return heads * itemsize * (length * d + 2 * k * head_dim)
+
+
+def dense_bytes(length: int, head_dim: int, heads: int, itemsize: int) -> int:
+    """Return the number of bytes that full attention reads for one sequence, which are all keys and values."""
+    return heads * itemsize * 2 * length * head_dim

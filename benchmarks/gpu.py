@@ -138,7 +138,6 @@ def parts(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[st
         "one_step": benchmark("one_step", 90),
         "measured_plan": benchmark("measured_plan", 90),
         "loki_default": benchmark("loki_decode", 25, *half, "--k", "0", "--contexts", "32768,131072"),
-        "loki_rotated": benchmark("loki_decode", 25, *half, "--cache", "rotated", "--contexts", "32768,131072"),
         "kernels": benchmark("kernels", 40),
         "doctor": Part(["-m", "fourfold", "machine", "doctor", "--json"], 30, prints=True),
         "train_gpu_long": benchmark("train_gpu", 170, "--sequence", "8192", "--layers", "4"),

@@ -1,6 +1,6 @@
 """Compare one decoding step of Loki with torch's fastest dense attention. One run prints one table of ratios.
 
-    python -m benchmarks.loki_decode [--rounds 30] [--contexts 4096,131072] [--proxy-dtype bf16] [--kernels torch]
+    python -m benchmarks.loki_decode [--rounds 30] [--contexts 4096,131072] [--kernels torch]
 
 The whole operation of one layer is timed: append to the cache, project, score, select, attend. Dense attention is
 torch's fastest implementation at that context, with the same preallocated cache. Contenders take turns, so unrelated
@@ -24,15 +24,13 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.cache_traffic import CacheTraffic
+from benchmarks.cache_traffic import CacheTraffic, dense_bytes, floor_bytes
 from benchmarks.one_gpu import name_of, round_seconds
 from benchmarks.options import add_device, write_figures
 from fourfold.huggingface.transformers_models import DTYPES
 from fourfold.inference.loki import LokiConfig
 from fourfold.inference.loki.attend import decode
-from fourfold.inference.loki.cache import GrowingLayer, LokiLayer, RotatedLayer
-from fourfold.inference.loki.loki_attention import rotate_queries
-from fourfold.inference.loki.traffic import dense_bytes, floor_bytes
+from fourfold.inference.loki.cache import GrowingLayer, LokiLayer
 
 GOALS = {
     ("cpu", 1, 32_768): 3.0,
@@ -64,9 +62,7 @@ class Shape:
     """Number of keys to attend to. 0 means the default fraction of the context."""
     dtype: torch.dtype
     device: str
-    proxy_dtype: torch.dtype | None = None
     kernels: str = "auto"
-    cache: str = "proxy"
 
     def keys_of(self, context: int) -> int:
         return LokiConfig(d=self.d, k=self.k or None).key_count(context)
@@ -99,10 +95,8 @@ class Row:
 def main() -> int:
     arguments = _arguments()
     dtype = DTYPES[arguments.dtype]
-    proxy_dtype = None if arguments.proxy_dtype == "same" else torch.bfloat16
     shape = Shape(
-        arguments.batch, 32, 8, 128, arguments.d, arguments.k, dtype, arguments.device, proxy_dtype,
-        arguments.kernels, arguments.cache,
+        arguments.batch, 32, 8, 128, arguments.d, arguments.k, dtype, arguments.device, arguments.kernels
     )  # fmt: skip
     header = f"{'context':>8}{'dense':>18}{'ms':>10}{'Loki ms':>10}{'ratio':>8}{'of least':>10}"
     print(f"{header}{'bytes/dense':>13}{'/floor':>8}  goal")
@@ -116,7 +110,7 @@ def main() -> int:
             "processor": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
-            "shape": {**asdict(shape), "dtype": arguments.dtype, "proxy_dtype": arguments.proxy_dtype},
+            "shape": {**asdict(shape), "dtype": arguments.dtype},
             "rounds": arguments.rounds,
             "rows": [{**asdict(row), "ratio": row.ratio, "least_ratio": row.least_ratio} for row in rows],
         }
@@ -138,8 +132,7 @@ def measure(shape: Shape, context: int, rounds: int) -> Row:
     best = min((name for name in steps if name != "loki"), key=medians.__getitem__)
     size = (context, shape.head_dim)
     itemsize = shape.dtype.itemsize
-    kept = (shape.d, shape.keys_of(context), shape.kv_heads, itemsize, (shape.proxy_dtype or shape.dtype).itemsize)
-    floor = shape.batch * floor_bytes(*size, *kept)
+    floor = shape.batch * floor_bytes(*size, shape.d, shape.keys_of(context), shape.kv_heads, itemsize)
     dense = shape.batch * dense_bytes(*size, shape.kv_heads, itemsize)
     return Row(
         context,
@@ -148,7 +141,7 @@ def measure(shape: Shape, context: int, rounds: int) -> Row:
         medians["loki"],
         min(times[best]) * 1e3,
         min(times["loki"]) * 1e3,
-        GOALS.get((shape.device, shape.batch, context)) if shape.k == KEYS and shape.cache == "proxy" else None,
+        GOALS.get((shape.device, shape.batch, context)) if shape.k == KEYS else None,
         floor / dense if traffic is None else traffic / dense,
         None if traffic is None else traffic / floor,
     )
@@ -158,20 +151,15 @@ def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
     """Return the step. On a CPU, also return the bytes that it reads from the cache, counted over torch's
     operations."""
     basis_KDD = torch.linalg.qr(torch.randn(shape.kv_heads, shape.head_dim, shape.head_dim)).Q.to(shape.device)
-    basis_KDd: Tensor | None = basis_KDD[..., : shape.d].contiguous()
-    k, is_rotated = shape.keys_of(context), shape.cache == "rotated"
-    layer: LokiLayer | RotatedLayer = LokiLayer(basis_KDd, context, shape.proxy_dtype)
-    if is_rotated:
-        layer, basis_KDd = RotatedLayer(basis_KDD, shape.d, context), None
+    basis_KDd, k = basis_KDD[..., : shape.d].contiguous(), shape.keys_of(context)
+    layer = LokiLayer(basis_KDd, context)
     config = LokiConfig(d=shape.d, k=k, kernels=shape.kernels)
     _fill(layer, shape, context - 1)
     new, query = _tokens(shape, 1), _query(shape)
 
     def step(config: LokiConfig = config) -> Tensor:
-        layer.expected = True
         layer.update(new, new)
-        asked = rotate_queries(query[:, :, None], basis_KDD)[:, :, 0] if is_rotated else query
-        out = decode(asked, layer.keys, layer.values, layer.proxy_BKSd, basis_KDd, k, config, shape.head_dim**-0.5)
+        out = decode(query, layer.keys, layer.values, layer.proxy_BKSd, basis_KDd, k, config, shape.head_dim**-0.5)
         layer.crop(-1)
         return out
 
@@ -244,7 +232,6 @@ def _graph(step: Step) -> Callable[[], object]:
 def _fill(layer: GrowingLayer, shape: Shape, count: int) -> None:
     for begin in range(0, count, 8192):
         tokens = _tokens(shape, min(8192, count - begin))
-        layer.expected = True  # Say that attention rotates its queries, so the layer may rotate its keys.
         layer.update(tokens, tokens)
 
 
@@ -276,9 +263,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--d", type=int, default=32)
     parser.add_argument("--k", type=int, default=KEYS, help="keys attended to. 0: the default share of the context")
-    parser.add_argument("--cache", default="proxy", choices=["proxy", "rotated"])
     parser.add_argument("--dtype", default="fp32", choices=list(DTYPES))
-    parser.add_argument("--proxy-dtype", default="same", choices=["same", "bf16"])
     parser.add_argument("--kernels", default="auto", choices=["auto", "torch", "numba", "triton"])
     add_device(parser)
     arguments = parser.parse_args()

@@ -13,12 +13,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from fourfold.config.expected_values import section_of, type_name
-from fourfold.config.model import UNSET, ModelConfig
+from fourfold.config.model import ModelConfig
+from fourfold.config.model_keys import UNSET
 from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import RunConfig
 from fourfold.run_file.load import NAMES_ELSEWHERE
-from fourfold.training.console import format_count
 
 PAGE = Path(__file__).with_name("run-file.md")
 
@@ -113,8 +113,14 @@ def _presets() -> str:
             model.intermediate_size,
             model.vocab_size,
         )
-        rows.append(" | ".join([f"| `{name}`", format_count(num_parameters(model)), *map(str, numbers)]) + " |")
+        rows.append(" | ".join([f"| `{name}`", _count(num_parameters(model)), *map(str, numbers)]) + " |")
     return "\n".join(rows) + "\n"
+
+
+def _count(number: int) -> str:
+    """Format a count with three significant digits and a unit: 1.23M."""
+    unit, name = next((unit, name) for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1, "")) if number >= unit)
+    return f"{number / unit:.3g}{name}"
 
 
 def _elsewhere() -> str:

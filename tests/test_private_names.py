@@ -58,7 +58,7 @@ def test_no_module_uses_private_names_of_another() -> None:
 PRIVATE_TORCH = {
     "huggingface/parallelize.py": {"_buffers", "_non_persistent_buffers_set"},
     "huggingface/parallelized.py": {"torch.utils._pytree"},
-    "inference/loki/traffic.py": {"torch.utils._pytree"},
+    "inference/loki/cache_size.py": {"torch.utils._pytree"},
     "models/lora.py": {"_modules"},
     "parallel/data/fully_sharded.py": {
         "torch.distributed.fsdp._fully_shard._fsdp_common", "_comm_ctx", "_fsdp_param_group", "_fsdp_param_groups",

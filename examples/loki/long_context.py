@@ -20,7 +20,8 @@ from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_lo
 from fourfold.inference.loki.quality import measure_quality
 from fourfold.inference.text import token_windows
 from fourfold.launch.job_processes import run_on_grid
-from fourfold.reports.terminal import generation_line, loki_tables, rank_table
+from fourfold.reports.loki_report import loki_tables, rank_table
+from fourfold.reports.terminal import generation_line
 from fourfold.run_file.load import load_run
 
 HERE = Path(__file__).parent

@@ -23,18 +23,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from fourfold.checkpoints.compatible import (
-    check_has_model,
-    check_same_adapters,
-    check_same_model,
-    check_same_optimizer,
-    check_same_order,
-)
+from fourfold.checkpoints.compatible import check_can_resume, check_has_model, check_same_model
 from fourfold.checkpoints.disk_space import check_room
 from fourfold.checkpoints.file_layout import CheckpointTensors, write_layout
 from fourfold.checkpoints.find import best_checkpoint, list_checkpoints, mark_best, step_of
@@ -60,14 +53,9 @@ from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_tog
 from fourfold.parallel.memory.offload import CopyStream
 from fourfold.parallel.state import LocalShard
 
-
-class _Save(NamedTuple):
-    """A checkpoint that is being written."""
-
-    step: int
-    prune: bool
-    layout: CheckpointTensors
-    state: CheckpointState
+Write = Callable[[], Written | None]
+"""Writes a process's file, or returns what an asynchronous save has written."""
+Finish = Callable[[Write], None]
 
 
 class Checkpointer:
@@ -93,7 +81,7 @@ class Checkpointer:
         self._stream_position, self._first_samples = stream_position, first_samples
         self.newest: Path | None = None
         """Newest checkpoint of this run. Up to date after `wait`."""
-        self._pending: tuple[_Save, Future[Written | None]] | None = None
+        self._pending: tuple[Finish, Future[Written | None]] | None = None
         self._beside = ThreadPoolExecutor(1) if config.async_mode == "async" else None
         self._copies = CopyStream(job.device) if self._beside is not None else None
 
@@ -125,9 +113,9 @@ class Checkpointer:
         """Wait for an asynchronous save and publish it. Failures are handled as in `save`."""
         if self._pending is None:
             return
-        (save, written), self._pending = self._pending, None
+        (finish, written), self._pending = self._pending, None
         with self._allowed_to_fail(required):
-            self._finish(save, written.result)
+            finish(written.result)
 
     def _save(self, step: int, prune: bool) -> None:
         averaged = self.job.average is not None and self.job.average.has_begun
@@ -153,11 +141,12 @@ class Checkpointer:
             state.expert_rows = self.job.expert_load.rows()
         entries = entries_of(parts, layout, self._copies)
         write = partial(write_file, folder, layout, entries, self._copies)
+        finish = partial(self._finish, prune, layout, state)
         if self._beside is None:
-            self._finish(_Save(step, prune, layout, state), write)
+            finish(write)
         else:
             self.job.copies = self._copies
-            self._pending = (_Save(step, prune, layout, state), self._beside.submit(write))
+            self._pending = (finish, self._beside.submit(write))
 
     def _partial(self, step: int) -> Path:
         return self.folder / f".step_{step}.partial"
@@ -183,30 +172,30 @@ class Checkpointer:
                 shutil.rmtree(self._partial(step), ignore_errors=True)
             raise
 
-    def _finish(self, save: _Save, write: Callable[[], Written | None]) -> None:
+    def _finish(self, prune: bool, layout: CheckpointTensors, state: CheckpointState, write: Write) -> None:
         """When every rank has written its file, rank 0 writes the description, renames the folder, and prunes. A
         failure is raised on all ranks."""
-        folder, finished = self._partial(save.step), self.folder / f"step_{save.step}"
-        with self._removed_on_failure(save.step):
+        folder, finished = self._partial(state.step), self.folder / f"step_{state.step}"
+        with self._removed_on_failure(state.step):
             with failing_together(), writing(folder):
                 mine = write()
             written = gather_written(mine, self.job.grid.device_type)
             with failing_together():
                 if dist.get_rank() == 0:
                     with writing(folder):
-                        write_layout(folder, save.layout)
-                        write_state(folder, save.state)
+                        write_layout(folder, layout)
+                        write_state(folder, state)
                         seal(folder, written)
                         flush(folder)
                         swap_in(folder, finished)
                         # The link may be from an earlier attempt, and point to a step that this run has not reached.
-                        best = self.folder / f"step_{save.state.best.step}"
+                        best = self.folder / f"step_{state.best.step}"
                         if self.job.run.validation.keep_best and best.is_dir():
                             mark_best(best)
                         flush(self.folder)
         self.newest = finished
-        if dist.get_rank() == 0 and save.prune:
-            self._prune(save.step)
+        if dist.get_rank() == 0 and prune:
+            self._prune(state.step)
 
     def _prune(self, step: int) -> None:
         """Remove checkpoints that the new checkpoint makes unnecessary."""
@@ -274,11 +263,7 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
     """
     with failing_together():
         state = read_state(path)
-        check_same_model(path, state, job.run.model)
-        check_same_adapters(path, state, job.run)
-        if not state.weights_only:
-            check_same_optimizer(path, state, job.run)
-            check_same_order(path, state, job.run)
+        check_can_resume(path, state, job.run)
         generator = state.generator(path)
     if state.weights_only:
         _load_weights(path, job, state)

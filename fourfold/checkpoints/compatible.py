@@ -38,12 +38,24 @@ def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> 
         raise changed(path, f"belongs to another model: its model.{key} is {was!r}", repr(now))
 
 
-def check_same_adapters(path: Path, state: CheckpointState, run: RunConfig) -> None:
-    """Check that the checkpoint and the run train the same adapters of the same model, or that neither has adapters.
+def check_can_resume(path: Path, state: CheckpointState, run: RunConfig) -> None:
+    """Check that a run can continue from a checkpoint: it has the same model, adapters, optimizer, and samples.
 
     Raises:
-        UserError: The adapters or the models differ.
+        UserError: A key of the run file differs. The message names it.
     """
+    check_same_model(path, state, run.model)
+    _check_same_adapters(path, state, run)
+    if state.weights_only:
+        return
+    if state.optimizer != run.optimizer.name:
+        raise changed(path, f"has the states of optimizer.name = '{state.optimizer}'", repr(run.optimizer.name))
+    for key, was, now in _differences(state.training, sample_order(run)):
+        raise changed(path, f"was trained with training.{key} = {was}", f"{now}, which would repeat or skip samples")
+
+
+def _check_same_adapters(path: Path, state: CheckpointState, run: RunConfig) -> None:
+    """Check that the checkpoint and the run train the same adapters of the same model, or that neither has adapters."""
     saved, wanted = state.lora or LoRAConfig(), run.lora
     if (saved.rank, wanted.rank) == (0, 0):
         return
@@ -57,16 +69,6 @@ def check_same_adapters(path: Path, state: CheckpointState, run: RunConfig) -> N
         )
 
 
-def check_same_optimizer(path: Path, state: CheckpointState, run: RunConfig) -> None:
-    """Check that the checkpoint has the states of the run's optimizer.
-
-    Raises:
-        UserError: The checkpoint has the states of another optimizer.
-    """
-    if state.optimizer != run.optimizer.name:
-        raise changed(path, f"has the states of optimizer.name = '{state.optimizer}'", repr(run.optimizer.name))
-
-
 def check_has_model(path: Path, state: CheckpointState) -> None:
     """Check that the checkpoint holds a model and not only adapters.
 
@@ -76,16 +78,6 @@ def check_has_model(path: Path, state: CheckpointState) -> None:
     if state.lora is not None:
         command = f"fourfold checkpoint export-hf {path} OUT --merge"
         raise UserError(f"{path} has only LoRA adapters; `{command}` merges them into a model")
-
-
-def check_same_order(path: Path, state: CheckpointState, run: RunConfig) -> None:
-    """Check that the run reads samples in the same order as the steps before the checkpoint did.
-
-    Raises:
-        UserError: The order differs.
-    """
-    for key, was, now in _differences(state.training, sample_order(run)):
-        raise changed(path, f"was trained with training.{key} = {was}", f"{now}, which would repeat or skip samples")
 
 
 def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -64,7 +64,7 @@ def check_small_file(file: Path) -> None:
     """
     entry = _read_manifest(file.parent).get(file.name)
     if entry is None or not file.is_file():
-        raise damaged(file, "it is missing")
+        raise damaged(file, "it is missing, or it is not a file")
     _check_content(file, entry)
 
 

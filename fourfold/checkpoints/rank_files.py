@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -40,11 +41,11 @@ def entries_of(parts: Parts, layout: CheckpointTensors, copies: CopyStream | Non
     for name, box in layout.held_by(dist.get_rank()).items():
         shard, local = parts[name]
         assert box == shard.slices, f"{name}: the layout says {box}, and this process holds {shard.slices}"
-        make = partial(_announce, local)
+        make: Callable[[], Tensor] = partial(_announce, local)
         if copies is not None:
             copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda, requires_grad=False)
             copies.start(copy, local.detach())
-            make = partial(_itself, copy)
+            make = copy.detach
         entries.append(Entry(name, local.dtype, tuple(local.shape), make))
     return entries
 
@@ -153,8 +154,4 @@ def dtype_of(layout: CheckpointTensors, name: str) -> torch.dtype:
 
 def _announce(local: Tensor) -> Tensor:
     doing("writing a checkpoint")
-    return local
-
-
-def _itself(local: Tensor) -> Tensor:
     return local

@@ -200,11 +200,9 @@ def read_state(path: Path) -> CheckpointState:
         UserError: The checkpoint has another format.
     """
     file = path / STATE_FILE
-    if file.exists() and not file.is_file():
-        raise damaged(file, "it is not a file")
     try:
-        text = file.read_text(encoding="utf-8")
         check_small_file(file)
+        text = file.read_text(encoding="utf-8")
         known = parse_json(text)
         if isinstance(known, dict) and isinstance(known.get("format"), int) and known["format"] != FORMAT:
             raise UserError(

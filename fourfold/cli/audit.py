@@ -77,8 +77,7 @@ def audit(
     from fourfold import jobs
     from fourfold.memorization.audit import AuditRequest
     from fourfold.memorization.scores import AttackSampling
-    from fourfold.reports.audit_report import write_audit_report
-    from fourfold.reports.terminal import audit_tables
+    from fourfold.reports.audit_report import audit_tables, write_audit_report
 
     request = AuditRequest(
         model=model, documents=documents, control=control, reference=reference, run=run, tokenizer=tokenizer,

@@ -7,13 +7,11 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.export_hf import export_hf
-from fourfold.cli.import_hf import import_hf
+from fourfold.cli.options import AsJson, StoredDtype, show
 from fourfold.data.progress import working
+from fourfold.huggingface.architectures.families import FAMILIES
 
 checkpoint = typer.Typer(no_args_is_help=True, help="Check checkpoints, and convert them from and to Hugging Face.")
-checkpoint.command("import-hf")(import_hf)
-checkpoint.command("export-hf")(export_hf)
 
 
 @checkpoint.command()
@@ -43,3 +41,63 @@ def verify(folder: Annotated[Path, typer.Argument(help="A checkpoint, a folder o
             typer.echo(f"{path} is whole: {files} files, {format_bytes(size)}")
     if damaged:
         raise typer.Exit(1)
+
+
+@checkpoint.command("import-hf")
+def import_hf(
+    model: Annotated[str, typer.Argument(metavar="DIR", help="Folder of a Hugging Face model, or its id on the Hub.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint to write.")],
+    as_json: AsJson = False,
+) -> None:
+    """Write a Hugging Face model as a checkpoint that any grid reads.
+
+    Weights keep their type, and only one is in memory at a time. Name the result in checkpoint.resume to start a run
+    from it. Starting from model.from_hf needs no import.
+    """
+    from fourfold.huggingface.import_model import import_huggingface
+    from fourfold.reports.terminal import print_transferred
+
+    with working("Writing the checkpoint"):
+        transferred = import_huggingface(model, out)
+    show(transferred.record(), as_json, print_transferred)
+
+
+@checkpoint.command("export-hf")
+def export_hf(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    dtype: Annotated[
+        StoredDtype,
+        typer.Option(help="Type of the weights. auto is the original model's type, or otherwise the stored type."),
+    ] = "auto",
+    model_type: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FAMILY",
+            help="Write the model as this family, if the family computes the same (for example mistral for a "
+            f"Llama without biases): one of {', '.join(FAMILIES)}.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="A tokenizer.json. Default: the original's, or the corpus's.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="LoRA: write the merged model, not the adapter.")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="Write the moving average of [ema], not the weights.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint of any grid as a folder that transformers opens.
+
+    The folder has config.json, generation_config.json, and the tokenizer. One tensor is in memory at a time. A run with
+    LoRA becomes an adapter that peft opens.
+    """
+    from fourfold.data.transformers_tokenizer import NO_CORPORA
+    from fourfold.huggingface.export_model import export_huggingface
+    from fourfold.reports.terminal import print_transferred
+
+    with working("Writing the model"):
+        transferred = export_huggingface(checkpoint, out, dtype, model_type, tokenizer, merge, averaged=ema)
+    show(transferred.record(), as_json, print_transferred)
+    if not transferred.has_tokenizer:
+        typer.echo(
+            f"warning: {out} has no tokenizer: {NO_CORPORA}; export from there, or give --tokenizer PATH", err=True
+        )

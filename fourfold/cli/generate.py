@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from fourfold.cli import loki_options as loki
+from fourfold.cli import options
 from fourfold.cli.options import AsJson, show
 from fourfold.data.progress import working
 from fourfold.errors import UserError, given_as
@@ -16,7 +16,7 @@ from fourfold.processes import importing
 
 
 def generate(
-    model: loki.ModelName,
+    model: options.ModelName,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the text.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 100,
@@ -26,30 +26,31 @@ def generate(
         float | None, typer.Option(help="Draw from the most likely tokens that together have this probability.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    attention: Annotated[
-        Literal["full", "loki"], typer.Option(help="loki: attend only to the keys that Loki ranks best.")
-    ] = "full",
-    basis: loki.BasisFile = None,
-    loki_values: loki.LokiValues = [],  # noqa: B006 (typer only reads it)
-    tokenizer: loki.TokenizerName = None,
-    dtype: loki.DtypeName = "auto",
-    device: loki.DeviceName = None,
+    basis: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="BASIS.safetensors",
+            help="Attend with Loki, by the components in this file. `fourfold loki calibrate` writes it.",
+        ),
+    ] = None,
+    loki_values: options.LokiValues = [],  # noqa: B006 (typer only reads it)
+    tokenizer: options.TokenizerName = None,
+    dtype: options.DtypeName = "auto",
+    device: options.DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue a text, and print the speed and the size of the cache.
 
     A run of fourfold is first exported to a temporary folder in the Hugging Face format.
 
-    Example: fourfold generate --model exported --prompt "Once" --attention loki --basis basis.safetensors
+    Example: fourfold generate --model exported --prompt "Once" --basis basis.safetensors
     """
     if (prompt is None) == (prompt_file is None):
         raise UserError("give --prompt or --prompt-file, such as --prompt Once, and not both")
-    if (attention == "loki") != (basis is not None):
-        raise UserError(
-            "--attention loki and --basis BASIS.safetensors go together (fourfold loki calibrate makes one)"
-        )
     if loki_values and basis is None:
-        raise UserError(f"--loki {loki_values[0]} is for --attention loki; add that and --basis, or leave --loki out")
+        raise UserError(
+            f"--loki {loki_values[0]} needs --basis BASIS.safetensors, which fourfold loki calibrate writes"
+        )
     with importing():
         from fourfold.data.transformers_tokenizer import load_any_tokenizer
         from fourfold.huggingface.export_model import as_huggingface
@@ -70,7 +71,7 @@ def generate(
         if basis is not None:
             from fourfold.inference.loki import LokiBasis, enable_loki
 
-            config = loki.loki_config(loki_values)
+            config = options.loki_config(loki_values)
             with given_as("--basis"):
                 ranked_by = LokiBasis.load(basis)
             capacity = len(encode_prompt(opened, text, prompt)) + max_new_tokens

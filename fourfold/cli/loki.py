@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fourfold.cli import loki_options as options
+from fourfold.cli import options
 from fourfold.cli.options import TASK_LIST, AsJson, TaskFolder, TaskLimit, show
 from fourfold.data.progress import working
 from fourfold.errors import UserError, given_as
@@ -52,7 +52,7 @@ def calibrate(
     from fourfold.data.files import check_writable
     from fourfold.huggingface.export_model import as_huggingface
     from fourfold.inference.loki import calibrate as find_basis
-    from fourfold.reports.terminal import rank_table
+    from fourfold.reports.loki_report import rank_table
 
     check_writable(out, "--out", "basis.safetensors")
     with as_huggingface(model) as names:
@@ -101,7 +101,7 @@ def evaluate(
     from fourfold.inference.lm_eval_tasks import checked_tokenizer, task_names
     from fourfold.inference.loki import LokiBasis
     from fourfold.inference.loki.quality import compare_tasks, measure_quality
-    from fourfold.reports.terminal import loki_tables
+    from fourfold.reports.loki_report import loki_tables
 
     names = task_names(tasks)
     with given_as("--basis"):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from fourfold.errors import UserError
 from fourfold.planning.machines.names import machine_names
+
+if TYPE_CHECKING:
+    from fourfold.inference.loki import LokiConfig
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")]
 Overrides = Annotated[
@@ -35,6 +39,22 @@ KNOBS = (
 user gives."""
 StoredDtype = Literal["auto", "fp32", "bf16", "fp16"]
 """Dtype of stored weights, for options. auto keeps the stored dtype."""
+ModelName = Annotated[
+    str, typer.Option("--model", metavar="DIR|ID|RUN", help="A Hugging Face model, or a run or checkpoint of fourfold.")
+]
+TokenizerName = Annotated[str | None, typer.Option(metavar="DIR|ID|bytes", help="Default: the model's own.")]
+DtypeName = Annotated[StoredDtype, typer.Option(help="Type of the weights. auto is the stored type.")]
+DeviceName = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")]
+LokiValues = Annotated[
+    list[str],
+    typer.Option(
+        "--loki",
+        metavar="KEY=VALUE",
+        help="Options of Loki (docs/loki.md): d=32, d_f=0.25, or variance=0.9. k=2048 or k_f=0.25. min_k=128, "
+        "min_seq=512, sink=4, recent=8, skip_layers=0,1. prefill=dense or simulate. basis=best, pre, or post. "
+        "kernels=auto, torch, triton, or numba. Repeatable.",
+    ),
+]
 
 
 def show(record: dict[str, Any] | None, as_json: bool, tables: Callable[[dict[str, Any]], object]) -> None:
@@ -47,3 +67,17 @@ def show(record: dict[str, Any] | None, as_json: bool, tables: Callable[[dict[st
             print(json.dumps(record))
         else:
             tables(record)
+
+
+def loki_config(values: Sequence[str], **defaults: Any) -> LokiConfig:
+    """Parse KEY=VALUE pairs into a Loki configuration. ``defaults`` replace Loki's own defaults. Raise ``UserError``
+    for a malformed pair, an unknown key, or an impossible value."""
+    from fourfold.inference.loki import LokiConfig
+
+    found = dict(defaults)
+    for pair in values:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise UserError(f"--loki {pair} is not KEY=VALUE, such as k=2048")
+        found[name] = value
+    return LokiConfig(**found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -94,4 +95,4 @@ def tune(
         typer.echo(f"\nStopped. The trials are in {search.folder}; the same command continues.", err=True)
         raise typer.Exit(ended_by(signal.SIGINT)) from None
     result = finish(search, base, end)
-    show(result.record(), as_json, lambda _: tune_tables(result))
+    show(asdict(result), as_json, lambda _: tune_tables(result))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from fourfold.config.expected_values import shown
 from fourfold.config.layout_sizes import Sizes
 from fourfold.config.legality import RULES
 from fourfold.config.run import RunConfig
@@ -52,13 +53,14 @@ def check_layout(run: RunConfig) -> None:
         if rule.broken(sizes):
             raise UserError(rule.sentence(run, sizes))
     training, grid = run.training, run.parallel
-    for key, off, needed in (("compile", False, 0), ("tuned_products", "off", run.model.kv_lora_rank)):
-        if (run.model.num_experts or needed) and getattr(training, key) != off:
-            without = f" without latent attention, and model.kv_lora_rank = {needed}" if needed else ""
+    not_compiled = ("num_experts", "linear_num_key_heads")
+    not_tuned = (*not_compiled, "kv_lora_rank", "attention_output_gate")
+    for key, off, others in (("compile", False, not_compiled), ("tuned_products", "off", not_tuned)):
+        found = [f"model.{other} = {shown(getattr(run.model, other))}" for other in others if getattr(run.model, other)]
+        if found and getattr(training, key) != off:
             raise UserError(
-                f"training.{key} = {repr(getattr(training, key)).lower()} is for dense models"
-                f"{without or f', and model.num_experts = {run.model.num_experts}'}; training.{key} = "
-                f"{repr(off).lower()} works"
+                f"training.{key} = {shown(getattr(training, key))} does not work with {found[0]}; training.{key} = "
+                f"{shown(off)} works"
             )
     if training.tuned_products != "off":
         if training.float8 != "none":

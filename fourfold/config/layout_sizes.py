@@ -60,6 +60,10 @@ class Sizes:
     latents: int = 0
     """Greatest common divisor of the widths of the latents and of the shared key channels. 0 without latent
     attention."""
+    linear_heads: int = 0
+    """Number of key heads of linear attention. 0 if there is none."""
+    output_gate: bool = False
+    """Whether attention's output has a gate."""
     shared_inner: int = 0
     """Width of the shared expert. 0 if there is none."""
     ep: Number = 1
@@ -94,6 +98,8 @@ class Sizes:
             experts=model.num_experts,
             expert_inner=model.moe_intermediate_size if model.num_experts else 0,
             latents=math.gcd(model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim),
+            linear_heads=model.linear_num_key_heads,
+            output_gate=model.attention_output_gate,
             shared_inner=model.shared_expert_intermediate_size,
             ep=grid.ep,
         )
@@ -148,6 +154,11 @@ class Sizes:
         """Return the width of the keys that must be divisible by x·y: all of it if x·y divides the query heads, and 0
         otherwise."""
         return self.keys * self.whole_heads
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the blocks have only the parts that batch parts and float8 support."""
+        return self.experts + self.latents + self.linear_heads + self.output_gate == 0
 
     @cached_property
     def head_ranks(self) -> Number:

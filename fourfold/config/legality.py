@@ -109,6 +109,7 @@ KEYS = "the features of keys and values"
 KV_FEATURES = "model.num_key_value_heads × head_dim = {s.kv_heads} × {s.head_dim}"
 TOKENS = "training.micro_batch_size × seq_length = {s.micro_batch} × {s.seq}"
 EXPERTS = "layers.*.mlp.experts"
+PLAIN = "dense models with neither latent, linear, nor gated attention"
 LATENTS = "the common divisor of model.q_lora_rank, kv_lora_rank, and qk_rope_head_dim"
 
 RULES: tuple[Divides | Rule, ...] = (
@@ -158,6 +159,23 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Divides(("x", "y"), KEYS, "whole_keys", K_PROJ, "model.num_key_value_heads", KV_FEATURES),
+    Rule(
+        "linear attention cannot be shared over y: it divides neither the heads nor the micro-batch",
+        lambda s: s.linear_heads > 0 and s.splits_queries,
+        lambda run, s: (
+            f"linear attention cannot be split over y = {s.y}: neither model.num_attention_heads = {s.heads} (over x·y "
+            f"= {s.x * s.y}) nor training.micro_batch_size = {s.micro_batch} divides; micro_batch_size = "
+            f"{round_to_multiple(s.micro_batch, s.y)} works"
+        ),
+    ),
+    Rule(
+        "the ranks that share heads do not divide the key heads of linear attention",
+        lambda s: s.linear_heads > 0 and s.linear_heads % s.head_ranks != 0,
+        lambda run, s: (
+            f"model.linear_num_key_heads = {s.linear_heads} must divide over the {s.head_ranks} ranks of cp, x and y "
+            f"that share the heads; {math.gcd(s.linear_heads, s.head_ranks)} such ranks work"
+        ),
+    ),
     Rule(
         "batch_parts divides neither the micro-batch nor its tokens",
         lambda s: (
@@ -269,19 +287,14 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "batch parts work with neither experts nor latent attention",
-        lambda s: s.experts + s.latents > 0 and (s.batch_parts > 1) & (s.x * s.y > 1),
-        lambda run, s: (
-            f"overlap.batch_parts = {s.batch_parts} is for dense models without latent attention; batch_parts = 1 works"
-        ),
+        f"batch parts are for {PLAIN}",
+        lambda s: not s.is_plain and (s.batch_parts > 1) & (s.x * s.y > 1),
+        lambda run, s: f"overlap.batch_parts = {s.batch_parts} is for {PLAIN}; batch_parts = 1 works",
     ),
     Rule(
-        "float8 computes neither experts nor latent attention",
-        lambda s: (s.experts + s.latents > 0) & s.float8,
-        lambda run, s: (
-            f"training.float8 = '{run.training.float8}' is for dense models without latent attention; "
-            "float8 = 'none' works"
-        ),
+        f"float8 is for {PLAIN}",
+        lambda s: (not s.is_plain) & s.float8,
+        lambda run, s: f"training.float8 = '{run.training.float8}' is for {PLAIN}; float8 = 'none' works",
     ),
     Rule(
         f"float8 needs multiples of {FLOAT8_MULTIPLE} features and tokens on every rank",

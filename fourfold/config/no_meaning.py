@@ -21,8 +21,8 @@ _OF_LATENTS = dict.fromkeys(("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_di
 """Keys that need latent attention, with their default values."""
 
 NOT_WITH_LATENTS: dict[str, Any] = dict.fromkeys(
-    ("attention_bias", "attention_output_bias", "qk_norm", "attention_sinks"), False
-) | {"partial_rotary_factor": 1.0, "sliding_window": 0}
+    ("attention_bias", "attention_output_bias", "attention_output_gate", "qk_norm", "attention_sinks"), False
+) | {"partial_rotary_factor": 1.0, "sliding_window": 0, "linear_num_key_heads": 0}
 """Keys that must have their default values with latent attention."""
 
 NO_MEANING: tuple[tuple[str, Any, str, Any], ...] = (

@@ -78,15 +78,15 @@ class OptimizerConfig(Strict):
 
 
 def rule_of(name: str, dims: int, optimizer: Rule) -> Rule:
-    """Return the update rule of a parameter. Muon updates only matrices of the layers, except routers.
+    """Return the update rule of a parameter. Muon updates only matrices of the layers, except routers and convolutions.
 
-    A row of a router, and the gate of a shared expert, are vectors that each compute one score. Muon's authors use
-    AdamW for such weights.
+    A row of a router or of a convolution, and the gate of a shared expert, are vectors that each compute one output.
+    Muon's authors use AdamW for such weights.
     """
     if optimizer != "muon":
         return optimizer
-    of_router = ".mlp.gate." in name or ".shared_expert_gate." in name
-    return "muon" if name.startswith("layers.") and is_matrix(name, dims) and not of_router else "adamw"
+    by_row = ".mlp.gate." in name or ".shared_expert_gate." in name or name.endswith("_conv")
+    return "muon" if name.startswith("layers.") and is_matrix(name, dims) and not by_row else "adamw"
 
 
 def is_matrix(name: str, dims: int) -> bool:

@@ -25,13 +25,14 @@ def num_parameters(model: ModelConfig) -> int:
     if model.position_embedding == "learned":
         embeddings += model.max_position_embeddings * hidden
     norm = hidden * (2 if model.norm == "layernorm" else 1)
-    dense = model.num_hidden_layers - model.sparse_layers
+    dense, linear = model.num_hidden_layers - model.sparse_layers, model.linear_layers
     layers = dense * (_attention_and_norms(model) + _mlp(model)) + model.sparse_layers * parameters_per_layer(model)
-    return embeddings + norm + layers
+    return embeddings + norm + layers + linear * (_linear_attention(model) - _attention(model))
 
 
 def parameters_per_layer(model: ModelConfig) -> int:
-    """Return the number of parameters of one layer. In an MoE model, this is a layer with experts."""
+    """Return the number of parameters of one layer, without linear attention. In an MoE model, the layer has
+    experts."""
     return _attention_and_norms(model) + (_mixture(model, model.num_experts) if model.num_experts else _mlp(model))
 
 
@@ -44,19 +45,38 @@ def active_parameters_per_layer(model: ModelConfig) -> int:
 
 
 def _attention_and_norms(model: ModelConfig) -> int:
+    norm = model.hidden_size * (2 if model.norm == "layernorm" else 1)
+    return _attention(model) + (4 if model.norm_placement == "around" else 2) * norm
+
+
+def _attention(model: ModelConfig) -> int:
     hidden = model.hidden_size
     queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    norm = hidden * (2 if model.norm == "layernorm" else 1)
-    attention = hidden * (queries + 2 * keys) + queries * hidden
+    gate = queries * model.attention_output_gate
+    attention = hidden * (queries + 2 * keys + gate) + queries * hidden
     if model.kv_lora_rank:
         values, latents = model.num_attention_heads * model.v_head_dim, model.q_lora_rank + model.kv_lora_rank
         plain = model.num_attention_heads * model.qk_nope_head_dim
         attention = hidden * (latents + model.qk_rope_head_dim) + latents + queries * (model.q_lora_rank or hidden)
         attention += model.kv_lora_rank * (plain + values) + values * hidden
-    attention += (queries + 2 * keys) * model.attention_bias + hidden * model.attention_output_bias
+    attention += (queries + 2 * keys + gate) * model.attention_bias + hidden * model.attention_output_bias
     attention += model.num_attention_heads * model.attention_sinks
     normed = queries + keys if model.qk_norm_over == "all_heads" else 2 * model.head_dim
-    return attention + normed * model.qk_norm + (4 if model.norm_placement == "around" else 2) * norm
+    return attention + normed * model.qk_norm
+
+
+def _linear_attention(model: ModelConfig) -> int:
+    heads = model.linear_num_value_heads
+    channels = 2 * model.linear_num_key_heads * model.linear_key_head_dim + heads * model.linear_value_head_dim
+    of_heads = 2 * heads + model.linear_value_head_dim
+    return linear_attention_matrices(model) + channels * model.linear_conv_kernel_dim + of_heads
+
+
+def linear_attention_matrices(model: ModelConfig) -> int:
+    """Return the number of entries in the matrices of a layer's linear attention."""
+    heads = model.linear_num_value_heads
+    keys, values = model.linear_num_key_heads * model.linear_key_head_dim, heads * model.linear_value_head_dim
+    return model.hidden_size * (2 * keys + 3 * values + 2 * heads)
 
 
 def _mlp(model: ModelConfig) -> int:

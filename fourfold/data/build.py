@@ -1,7 +1,7 @@
 """Open the corpora that a run file names. The built-in corpus is prepared on first use."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fourfold.config.data_section import DataConfig
@@ -21,12 +21,12 @@ from fourfold.errors import UserError, given_as
 
 _VALIDATION_FRACTION = 0.02
 
-KINDS: dict[str, type[TokenWindows | PackedConversations | PreferencePairs]] = {
-    "text": TokenWindows,
+KINDS: dict[str, Callable[[str | Path, int, int, int], Samples]] = {
+    "text": TokenWindows.open,
     "sft": PackedConversations,
     "preferences": PreferencePairs,
 }
-"""Maps the format of a corpus to the class that reads its samples."""
+"""Maps the format of a corpus to the function that opens its samples."""
 
 
 def build_dataset(
@@ -41,15 +41,15 @@ def build_dataset(
         look_back: Number of tokens before each sample that masks read.
 
     Raises:
-        UserError: A corpus is missing, damaged, or too small, a weight is not positive, or the manifests name different
-            tokenizers.
+        UserError: A corpus is missing, damaged, or too small, a weight is not positive or too small, or the manifests
+            name different tokenizers.
     """
     check_one_tokenizer([prefix for prefix, _ in sources])
     samples: list[tuple[Samples, float]] = []
     for number, (prefix, weight) in enumerate(sources):
         manifest = read_manifest(prefix)
-        kind = KINDS["text" if manifest is None else manifest.format]
-        samples.append((kind.open(prefix, seq_length, seed + number, look_back), weight))
+        open_samples = KINDS["text" if manifest is None else manifest.format]
+        samples.append((open_samples(prefix, seq_length, seed + number, look_back), weight))
     return SourceMixture(samples, seed)
 
 
@@ -61,7 +61,7 @@ def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
         look_back: Number of tokens before each sample that masks read.
 
     Raises:
-        UserError: The dataset cannot be loaded or has too few files for `data.streams`.
+        UserError: The dataset or the tokenizer cannot be loaded, or the dataset has too few files for `data.streams`.
     """
     data, training = run.data, run.training
     assert data.source is not None, "config/run.py checks it"
@@ -95,10 +95,10 @@ def ensure_builtin(tokenizer: str | Path | None = None, cache_dir: str | Path = 
     Args:
         tokenizer: "bytes" or the path of a tokenizer.json. None trains a tokenizer.
         cache_dir: Folder of the prepared corpora.
-        vocab_size: Vocabulary of the trained tokenizer. Ignored if `tokenizer` is given.
+        vocab_size: Vocabulary size of the trained tokenizer. Ignored if `tokenizer` is given.
 
     Raises:
-        UserError: `prepare` failed.
+        UserError: The tokenizer cannot be opened, or `prepare` failed.
     """
     with given_as("data.tokenizer"):
         label = f"bpe{vocab_size}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint[:12]
@@ -132,7 +132,7 @@ def open_run_tokenizer(run: RunConfig) -> Tokenizer | None:
         The tokenizer, or None if neither the corpora nor the run file name one.
 
     Raises:
-        UserError: `data.tokenizer` is not the tokenizer that made the corpora.
+        UserError: The tokenizer cannot be opened, or `data.tokenizer` is not the tokenizer that made the corpora.
     """
     data = run.data
     if data.is_streamed:

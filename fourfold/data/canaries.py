@@ -38,13 +38,14 @@ class Canaries:
     """The canaries to plant."""
 
     count: int
-    """Number of canaries for each number of repeats."""
+    """Number of canaries for each repeat count."""
     repeats: tuple[int, ...]
-    """Numbers of repeats, all different. Canaries with 0 repeats are the control."""
+    """Repeat counts, all different. Canaries with 0 repeats are the control."""
     length: int = 100
     """Number of tokens per canary."""
     noise: float = 0.0
-    """Fraction of each copy's tokens that are replaced at random. Above 0, copies are near-duplicates."""
+    """Fraction of each copy's tokens that are replaced at random. Above 0, the copies of a canary are
+    near-duplicates."""
     shift: int = 0
     """Maximum number of tokens cut off the start of a copy."""
     source: str | None = None
@@ -108,8 +109,9 @@ def copy_of(
 class CorpusPieces:
     """A corpus cut into pieces. Some pieces become canaries, and canaries are planted between pieces.
 
-    A piece is a document. If fewer than `wanted` documents are long enough, each piece is instead a passage of `length`
-    tokens (more in a huge corpus).
+    A piece is a document. If fewer than `wanted` documents have `length` tokens of text, documents are cut into
+    passages of at least `length` tokens (more in a huge corpus), and each passage is a piece. Shorter documents stay
+    whole.
     """
 
     def __init__(self, corpus: IndexedDataset, length: int, wanted: int) -> None:
@@ -134,9 +136,9 @@ class CorpusPieces:
         return self._corpus.read(int(self._offsets[piece]), length).astype(np.int64)
 
     def documents(self, pieces: NDArray[np.int64], eod_id: int) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        """Return the tokens of some pieces as whole documents, and the length of each document.
+        """Return the tokens of some pieces as documents, and the length of each document.
 
-        Neighboring pieces of one document stay together. If only a part of a document is returned, an end-of-document
+        Neighboring pieces of one document stay together. If a document is cut off before its end, an end-of-document
         token is added.
 
         Args:
@@ -163,8 +165,8 @@ class CorpusPieces:
 
 
 def plant(split: CorpusSplit, canaries: Canaries, tokenizer: Tokenizer, text_key: str, ledger: Path) -> CorpusSplit:
-    """Write a second corpus next to the corpus of `split`. It has the pieces of `split`, and canaries at random places
-    between them.
+    """Write a second corpus next to the corpus of `split`. It has the pieces of `split`, with canaries at random
+    positions between them. Also write the ledger.
 
     Pieces that become canaries are taken out of the corpus, so a canary with 0 repeats occurs nowhere.
 
@@ -175,8 +177,11 @@ def plant(split: CorpusSplit, canaries: Canaries, tokenizer: Tokenizer, text_key
         text_key: Key of the text in the rows of `canaries.source`.
         ledger: Path of the ledger to write.
 
+    Returns:
+        The new corpus, with its counts.
+
     Raises:
-        UserError: The source has too little text.
+        UserError: The source has too little text or cannot be read.
     """
     corpus = IndexedDataset(split.prefix)
     wanted = canaries.count * len(canaries.repeats)

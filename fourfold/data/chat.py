@@ -30,13 +30,13 @@ class ChatTemplate:
 
     Tokens equal what transformers' `apply_chat_template` returns for the whole conversation. The assistant's text is
     the text that the template marks with {% generation %}. If a template has no such marks, each answer is the text
-    that it adds to the rendered prompt, up to the end of its turn. Whitespace after the token that ends the turn is not
-    part of the answer. A token belongs to the assistant if its first character does.
+    that the template adds to the rendered prompt, up to the end of the turn. A token then belongs to the answer if its
+    first character does. Whitespace after the token that ends the turn is not part of the answer.
 
     Keys of a message:
         - `weight`: 0 leaves an answer out of training.
-        - A key that the template does not use is an error. Exceptions are keys that only describe a row's origin
-          (`HARMLESS`, ids) and the keys in `ignored`.
+        - A key that the template does not use is an error. Exceptions are keys with an empty value, the `name` of a
+          tool's message, keys that only describe the message (see `is_harmless`), and the keys in `ignored`.
 
     Args:
         folder: Folder of a model, or a file in it.
@@ -44,7 +44,8 @@ class ChatTemplate:
         ignored: Keys of messages to drop.
 
     Raises:
-        UserError: transformers is not installed, or the folder has no tokenizer or no template.
+        UserError: transformers is not installed, the folder is "bytes" or has no tokenizer or no template, or the
+            template file cannot be read.
     """
 
     def __init__(self, folder: str | Path, template: str | Path | None = None, ignored: Collection[str] = ()) -> None:
@@ -103,7 +104,8 @@ class ChatTemplate:
             The token ids [tokens], and whether each token is trained [tokens].
 
         Raises:
-            ValueError: The conversation is invalid.
+            ValueError: A message or an option is invalid, the template refuses the conversation or does not use all of
+                it, or the answers cannot be found in the rendered text.
         """
         options = options or {}
         if taken := options.keys() & self._taken:
@@ -133,7 +135,8 @@ class ChatTemplate:
     def _find_answers(
         self, messages: Sequence[Message], options: Mapping[str, Any], text: str, weights: Sequence[int | None]
     ) -> list[tuple[int, int]]:
-        """Return the character range [begin, end) of every answer in the text, except answers with weight 0."""
+        """Return the character range [begin, end) of every answer in the text, except answers with weight 0. Raise
+        ValueError if an answer cannot be found."""
         found: list[tuple[int, int]] = []
         tail = self._find_tail(options)
         for number, weight in enumerate(weights):
@@ -158,7 +161,8 @@ class ChatTemplate:
         return found
 
     def _check_used(self, messages: Sequence[Message], options: Mapping[str, Any], text: str, template: str) -> None:
-        """Raise ValueError if the template does not use the tools, a template variable, or a key of a message."""
+        """Raise ValueError if the template does not use the row's tools, one of its template variables, or a key of a
+        message."""
         remedy = "remove it, or drop it with --ignore-key"
         for key in options:
             if key == "tools" and self._try_to_render(messages, {**options, key: None}) == text:
@@ -171,14 +175,15 @@ class ChatTemplate:
                 continue
             where = [number for number, message in enumerate(messages, start=1) if key in message]
             if key == "name" and all(messages[number - 1]["role"] == "tool" for number in where):
-                continue  # Templates may ignore such a key, for example tool_call_id.
+                continue  # A template may ignore the name of a tool's message, just like its tool_call_id.
             without = [{name: value for name, value in message.items() if name != key} for message in messages]
             if self._try_to_render(without, options) == text:
                 remedy = f"{remedy} {key}" if key != "tool_calls" else "give --chat-template a file that uses them"
                 raise ValueError(f"message {where[0]} has {key}, which the chat template does not use; {remedy}")
 
     def _prepare_message(self, number: int, message: Message) -> dict[str, Any]:
-        """Return a message as the template expects it: without nulls, and with its content as text or as parts."""
+        """Return a message as the template expects it: without nulls, `weight`, and ignored keys, and with its content
+        as text or as parts."""
         kept = {key: value for key, value in message.items() if value is not None and key not in self.ignored}
         kept.pop("weight", None)
         content = kept.get("content")
@@ -245,7 +250,7 @@ class ChatTemplate:
         return full.removeprefix(plain) if plain and full and full.startswith(plain) else ""
 
     def _apply_template(self, messages: Sequence[Message], options: Mapping[str, Any], **more: Any) -> Any:
-        """Render the messages as text, or as a dictionary of token ids."""
+        """Render the messages as text, or with `tokenize=True` as a dictionary of token ids and masks."""
         return self._tokenizer.apply_chat_template([dict(message) for message in messages], **options, **more)
 
     def _render(

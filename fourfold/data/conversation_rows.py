@@ -1,7 +1,7 @@
 """Read rows of conversations in the common formats, and return messages or a prompt with its completion.
 
-No key of a row is dropped silently. If a key is not used, is not known to be harmless, and is not named with
---ignore-key, the row is refused.
+No part of a row is dropped silently. A row with an unused key is refused, unless the key is known to be harmless, is
+named with --ignore-key, or has an empty value.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ HARMLESS = (
     *("id", "uuid", "idx", "index", "source", "dataset", "split", "category", "task", "language", "license"),
     *("metadata", "model", "score", "url", "timestamp"),
 )
-"""Keys that only describe the origin of a row. Keys that end in "_id" are harmless too."""
+"""Keys that only describe a row, such as its origin or its license. Keys that end in "_id" are harmless too."""
 
 _CALLS = "function_call"
 _SPEAKERS = {"human": "user", "gpt": "assistant", _CALLS: "assistant", "observation": "tool"}
-"""Maps the names of speakers in ShareGPT rows to roles. The names of tools come from LLaMA-Factory."""
+"""Maps the names of speakers in ShareGPT rows to roles. LLaMA-Factory introduced the names function_call and
+observation."""
 _ROLES = ("system", "user", "assistant", "tool")
 _OPTIONS = ("tools", "chat_template_kwargs")
 _FORMS = "messages, conversations, prompt and completion, or instruction and output"
@@ -58,14 +59,14 @@ def read_row(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Conv
         - `messages` (OpenAI)
         - `conversations` (ShareGPT)
         - `prompt` and `completion`, as texts or as lists of messages (TRL)
-        - `instruction` and `output` (Alpaca)
+        - `instruction` and `output`, with an optional `input` (Alpaca)
 
     Args:
         row: The row.
         ignored: Keys to drop.
 
     Returns:
-        A list with one conversation.
+        A list with one conversation or one completion.
 
     Raises:
         ValueError: The row has another form, or a key would not be used.
@@ -93,14 +94,18 @@ def read_row(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Conv
 
 
 def read_pair(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Conversation | Completion]:
-    """Read one row of --format preferences.
+    """Read one row of --format preferences: a prompt with a chosen and a rejected answer.
+
+    A row has one of these forms:
+        - `prompt`, `chosen`, and `rejected` as texts
+        - `chosen` and `rejected` as lists of messages, with an optional `prompt` as a list
 
     Args:
         row: The row.
         ignored: Keys to drop.
 
     Returns:
-        The chosen conversation, then the rejected one.
+        The prompt with the chosen answer, then the prompt with the rejected answer.
 
     Raises:
         ValueError: The row has another form, or a key would not be used.
@@ -143,7 +148,8 @@ def _make_conversation(row: Mapping[str, Any], messages: Any, prompt: int = 0, *
 
 
 def _convert_message(number: int, message: Any) -> Any:
-    """Convert a ShareGPT message (from and value) to role and content, or to tool calls."""
+    """Convert a ShareGPT message (from and value) to role and content, or to tool calls. Return any other message
+    unchanged."""
     if not isinstance(message, dict) or "from" not in message or "role" in message:
         return message
     speaker = message["from"]
@@ -183,7 +189,8 @@ def _check_keys(row: Mapping[str, Any], used: Collection[str]) -> None:
 
 
 def _count_shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
-    """Count the messages at the start that both conversations share. They are the prompt if the row has no prompt."""
+    """Count the messages at the start that both conversations share. They are the prompt if the row has no prompt.
+    Return 0 if one conversation is the beginning of the other."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
     return next((number for number, (one, other) in pairs if one != other), 0)
 

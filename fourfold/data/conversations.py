@@ -1,13 +1,13 @@
-"""Pack whole conversations into windows. Each window is a sample.
+"""Pack conversations into windows. Each window is a sample.
 
-Conversations are not cut to fill a window, and cannot attend to each other.
+A conversation is never divided between windows. If it is longer than a window, its end is cut off. Conversations in the
+same window cannot attend to each other.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,59 +27,72 @@ class PackingStatistics:
     conversations: int
     """Number of conversations in the windows."""
     filled: float
-    """Fraction of the tokens that belong to a conversation. The remaining tokens are padding."""
+    """Fraction of the windows' tokens that belong to a conversation. The remaining tokens are padding."""
     cut: int
     """Number of conversations that are longer than a window. Their ends are cut off."""
     left_out: int
-    """Number of conversations that are left out, because their answers begin after the end of the window."""
+    """Number of conversations that are left out, because none of their trained tokens lies within a window."""
 
 
-class PackedConversations:
-    """Windows of `seq_length` + 1 tokens, filled with whole conversations and padding.
-
-    Each conversation is a document. The padding is a separate document and is never trained. Which conversations share
-    a window depends only on their lengths.
-
-    Sample n is one window. Epoch n // len(self) visits all windows in its own order, drawn from `seed`. Masks get
-    `look_back` places before each window. The places are empty, because nothing comes before a conversation.
+class ConversationCorpus:
+    """A corpus of conversations, whose samples have `seq_length` + 1 tokens.
 
     Args:
-        corpus: Tokens of the conversations, one document each.
-        answers: For each token of `corpus`, a flag that says whether the token is trained.
+        prefix: Path without a suffix of a corpus that `fourfold prepare --format` made. Each conversation (in pairs of
+            answers, each answer with its prompt) is one document.
         seq_length: Number of tokens per sample.
-        seed: Seed of the order of windows.
-        padding: Token that fills the end of a window.
-        look_back: Number of empty places before each window.
+        seed: Seed of the order of samples.
+        look_back: Number of empty places before each sample. They are for masks.
+
+    Attributes:
+        corpus: Tokens of the conversations.
+        answers: For each token of `corpus`, a flag that says whether the token is trained.
+        padding: Token that fills the end of a sample.
 
     Raises:
-        UserError: The two corpora do not belong together, or no answer fits in a window.
+        UserError: The two corpora do not belong together, or a file is missing or damaged.
     """
 
-    def __init__(
-        self,
-        corpus: IndexedDataset,
-        answers: IndexedDataset,
-        seq_length: int,
-        seed: int,
-        padding: int,
-        look_back: int = 0,
-    ) -> None:
-        if answers.tokens != corpus.tokens or answers.documents != corpus.documents:
-            raise UserError(f"{answers.prefix}.bin does not belong to {corpus.prefix}.bin; prepare the corpus again")
-        self.corpus, self.answers, self.padding = corpus, answers, padding
+    def __init__(self, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> None:
+        self.padding = corpus_tokenizer(prefix).eod_id
+        self.corpus, self.answers = IndexedDataset(prefix), IndexedDataset(trained_prefix(prefix))
+        if (self.answers.tokens, self.answers.documents) != (self.corpus.tokens, self.corpus.documents):
+            raise UserError(
+                f"{self.answers.prefix}.bin does not belong to {self.corpus.prefix}.bin; prepare the corpus again"
+            )
         self.seq_length, self.seed, self.look_back = seq_length, seed, look_back
-        self._offsets = corpus.document_offsets
-        room = seq_length + 1
+        self._offsets = self.corpus.document_offsets
+
+    def _fitting(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the length of each conversation, and whether an answer begins within `seq_length` + 1 tokens."""
         lengths = np.diff(self._offsets)
-        first = first_answers(answers, self._offsets)
-        kept = np.flatnonzero(first < np.minimum(lengths, room))
+        return lengths, first_answers(self.answers, self._offsets) < np.minimum(lengths, self.seq_length + 1)
+
+
+class PackedConversations(ConversationCorpus):
+    """Windows of `seq_length` + 1 tokens, filled with conversations and padding.
+
+    Each conversation is a document. The padding is a separate document and is never trained. Which conversations share
+    a window depends only on `seq_length` and the lengths of the conversations.
+
+    Sample n is one window. Epoch n // len(self) visits all windows in its own order, drawn from `seed`. Each sample
+    also has `look_back` positions before its window, for masks. They hold padding, because nothing comes before a
+    conversation.
+
+    Raises:
+        UserError: See `ConversationCorpus`, or no answer fits in a window.
+    """
+
+    def __init__(self, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> None:
+        super().__init__(prefix, seq_length, seed, look_back)
+        room = seq_length + 1
+        lengths, fits = self._fitting()
+        kept = np.flatnonzero(fits)
         if len(kept) == 0:
             raise UserError(
-                f"no conversation of {corpus.prefix}.bin has an answer within training.seq_length = {seq_length}; "
-                "raise it"
+                f"no conversation of {prefix}.bin has an answer within training.seq_length = {seq_length}; raise it"
             )
-        self._windows = pack(np.minimum(lengths[kept], room), room)
-        self._windows = [kept[window] for window in self._windows]
+        self._windows = [kept[window] for window in pack(np.minimum(lengths[kept], room), room)]
         self.statistics = PackingStatistics(
             windows=len(self._windows),
             conversations=len(kept),
@@ -87,13 +100,6 @@ class PackedConversations:
             cut=int((lengths[kept] > room).sum()),
             left_out=len(lengths) - len(kept),
         )
-
-    @classmethod
-    def open(cls, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> Self:
-        """Open a corpus that `fourfold prepare --format sft` made."""
-        padding = corpus_tokenizer(prefix).eod_id
-        answers = IndexedDataset(trained_prefix(prefix))
-        return cls(IndexedDataset(prefix), answers, seq_length, seed, padding, look_back)
 
     def __len__(self) -> int:
         """Return the number of windows in one epoch."""
@@ -160,14 +166,16 @@ def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArra
 
 
 def first_answers(answers: IndexedDataset, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the position of the first trained token in each conversation, or a huge number if none is trained.
+    """Return the position of the first trained token in each conversation. If no token is trained, return a number that
+    is at least the length of the conversation.
+
+    The first token of a conversation does not count, because it cannot be predicted from an earlier token.
 
     Args:
         answers: For each token, a flag that says whether the token is trained.
         offsets: Start of each conversation, followed by the end of the last conversation [conversations + 1].
     """
     trained = np.flatnonzero(answers.read(0, answers.tokens))
-    # Skip the first token of a conversation, because it cannot be predicted from an earlier token.
     trained = trained[~np.isin(trained, offsets)]
     next_trained = np.append(trained, np.iinfo(np.int64).max // 2)[np.searchsorted(trained, offsets[:-1])]
     return next_trained - offsets[:-1]

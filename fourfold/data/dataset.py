@@ -1,10 +1,10 @@
-"""Define the samples of a run: cut a corpus into shuffled windows, or mix several corpora."""
+"""Define the samples of a run: cut each corpus into windows, shuffle the windows, and mix several corpora."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,19 +14,19 @@ from fourfold.data.order import hash64, sample_permutation
 from fourfold.errors import UserError
 
 BLOCK = 10_000
-"""Number of samples in a block. The proportions of a mixture are exact in every block."""
+"""Number of samples in a block of a mixture. Every block has the same number of samples from each source."""
 
 NO_DOCUMENT = -(2**31)
-"""Document index of places before the first token of a corpus."""
+"""Document index of positions before the first token of a corpus or conversation."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of the token stream. Masks take these as input."""
+    """Windows of the token stream, which are the input of masks."""
 
     stream: NDArray[np.int64]
-    """Tokens [samples, look_back + seq_length + 1]. The model never reads the first `look_back` of them. They are only
-    for masks."""
+    """Tokens [samples, look_back + seq_length + 1]. The first `look_back` tokens of a row are only for masks. The model
+    never reads them."""
     stream_documents: NDArray[np.int64]
     """Index of each token's document, in the same shape as `stream`. The first token of the window is in document 0,
     and earlier documents have negative indices."""
@@ -34,7 +34,8 @@ class Windows:
     """Index of each sample in the order of training [samples]."""
     look_back: int = 0
     answers: NDArray[np.bool_] | None = None
-    """Whether each token belongs to an answer in a conversation [samples, seq_length + 1]. None for text."""
+    """Whether each token belongs to a trained answer of a conversation [samples, seq_length + 1]. None for plain text.
+    In a mixture, plain text is all True."""
     reference: NDArray[np.float32] | None = None
     """Log-probability of each answer under the reference model of preference optimization [samples]."""
     is_data: NDArray[np.bool_] | None = None
@@ -65,8 +66,8 @@ class Samples(Protocol):
 class TokenWindows:
     """One corpus, cut into windows of `seq_length` + 1 tokens.
 
-    Window i starts at token i·seq_length. Neighboring windows share one token, so every token except the first is
-    predicted once. Tokens at the end that do not fill a window are left out.
+    Window i starts at token i·seq_length. Neighboring windows share one token, so every token of the windows except the
+    very first is predicted once. Tokens at the end that do not fill a window are left out.
 
     Sample n is one window. Epoch n // len(self) visits all windows in its own order, drawn from `seed`. Each sample
     also has the `look_back` tokens before its window, for masks.
@@ -106,7 +107,7 @@ class TokenWindows:
         document_starts, missing = [], []
         for row, window in enumerate(windows.tolist()):
             start = window * self.seq_length - self.look_back
-            absent = max(0, -start)  # Places before the corpus's first token.
+            absent = max(0, -start)  # Number of positions before the corpus's first token.
             tokens[row, absent:] = self.corpus.read(start + absent, length - absent)
             document_starts.append(absent + self.corpus.document_starts(start + absent, length - absent))
             missing.append(absent)
@@ -126,7 +127,8 @@ class SourceMixture:
         seed: Seed of the arrangement.
 
     Raises:
-        UserError: There is no source, a weight is not a positive number, or a weight rounds to no sample.
+        UserError: There is no source, a weight is not a positive finite number, or a weight is so small that its source
+            gets no sample in a block.
     """
 
     def __init__(self, sources: Sequence[tuple[Samples, float]], seed: int) -> None:
@@ -145,25 +147,19 @@ class SourceMixture:
         block, place = np.divmod(numbers, BLOCK)
         source = self._source[place]
         own_number = block * self.counts[source] + self._rank[place]
-        stream = np.empty((len(place), self.look_back + self.seq_length + 1), dtype=np.int64)
-        documents = np.empty_like(stream)
-        answers = np.ones((len(place), self.seq_length + 1), dtype=bool)
-        reference: NDArray[np.float32] | None = None
-        is_data: NDArray[np.bool_] | None = None
-        for index in np.unique(source):
-            rows = np.flatnonzero(source == index)
-            windows = self.sources[index].read(own_number[rows])
-            stream[rows] = windows.stream
-            documents[rows] = windows.stream_documents
-            answers[rows] = True if windows.answers is None else windows.answers
-            if windows.reference is not None:
-                reference = np.empty(len(place), dtype=np.float32) if reference is None else reference
-                reference[rows] = windows.reference
-            # data.format applies to all sources, so either all have padding or none has. So no row stays unset.
-            if windows.is_data is not None:
-                is_data = np.empty_like(answers) if is_data is None else is_data
-                is_data[rows] = windows.is_data
-        return Windows(stream, documents, numbers, self.look_back, answers, reference, is_data)
+        rows = [np.flatnonzero(source == index) for index in range(len(self.sources))]
+        parts = [each.read(own_number[own]) for each, own in zip(self.sources, rows, strict=True) if len(own)]
+        # This is where each row of the concatenated parts goes.
+        order = np.argsort(np.concatenate(rows))
+
+        def mixed(field: str) -> Any:
+            """Return a field of all rows. data.format applies to all sources, so the field is None for all or none."""
+            found = [getattr(windows, field) for windows in parts]
+            return None if found[0] is None else np.concatenate(found)[order]
+
+        stream, documents = mixed("stream"), mixed("stream_documents")
+        optional = (mixed(field) for field in ("answers", "reference", "is_data"))
+        return Windows(stream, documents, numbers, self.look_back, *optional)
 
 
 def windows_of(
@@ -177,8 +173,8 @@ def windows_of(
 
     Args:
         stream: Tokens [samples, look_back + seq_length + 1].
-        document_starts: For each row, the index of each document's first token.
-        missing: For each row, the number of places before the first token of the corpus.
+        document_starts: For each row, the index in the row of each document's first token.
+        missing: For each row, the number of positions before the first token of the corpus.
         numbers: Index of each sample [samples].
         look_back: Number of tokens before each window.
     """
@@ -218,7 +214,7 @@ def positions_of(documents: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
-    """Return each source's number of samples in a block, by the largest-remainder method. The numbers add up to
+    """Return each source's number of samples in a block, by the largest-remainder method. The counts add up to
     BLOCK."""
     for index, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
@@ -238,11 +234,11 @@ def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
 
 
 def _arrange(counts: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each place in a block, return the source, and the number of samples that this source has at earlier places.
-    Both are [BLOCK]."""
+    """For each position in a block, return the source, and the number of samples that this source has at earlier
+    positions. Both arrays are [BLOCK]."""
     source = np.repeat(np.arange(len(counts)), counts)
     rank = np.concatenate([np.arange(count) for count in counts])
-    # For a source with c samples, divide the block into c equal parts. The source's sample k falls at a random place
+    # For a source with c samples, divide the block into c equal parts. The source's sample k gets a random position
     # within part k.
     jitter = hash64(np.arange(BLOCK), seed) / 2.0**64
     order = np.argsort((rank + jitter) / counts[source], kind="stable")

@@ -45,7 +45,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 class WriteFailed(UserError):
-    """A file could not be written, often because the disk is full."""
+    """A file or folder could not be written, often because the disk is full."""
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def writing(path: Path) -> Iterator[None]:
     """Turn an OSError in the block, such as a full disk, into a `WriteFailed` that names `path`.
 
     Raises:
-        WriteFailed: The block failed, or `path` has no file name.
+        WriteFailed: The block raised an OSError, or `path` has no file name.
     """
     if not path.name:
         raise WriteFailed(f"cannot write {path}: it is a folder; add a file name")
@@ -85,7 +85,7 @@ def write_output(path: Path, content: str | bytes) -> None:
     """Write a file for the user, completely or not at all.
 
     Raises:
-        UserError: The file cannot be written.
+        WriteFailed: The file cannot be written.
     """
     with writing(path):
         write_whole(path, content.encode() if isinstance(content, str) else content)
@@ -137,7 +137,7 @@ def temporary_folder(parent: Path | None = None, prefix: str = "fourfold-", suff
     on other machines are kept, because their locks may not be visible here.
 
     Args:
-        parent: Where to create the folder. None uses the system's folder for temporary files.
+        parent: Folder in which the new folder is created. None uses the system's folder for temporary files.
         prefix: Beginning of the name.
         suffix: End of the name.
     """
@@ -182,8 +182,8 @@ def _remove_abandoned(folder: Path) -> None:
 def locked(path: Path, *, wait: bool) -> Iterator[None]:
     """Hold an exclusive lock on `path` during the block. The file is created if it does not exist.
 
-    The kernel releases the lock when the process dies, so a lock is never stale. On parallel file systems without
-    locks, the block runs without one. So use this lock to avoid repeated work, and do not rely on it for correctness.
+    The kernel releases the lock when the process dies, so a lock is never stale. On file systems without locks, the
+    block runs without one. So use this lock to avoid repeated work, and do not rely on it for correctness.
 
     Args:
         path: File to lock.
@@ -207,7 +207,7 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
 
 @contextmanager
 def locked_folder(folder: Path, refusal: str) -> Iterator[None]:
-    """Hold an exclusive lock on a folder during the block, without a file in it.
+    """Hold an exclusive lock on a folder during the block, without creating a lock file in it.
 
     If the file system has no locks, the block runs without one.
 

@@ -1,12 +1,12 @@
-"""Goldfish loss: leave about one token in k out of training, and leave out the same tokens in every copy of a passage.
+"""Goldfish loss: leave about one token in k out of the loss, and leave out the same tokens in every copy of a passage.
 
 Hans et al. 2024, "Be like a Goldfish, Don't Memorize!" (arXiv 2406.10209). If a model was never trained on a token, it
-can only guess the token from the context. With probability (1 - 1/k)^S, no token of a passage of S tokens is left out,
-and the model can memorize the passage verbatim. In all copies of a passage, the mask must leave out the same tokens.
-Otherwise the copies together train every token. So a hash of the text before a token decides whether the token is left
-out.
+can only guess the token from the context. With probability (1 - 1/k)^S, the mask leaves out no token of a passage of S
+tokens, and the model can memorize the passage verbatim. In all copies of a passage, the mask must leave out the same
+tokens. Otherwise the copies together train every token. So the hash strategies decide by a hash of h consecutive
+tokens, which are the same in every copy.
 
-Masks are integer arithmetic in NumPy, so they are the same on every machine, device, and grid.
+Masks use only integer arithmetic and comparisons in NumPy, so they are the same on every machine, device, and grid.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ TABLE_SEED = 2_971_215_073
 
 @dataclass(frozen=True)
 class Goldfish:
-    """The goldfish mask that the run file's section [masks.goldfish] describes. It is False for tokens that are left
-    out of the loss."""
+    """The goldfish mask that the run file's section [masks.goldfish] describes. The mask is False for tokens that the
+    loss leaves out."""
 
     config: GoldfishConfig
     exempt: tuple[int, ...] = ()
@@ -37,8 +37,8 @@ class Goldfish:
 
     @property
     def look_back(self) -> int:
-        """Return how many tokens before a window are needed to compute its mask. With them, the mask does not depend on
-        where the stream is cut into windows."""
+        """Return how many tokens before a window the mask reads: h with strategy "hash", and otherwise 0. These tokens
+        make the hash mask independent of where the stream is cut into windows."""
         return self.config.h if self.config.strategy == "hash" else 0
 
     def __call__(self, windows: Windows) -> NDArray[np.bool_]:
@@ -120,7 +120,7 @@ def hash_table_drops(targets: NDArray[np.int64], k: int, h: int, include_target:
 
     Args:
         targets: Target tokens [samples, S].
-        k: One target in k is dropped.
+        k: About one target in k is dropped.
         h: Number of tokens in the key.
         include_target: Whether the h tokens end with the target, as in the code, or before it, as in the paper.
 
@@ -139,7 +139,7 @@ def hash_table_drops(targets: NDArray[np.int64], k: int, h: int, include_target:
 
 
 def random_drops(numbers: NDArray[np.int64], seq_length: int, k: int, seed: int) -> NDArray[np.bool_]:
-    """Choose the dropped targets at random. The same text gets another mask in each epoch.
+    """Choose the dropped targets at random. The same text gets a different mask in each epoch.
 
     Returns:
         True for each dropped target [samples, S].

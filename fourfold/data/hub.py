@@ -81,7 +81,7 @@ class HubStream:
         """Yield the place and the text of each document. Begin at `place`, or at the first document if `place` is None.
 
         Raises:
-            UserError: A row has no text under the key, or no row has any text.
+            UserError: A row lacks the text column, a value in it is not text, or no row has any text.
         """
         epoch, state = (0, None) if place is None else (place["epoch"], place["state"])
         while True:
@@ -90,7 +90,8 @@ class HubStream:
             if state is None:
                 state = part.state_dict()
             else:
-                # Keep using `state` here: `part.state_dict()` returns it only after a row has been read.
+                # Resume from `state`, and also yield it with the first row. `part.state_dict()` does not contain the
+                # loaded state before a row has been read.
                 part.load_state_dict(state)
             rows = iter(part)
             for row in rows:

@@ -1,10 +1,10 @@
 r"""Read and write tokens on disk, in Megatron-LM's indexed format.
 
-PREFIX.bin holds the tokens, and PREFIX.idx the position of each sequence.
+PREFIX.bin holds the tokens. PREFIX.idx holds the length and the position of each sequence, and the document boundaries.
 
 Layout of the .idx, little-endian throughout:
 
-    9 bytes   b"MMIDIDX\\0\\0"
+    9 bytes   b"MMIDIDX\0\0"
     uint64    version, always 1
     uint8     code of the token type, see DTYPES
     uint64    number of sequences, n
@@ -13,7 +13,8 @@ Layout of the .idx, little-endian throughout:
     int64[n]  first byte of each sequence in the .bin
     int64[d]  first sequence of each document, then n
 
-fourfold writes one sequence per document. It refuses multimodal files, which have n more bytes of modes.
+fourfold writes one sequence per document. It refuses multimodal files, which have n more bytes: the mode of each
+sequence.
 """
 
 import array
@@ -55,7 +56,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the dtype that Megatron uses for this vocabulary: uint16 if it fits, and int32 otherwise."""
+    """Return the dtype that Megatron uses for this vocabulary size: uint16 below 65,500, and otherwise int32."""
     return np.dtype("<u2") if vocab_size < _UINT16_VOCABULARY else np.dtype("<i4")
 
 
@@ -63,7 +64,7 @@ def check_exists(prefix: str | Path) -> None:
     """Check that both files of a corpus exist.
 
     Raises:
-        UserError: A file is missing.
+        UserError: A file is missing or is not a regular file.
     """
     for path in (idx_path(prefix), bin_path(prefix)):
         if path.exists() and not path.is_file():
@@ -81,7 +82,7 @@ def check_exists(prefix: str | Path) -> None:
 class IndexedDataset:
     """A corpus on disk, read as one stream of tokens with known document starts.
 
-    Both files are memory-mapped. Opening takes one pass over the index and no memory.
+    Both files are memory-mapped. Opening reads the index once, in small blocks, so it needs little memory.
 
     Attributes:
         prefix: Path without a suffix.
@@ -129,7 +130,7 @@ class IndexedDataset:
     def document_starts(self, start: int, length: int) -> NDArray[np.int64]:
         """Return the document starts within tokens [start, start + length), ascending and relative to `start`.
 
-        An empty document starts at the same place as the next document, so a place can occur twice.
+        An empty document starts at the same position as the next document, so a position can occur twice.
         """
         itemsize = self.dtype.itemsize
         first = bisect_left(self._starts, start * itemsize)

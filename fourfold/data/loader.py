@@ -19,7 +19,7 @@ Other = TypeVar("Other")
 class MicroBatch(Generic[Array]):
     """The input of one forward pass. Fields are int64 [B, S] unless their own description says otherwise.
 
-    The loader fills the fields with arrays. The training loop turns them into tensors.
+    The loader fills the fields with NumPy arrays. The training loop turns them into tensors.
     """
 
     tokens: Array
@@ -28,8 +28,9 @@ class MicroBatch(Generic[Array]):
     positions: Array | None = None
     """Position of each token in its document. None means that positions are relative to the start of the sequence."""
     document_ends: Array | None = None
-    """End of each document in a sequence [B, E]. Attention does not cross these ends. The last end is S,
-    repeated in sequences with fewer documents. None means that attention sees the whole sequence."""
+    """For each document in a sequence, the index after its last token [B, E]. Attention does not cross these ends. The
+    last end is S. Sequences with fewer than E documents repeat it. None means that attention sees the whole
+    sequence."""
     reference: Array | None = None
     """Log-probability of each sequence's labels under the reference model, for preference optimization, float32 [B]."""
     is_data: Array | None = None
@@ -105,7 +106,8 @@ class Loader:
         return first + np.arange(self.micro_batch_size)
 
     def close(self) -> None:
-        """End the prefetching thread if there is one. After this, the loader returns no more prefetched steps."""
+        """End the prefetching thread if there is one. After this, `step` assembles the micro-batches when it is
+        called."""
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
             self._executor = self._ahead = None
@@ -136,7 +138,7 @@ class Loader:
 
 
 def document_ends(documents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the end of each document in a sequence [B, E], from the document of each token [B, S]."""
+    """Return `MicroBatch.document_ends` [B, E] from the index of each token's document [B, S]."""
     rows, length = documents.shape
     is_last = np.ones_like(documents, dtype=bool)
     is_last[:, :-1] = documents[:, 1:] != documents[:, :-1]

@@ -45,7 +45,7 @@ class Manifest:
     format: str = "text"
     """Format of the rows: "text", "sft", or "preferences"."""
     trained_tokens: int | None = None
-    """Number of tokens in answers. None for text."""
+    """Number of trained tokens. None for text, because all its tokens are trained."""
     bos_id: int | None = None
     """Token that begins every document. None if documents begin with their text."""
     notes: list[str] = field(default_factory=list)
@@ -68,7 +68,7 @@ class CorpusSplit:
     """Number of trained tokens. None for text, because all its tokens are trained."""
 
     def count(self, documents: int, tokens: int, text_bytes: int = 0, trained: int = 0) -> None:
-        """Add a number of documents, tokens, and bytes to the totals."""
+        """Add to the counts of documents, tokens, bytes of text, and trained tokens."""
         self.documents += documents
         self.tokens += tokens
         self.bytes += text_bytes
@@ -103,7 +103,7 @@ def write_manifests(
         splits: The corpora "train" and, if documents were held out, "validation".
         prefix: Prefix of the train split.
         tokenizer: The tokenizer of the corpus.
-        request: Fields of the manifest that describe the request.
+        request: More fields of the manifest: how the corpus was requested, and notes.
 
     Returns:
         The manifests of the train split and the validation split (or None).
@@ -138,7 +138,7 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
     """Read the manifest of a corpus. Return None if there is none, as for a corpus made by Megatron-LM.
 
     Raises:
-        UserError: The file is not a manifest.
+        UserError: The file is not a valid manifest.
     """
     path = manifest_path(prefix)
     if not path.is_file():

@@ -14,9 +14,9 @@ from fourfold.data.masks import LossMask, labels_of
 from fourfold.data.tokenizer import Tokenizer
 
 RATE_TOLERANCE = 0.2
-"""Warn if the drop rate differs from 1/k by more than this fraction."""
+"""Warn if the drop rate differs from 1/k by more than this fraction of 1/k."""
 SPAN_FACTOR = 3.0
-"""Warn if the longest span without a dropped token is this many times longer than expected by chance."""
+"""Warn if the longest span without a dropped token is more than this many times as long as expected by chance."""
 
 _FEWEST_TOKENS = 1_000  # With fewer tokens, chance alone can move the rate beyond the tolerance.
 
@@ -33,7 +33,7 @@ class MaskStatistics:
     dropped: int
     """Number of trainable targets that the goldfish mask drops."""
     longest_undropped_span: int
-    """Length of the longest run of consecutive trainable targets in a document, none of which is dropped."""
+    """Length of the longest run of consecutive trainable targets in one document without a dropped target."""
 
     @property
     def drop_rate(self) -> float:
@@ -88,7 +88,8 @@ class PreviewedSample:
     def pieces(self, tokenizer: Tokenizer | None) -> list[str]:
         """Return the text of each token.
 
-        A token is shown by its number if it is not a whole character, or if the tokenizer is unknown.
+        A token is shown by its id if it does not decode to complete characters (as special tokens do not), or if the
+        tokenizer is unknown.
         """
         if tokenizer is None:
             return [f" {token}" for token in self.tokens.tolist()]
@@ -134,12 +135,12 @@ def preview(
 
 
 def always(goldfish: Goldfish) -> Goldfish:
-    """Return the same mask, but in effect from the first step on."""
+    """Return the same mask, but active from the first step on."""
     return Goldfish(goldfish.config, goldfish.exempt)
 
 
 def longest_run(flags: NDArray[np.bool_]) -> int:
-    """Return the length of the longest run of True within a row."""
+    """Return the length of the longest run of True within any row."""
     places = np.arange(1, flags.shape[-1] + 1)
     ending_here = places - np.maximum.accumulate(np.where(flags, 0, places), axis=-1)
     return int(ending_here.max(initial=0))

@@ -1,8 +1,8 @@
 """Masks: small functions that select which tokens are in the loss. A token is in the loss if all masks keep it.
 
-A mask takes windows of the token stream and returns bool [samples, S]: whether the prediction of token i + 1 from token
-i is kept. The mask is computed on whole windows, before the sequence or the batch is split, so every layout drops the
-same tokens. The run file names your own masks in `masks.functions`.
+A mask takes windows of the token stream and returns bool [samples, S]: whether the loss keeps the prediction of token i
++ 1 from token i. The mask is computed on whole windows, before the sequence or the batch is split, so every layout
+drops the same tokens. The run file names your own masks in `masks.functions`.
 """
 
 import importlib
@@ -28,7 +28,7 @@ def document_boundary(windows: Windows) -> NDArray[np.bool_]:
 
 
 def answers_only(windows: Windows) -> NDArray[np.bool_]:
-    """Keep only the assistant's turns in a conversation, or all tokens in plain text."""
+    """Keep only the trained answers of a conversation, and all tokens of plain text."""
     if windows.answers is None:
         return np.ones(windows.tokens[:, 1:].shape, dtype=bool)
     return windows.answers[:, 1:]
@@ -57,7 +57,8 @@ def build_masks(
         The masks without goldfish, which validation uses, and the goldfish mask (or None).
 
     Raises:
-        UserError: A function cannot be imported, or `h` of the hash-table strategy is not below the sequence length.
+        UserError: A name in `masks.functions` cannot be imported or is not a function, or `h` of the hash-table
+            strategy is not below the sequence length.
     """
     masks: list[LossMask] = [document_boundary, answers_only]
     masks += [_wrap_in_check(name, _import_mask(name)) for name in config.functions]
@@ -77,12 +78,12 @@ def _import_mask(name: str) -> LossMask:
 
 
 def _wrap_in_check(name: str, mask: LossMask) -> LossMask:
-    """Wrap a user's mask in a check of its result."""
+    """Wrap a user's mask in a check of its result, which raises UserError."""
 
     def checked(windows: Windows) -> NDArray[np.bool_]:
         try:
             kept = mask(windows)
-        except OSError as error:  # A caller would think that its own file could not be written.
+        except OSError as error:  # Otherwise a caller would take it for a failed write of its own.
             raise UserError(f"masks.functions: '{name}' failed: {error}") from error
         expected = windows.tokens[:, 1:].shape
         if not isinstance(kept, np.ndarray) or kept.dtype != np.bool_ or kept.shape != expected:

@@ -25,7 +25,7 @@ def merge(
         shards: The shards in input order.
         folder: Folder of the shards and of the result.
         vocab_size: Size of the vocabulary.
-        validation_fraction: Fraction of the documents to hold out.
+        validation_fraction: Approximate fraction of the documents to hold out.
         seed: Seed of the choice.
 
     Returns:

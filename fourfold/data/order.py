@@ -23,8 +23,8 @@ def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLik
     """Apply a seeded permutation of 0 … size-1 to each of `indices`. Every epoch has its own permutation.
 
     A Feistel network permutes the integers below the next power of two. If a result is `size` or more, it goes through
-    the network again ("cycle walking"). This takes less than two passes on average, and makes the permutation a
-    bijection on [0, size).
+    the network again ("cycle walking"). The result is a permutation of [0, size). With at least two samples, this takes
+    at most two passes on average.
 
     Args:
         indices: Integers in [0, size), any shape.
@@ -64,7 +64,7 @@ def _round(half: NDArray[np.uint64], keys: NDArray[np.uint64], number: int) -> N
 
 
 def _mix(values: Bits) -> Bits:
-    """Mix the bits so that every input bit reaches every output bit (SplitMix64's finalizer, Steele et al. 2014)."""
+    """Mix the bits so that every input bit affects every output bit (SplitMix64's finalizer, Steele et al. 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -3,73 +3,52 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fourfold.data.conversations import first_answers
+from fourfold.data.conversations import ConversationCorpus
 from fourfold.data.dataset import Windows
-from fourfold.data.indexed import IndexedDataset
-from fourfold.data.manifest import corpus_tokenizer, trained_prefix
 from fourfold.data.order import sample_permutation
 from fourfold.errors import UserError
 
 
-class PreferencePairs:
+class PreferencePairs(ConversationCorpus):
     """Windows of `seq_length` + 1 tokens. Each holds one answer with its prompt, followed by padding that is never
     trained.
 
     Samples 2n and 2n + 1 are the chosen and the rejected answer of a pair. Epoch n // pairs visits all pairs in its own
-    order, drawn from `seed`. If an answer does not fit, its end is cut off. If a prompt alone fills the window, the
-    pair is left out.
-
-    Args:
-        corpus: Tokens of the answers with their prompts, one document each.
-        answers: One flag per token of `corpus`, which tells whether the token is trained.
-        seq_length: Number of tokens per sample.
-        seed: Seed of the order of pairs.
-        padding: Token that fills the end of a window.
+    order, drawn from `seed`. If an answer does not fit, its end is cut off. A pair is left out if one of its prompts
+    fills the window.
 
     Raises:
-        UserError: The two corpora do not belong together, or no pair fits.
+        UserError: See `ConversationCorpus`, or no pair fits.
     """
 
-    def __init__(
-        self, corpus: IndexedDataset, answers: IndexedDataset, seq_length: int, seed: int, padding: int
-    ) -> None:
-        if answers.tokens != corpus.tokens or answers.documents != corpus.documents or corpus.documents % 2:
-            raise UserError(f"{answers.prefix}.bin does not belong to {corpus.prefix}.bin; prepare the corpus again")
-        self.corpus, self.answers, self.padding = corpus, answers, padding
-        self.seq_length, self.seed, self.look_back = seq_length, seed, 0
-        self._offsets = corpus.document_offsets
-        lengths = np.diff(self._offsets)
-        begins = first_answers(answers, self._offsets)
-        fits: NDArray[np.bool_] = np.all((begins < np.minimum(lengths, seq_length + 1)).reshape(-1, 2), axis=1)
-        self._pairs = np.flatnonzero(fits)
+    def __init__(self, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> None:
+        assert look_back == 0, "the run file refuses a goldfish mask"
+        super().__init__(prefix, seq_length, seed)
+        if self.corpus.documents % 2:
+            raise UserError(f"{prefix}.bin has an answer without its pair; prepare the corpus again")
+        lengths, fits = (each.reshape(-1, 2) for each in self._fitting())
+        kept = fits[:, 0] & fits[:, 1]
+        self._pairs = np.flatnonzero(kept)
         if len(self._pairs) == 0:
             raise UserError(
-                f"no pair of {corpus.prefix}.bin has both answers within training.seq_length = {seq_length}; raise it"
+                f"no pair of {prefix}.bin has both answers within training.seq_length = {seq_length}; raise it"
             )
-        self.left_out = len(fits) - len(self._pairs)
-        self.cut = int((lengths.reshape(-1, 2)[fits] > seq_length + 1).any(1).sum())
+        self.left_out = len(kept) - len(self._pairs)
+        self.cut = int((lengths[kept] > seq_length + 1).any(1).sum())
         self.reference: NDArray[np.float32] | None = None
         """Log-probability of each answer under the reference model [documents of the corpus]. None until it is known.
         """
-
-    @classmethod
-    def open(cls, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> Self:
-        """Open a corpus that `fourfold prepare --format preferences` made."""
-        assert look_back == 0, "the run file refuses a goldfish mask"
-        padding = corpus_tokenizer(prefix).eod_id
-        return cls(IndexedDataset(prefix), IndexedDataset(trained_prefix(prefix)), seq_length, seed, padding)
 
     def __len__(self) -> int:
         """Return the number of samples in one epoch, two per pair."""
         return 2 * len(self._pairs)
 
     def documents_of(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """Return the indices of the documents that these samples hold."""
+        """Return the index of each sample's document in the corpus."""
         pairs, second = np.divmod(np.asarray(numbers, dtype=np.int64), 2)
         epoch, within = np.divmod(pairs, len(self._pairs))
         chosen: NDArray[np.int64] = 2 * self._pairs[sample_permutation(within, len(self._pairs), self.seed, epoch)]

@@ -97,16 +97,16 @@ def prepare(
     Args:
         inputs: Files, folders, globs, "python-stdlib", or "hf:NAME[:CONFIG][:SPLIT]" (see `list_inputs`).
         output_prefix: OUT, without a suffix.
-        tokenizer: "bytes", or the path of a tokenizer.json, which is copied to OUT-tokenizer.json.
+        tokenizer: "bytes", or the path of a tokenizer.json or its folder. The file is copied to OUT-tokenizer.json.
         train_tokenizer_vocab: Instead of using `tokenizer`, train a tokenizer of this size on the input, and save it as
             OUT-tokenizer.json.
-        workers: Number of processes (default: one per core). The result does not depend on this number.
+        workers: Maximum number of processes (default: one per core). The result does not depend on this number.
         eos_token: Special token that ends every document (default: the tokenizer's own, see `HFTokenizer`).
         bos_token: Special token that begins every document, or "auto" for the tokenizer's own (default: none).
         text_key: Key or column of the text. You can give several, separated by commas. Each row uses the first one that
             it has.
         validation_fraction: Fraction of the documents that go to OUT-validation instead, chosen by a seeded hash.
-        seed: Seed of this choice.
+        seed: Seed of the hash.
         canaries: Documents to plant in the training split. Their ledger is OUT-canaries.jsonl.
         force: Whether to create the corpus again even if it exists.
 
@@ -114,7 +114,8 @@ def prepare(
         The manifests and the files of the corpus, and notes about how the input was read.
 
     Raises:
-        UserError: Input or options cannot work, or a file cannot be written. The message names the file and the line.
+        UserError: Input or options cannot work, another process is preparing the corpus, or a file cannot be written.
+            The message names the file, and the line if there is one.
     """
     began, prefix, ends = time.monotonic(), Path(output_prefix), (eos_token, bos_token)
     identity = _check_options(tokenizer, train_tokenizer_vocab, workers, validation_fraction, canaries, *ends)
@@ -170,7 +171,7 @@ def _check_options(
     eos_token: str | None,
     bos_token: str | None,
 ) -> str:
-    """Check the options, and return the tokenizer's fingerprint or a description of the tokenizer to train."""
+    """Check the options. Return the tokenizer's fingerprint, or a description of the tokenizer to train."""
     if (tokenizer is None) == (train_vocab is None):
         raise UserError(
             "choose one tokenizer: --tokenizer bytes, --tokenizer PATH of a tokenizer.json, or --train-tokenizer VOCAB"
@@ -212,8 +213,8 @@ def check_fraction(validation_fraction: float) -> None:
 
 
 def _find_finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | None] | None:
-    """Return the manifests of the corpus at `prefix`, if it is complete and the request would create the same
-    corpus."""
+    """Return the manifests of the corpus at `prefix` if it is complete and the request would create the same corpus.
+    Otherwise return None."""
     held_out = validation_prefix(prefix)
     try:
         train = read_manifest(prefix)
@@ -233,7 +234,7 @@ def _find_finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest 
 
 @contextmanager
 def unfinished(prefix: Path) -> Iterator[Path]:
-    """Yield the locked folder of unfinished parts. Remove it afterwards if it is empty."""
+    """Create and lock the folder of unfinished parts, and yield it. Remove it afterwards if it is empty."""
     if prefix.name in ("", ".."):
         raise UserError(f"--out {prefix} is a folder; name the corpus in it, such as {prefix / 'corpus'}")
     parts = Path(f"{prefix}.parts")
@@ -259,14 +260,15 @@ def _append_to_errors(more: str) -> Iterator[None]:
 
 
 def _remove_all_but(parts: Path, stems: set[str]) -> None:
-    """Remove half-written files and parts that earlier attempts made from other input or with another tokenizer."""
+    """Remove all files in `parts` except the lock and files with these stems. This removes half-written files, and
+    parts that earlier attempts made from other input or with another tokenizer."""
     for path in parts.iterdir():
         if path.name != "lock" and path.name.split(".")[0] not in stems:
             path.unlink()
 
 
 def _train(request: _Request, vocab_size: int, path: Path) -> None:
-    """Train a tokenizer on the input. If the input is large, train on an even sample of its documents."""
+    """Train a tokenizer on the input. If the files have more than 1 GiB, train on a random sample of about 1 GiB."""
     total = sum(file.size for file in request.files)
     share = _TRAINING_BYTES / max(total, 1)
 
@@ -298,8 +300,8 @@ def _check_filled(splits: dict[str, CorpusSplit], request: _Request) -> None:
 def _publish(
     splits: dict[str, CorpusSplit], prefix: Path, request: _Request, tokenizer: Tokenizer, notes: list[str]
 ) -> tuple[Manifest, Manifest | None]:
-    """Rename the merged corpora to their final names. There is no manifest while some files are old and some are
-    new."""
+    """Rename the merged corpora to their final names, and write their manifests. There is no manifest while some files
+    are old and some are new."""
     _withdraw(prefix)
     for name, split in splits.items():
         target = prefix if name == "train" else validation_prefix(prefix)

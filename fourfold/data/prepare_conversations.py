@@ -1,5 +1,5 @@
-"""Prepare a corpus on disk from conversations. A corpus consists of tokens, and a flag per token that tells whether the
-token is trained."""
+"""Prepare a corpus on disk from conversations. The corpus consists of tokens, and a flag per token that tells whether
+the token is trained."""
 
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -38,26 +38,32 @@ def prepare_conversations(
     seed: int = 0,
     format: Literal["sft", "preferences"] = "sft",
 ) -> PrepareSummary:
-    """Tokenize conversations into OUT.bin, OUT.idx, and OUT.json, with a flag for each trained token in OUT-trained.*.
+    """Tokenize conversations into OUT.bin, OUT.idx, and OUT.json, and write one flag per token to OUT-trained.*.
 
-    `conversation_rows` describes the format of the rows. With `format` "preferences", a row becomes two documents: the
-    chosen answer, followed by the rejected answer. OUT.json is written last.
+    `conversation_rows` describes the format of the rows. A flag is 1 if the token is trained, and otherwise 0. With
+    `format` "preferences", a row becomes two documents: the prompt with the chosen answer, and the prompt with the
+    rejected answer. OUT.json is written last.
 
     Args:
         inputs: See `list_inputs`.
         output_prefix: OUT, without a suffix.
-        tokenizer: "bytes", or the folder of a model, whose chat template renders messages.
+        tokenizer: "bytes", or the folder of a model (or its tokenizer.json). The model's chat template renders
+            messages.
         chat_template: Jinja file with another template.
         eos_token: Special token that ends a completion (default: the tokenizer's own, see `HFTokenizer`).
         bos_token: Special token that begins a prompt, or "auto" for the tokenizer's own (default: none). Chat templates
             write their own tokens.
         ignored_keys: Keys of rows and messages to drop. Any other unused key is refused.
         validation_fraction: Fraction of the rows that go to OUT-validation instead, chosen by a seeded hash.
-        seed: Seed of this choice.
+        seed: Seed of the hash.
         format: "sft" or "preferences".
 
+    Returns:
+        The manifests and the files of the corpus, and notes about how the input was read.
+
     Raises:
-        UserError: A row cannot be read or rendered (the message names file and line), or a file cannot be written.
+        UserError: A row cannot be read or rendered (the message names file and line), an option is wrong, a split would
+            be empty, or a file cannot be written.
     """
     began = time.monotonic()
     prefix, names = Path(output_prefix), [str(item) for item in inputs]
@@ -81,7 +87,7 @@ def prepare_conversations(
 def _write_splits(
     reader: "RowReader", files: list[InputFile], names: list[str], prefix: Path, validation_fraction: float, seed: int
 ) -> dict[str, CorpusSplit]:
-    """Write the tokens and the flags of every conversation to the corpus of its split."""
+    """Write the tokens and the flags of every conversation to the corpus of its split. Return the splits by name."""
     splits = {"train": CorpusSplit(prefix, trained=0)}
     if validation_fraction:
         splits["validation"] = CorpusSplit(Path(validation_prefix(prefix)), trained=0)
@@ -101,7 +107,7 @@ def _write_splits(
         for name, split in splits.items():
             if split.documents == 0:
                 raise UserError(f"{', '.join(names)}: no conversation is left for {name}; change --validation-fraction")
-        # Keep an earlier corpus with this name until every row has been read.
+        # Remove the manifests of an earlier corpus only now, so that it stays valid until every row has been read.
         for target in (prefix, validation_prefix(prefix)):
             manifest_path(target).unlink(missing_ok=True)
     return splits
@@ -133,12 +139,17 @@ class RowReader:
 
     @property
     def identity(self) -> str:
-        """Return a digest of the tokenizer and the template. Together with the rows, they determine the tokens."""
+        """Return the tokenizer's fingerprint and the text of the template. Together with the rows, they determine the
+        tokens."""
         return self.tokenizer.fingerprint + ("" if self._template is None else self._template.source)
 
     def read(self, path: str) -> Iterator[list[tuple[NDArray[np.int64], NDArray[np.bool_], int]]]:
-        """Yield the documents of each row: the tokens, whether each token is trained, and the number of bytes of
-        text."""
+        """Yield the documents of each row. Each document is its token ids, whether each token is trained, and the
+        number of UTF-8 bytes of its text.
+
+        Raises:
+            UserError: A row cannot be read or rendered, or none of its tokens is trained.
+        """
         for where, row in read_rows(path):
             documents = []
             try:

@@ -1,4 +1,4 @@
-"""Show the progress of work that may take seconds on standard error: a bar in a terminal, and lines in a log of a long
+"""Show the progress of a slow task on standard error: as a bar in a terminal, or as lines in the log of a long
 preparation."""
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def working(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar until the block ends. Yield a function that takes the work done and the total work.
+    """Show a progress bar until the block ends. Yield a function that takes the work done and the total work.
 
-    The bar is shown only in a terminal. Until the first call, it only shows that the command is working, and the
-    elapsed time.
+    Only rank 0 shows the bar, and only in a terminal. Until the first call, the bar shows only the elapsed time.
     """
     place = read_environment(os.environ)
     if not sys.stderr.isatty() or (place is not None and place.rank > 0):
@@ -49,8 +48,8 @@ def working(name: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def show_progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress of a task over `total` bytes, in a log as a line every ten seconds. Yield a function that adds
-    to the bytes done."""
+    """Show the progress of a task over `total` bytes: as a bar in a terminal, and otherwise as a line at most every ten
+    seconds. Yield a function that adds to the number of bytes done."""
     done, last_line = 0, time.monotonic()
     with working(f"{name}, MB") as watch:
 

@@ -18,14 +18,14 @@ from fourfold.data.sources import InputFile, read_documents
 from fourfold.data.tokenizer import Tokenizer, as_document, load_tokenizer
 from fourfold.errors import UserError
 
-SMALLEST_SHARD = 1 << 20  # Number of bytes.
+SMALLEST_SHARD = 1 << 20  # In bytes.
 _MOST_SHARDS = 8192
 _CHARACTERS_AT_ONCE = 1 << 20  # Number of characters per call of the tokenizer.
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes [start, stop) of a file. Only .jsonl files are split. Other files are one range."""
+    """Bytes [start, stop) of a file. Only .jsonl files are split. Any other file is one range."""
 
     file: InputFile
     start: int
@@ -45,7 +45,7 @@ class Shard:
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes of input on disk."""
+        """Return the size of the input on disk, in bytes."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     @property
@@ -92,10 +92,11 @@ def cut_into_shards(files: Sequence[InputFile], text_key: str, name: str, tokeni
 
 
 def tokenize(shard: Shard, folder: Path) -> None:
-    """Write the corpus of one shard to `folder`, followed by a file that marks it as complete.
+    """Write the corpus of one shard to `folder`. Then write the number of text bytes of each document to a file, which
+    marks the shard as complete.
 
     Raises:
-        UserError: A file cannot be read, or a document does not fit in memory.
+        UserError: A file cannot be read, or a document is too long or does not fit in memory.
     """
     tokenizer = _load_once(shard.tokenizer, shard.fingerprint, shard.eod, shard.bos)
     text_bytes: list[int] = []

@@ -15,12 +15,12 @@ class ShuffledDocuments:
     """A stream whose documents are shuffled within consecutive blocks of `size` documents.
 
     A block never crosses the end of an epoch, so each epoch has every document exactly once. If `size` is at least the
-    number of documents, the whole dataset is shuffled. The seed and the index of a block determine the order within the
-    block. So a checkpoint saves only the start of the block and an index in the block. (If documents were drawn at
-    random from a buffer, a checkpoint would have to save the content of the buffer.)
+    number of documents, every epoch is fully shuffled. The seed and the number of a block determine the order within
+    the block. So a checkpoint saves only the start and the number of the block, and an index in the block. (If
+    documents were drawn at random from a buffer, a checkpoint would have to save the content of the buffer.)
 
     Args:
-        documents: The stream. Its places have an `epoch`.
+        documents: The stream. Its places are dictionaries with the key `epoch`.
         size: Number of documents per block.
         seed: Seed of the order.
     """
@@ -42,8 +42,8 @@ class ShuffledDocuments:
             number, first = number + 1, 0
 
     def _blocks(self, begin: Any) -> Iterator[list[tuple[Any, str]]]:
-        """Yield the documents of each block, from the start of a block on. Each block is freed before the next one is
-        read."""
+        """Yield the documents of each block, starting with the block that begins at `begin`. Each block is freed before
+        the next block is read."""
         block: list[tuple[Any, str]] = []
         for place, text in self._documents.read(begin):
             if block and place["epoch"] != block[0][0]["epoch"]:

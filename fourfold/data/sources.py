@@ -1,4 +1,5 @@
-"""Read documents from text, JSON lines, Parquet, and Arrow files, from folders, and from the Hub."""
+"""Read documents from text, JSON lines, Parquet, and Arrow files, from folders, from the Hub, and from Python's
+standard library."""
 
 import glob
 import gzip
@@ -22,11 +23,11 @@ from fourfold.untrusted_files import check_regular
 PYTHON_STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 ARROW = ".arrow"
-"""Suffix of the files that `datasets` keeps in its cache. Only inputs with names hf:… have such files."""
+"""Suffix of the files that `datasets` keeps in its cache. Only inputs named hf:… read such files."""
 TABLES = (".parquet", ARROW)
 LONGEST_TEXT = 2**31 - 1
-"""Largest size in bytes of a decompressed text file or of a line. A document can have at most this number of tokens,
-because of the format on disk."""
+"""Maximum size in bytes of a decompressed text file or of a line. On disk, the length of a document is an int32, so a
+document can have at most this many tokens."""
 
 _KNOWN = ", ".join(SUFFIXES)
 BLOCK = 1 << 24
@@ -41,7 +42,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file as it was found: its absolute path, size, and modification time. Size and time reveal later changes."""
+    """A file as it was found: its absolute path, size, and modification time. The size and the time show later whether
+    the file has changed."""
 
     path: str
     size: int
@@ -68,7 +70,8 @@ def list_inputs(inputs: Iterable[str | Path]) -> list[InputFile]:
             first).
 
     Raises:
-        UserError: An input does not exist, has an unknown suffix, or holds no file of a known kind.
+        UserError: No input is given, or an input does not exist, is not a regular file, has an unknown suffix, holds no
+            file of a known kind, or cannot be loaded from the Hub.
     """
     found = [path for item in inputs for path in _expand(str(item))]
     if not found:
@@ -83,8 +86,8 @@ def list_inputs(inputs: Iterable[str | Path]) -> list[InputFile]:
 def read_documents(path: str | Path, text_key: str = "text", start: int = 0, stop: int | None = None) -> Iterator[str]:
     """Yield the documents of one file, except empty ones.
 
-    A .txt or .txt.gz file is one document in UTF-8. A .py file is also one document, and is left out if it is not
-    UTF-8. In all other types of files, every row is a document.
+    A .txt or .txt.gz file is one document in UTF-8. A .py file is also one document, and is skipped if it is not UTF-8.
+    In all other types of files, every row is a document.
 
     Args:
         path: The file.
@@ -95,7 +98,8 @@ def read_documents(path: str | Path, text_key: str = "text", start: int = 0, sto
         stop: See `start`.
 
     Raises:
-        UserError: The file cannot be read. The message names the line if there is one.
+        UserError: The file cannot be read, is too large, or has no text under `text_key`. The message names the line if
+            there is one.
     """
     path = Path(path)
     with _name_file_in_errors(path):
@@ -105,7 +109,7 @@ def read_documents(path: str | Path, text_key: str = "text", start: int = 0, sto
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[object, dict[str, Any]]]:
-    """Yield the place and the content of every row in a file. A place prints as "FILE, line 3".
+    """Yield the location and the content of every row in a file. A location prints as "FILE, line 3" or "FILE, row 3".
 
     Raises:
         UserError: The file has no rows or cannot be read. The message names the file, and the line if there is one.
@@ -122,7 +126,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[object, dict[str, Any]]]:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[object, dict[str, Any]]]:
-    """Yield the place and the JSON object of every line. The file may be gzipped.
+    """Yield the location and the JSON object of every nonblank line. The file may be gzipped.
 
     Raises:
         UserError: A line cannot be read.
@@ -133,8 +137,8 @@ def read_json_lines(path: Path) -> Iterator[tuple[object, dict[str, Any]]]:
 
 @contextmanager
 def _name_file_in_errors(path: Path) -> Iterator[None]:
-    """Turn read errors (such as a missing file or permission, or a damaged gzip file) into a UserError that names the
-    file."""
+    """If reading fails (missing file, no permission, damaged gzip file, too little memory), raise a UserError that
+    names the file."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
@@ -170,7 +174,8 @@ def _read_text(path: Path) -> Iterator[str]:
 
 
 def _read_content(path: Path) -> bytes | bytearray:
-    """Return the bytes of a file. Decompress it block by block, because a few megabytes can expand to any size."""
+    """Return the bytes of a file. Decompress a .gz file block by block and stop at LONGEST_TEXT, because a few
+    megabytes can expand to any size."""
     if path.suffix != ".gz":
         return path.read_bytes()
     content = bytearray()
@@ -184,7 +189,7 @@ def _read_content(path: Path) -> bytes | bytearray:
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of a file. Its line number is computed only when it is printed."""
+    """A line of a file. The line number is computed only when the line is printed."""
 
     path: Path
     begin: int
@@ -229,19 +234,21 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _parse_text(line: bytes, key: str) -> str | None:
-    """Return the text in one JSON line. Raise ValueError if the line is invalid."""
+    """Return the text in one JSON line, or None if it is null. Raise ValueError if the line is invalid or has no text
+    under `key`."""
     row = _parse_row(line, f' with "{key}"')
     if (found := _first_key(key, row)) is None:
         raise ValueError(f'no key "{key}" among {", ".join(sorted(row)) or "none"}; {_OTHER_KEY}')
     text = row[found]
     if text is not None and not isinstance(text, str):
         raise ValueError(f'"{found}" holds a {type(text).__name__}, not text; choose another with --text-key')
-    # JSON can contain an escaped lone surrogate ("\\ud800"), which cannot be encoded.
+    # JSON can contain an escaped lone surrogate ("\\ud800"), which UTF-8 cannot encode. Replace it with "?".
     return text and text.encode(errors="replace").decode()
 
 
 def _first_key(key: str, names: Iterable[str]) -> str | None:
-    """Return the first of the comma-separated keys in `key` that is among `names`."""
+    """Return `key` if it is among `names`, and otherwise the first of its comma-separated keys that is among them.
+    Return None if there is none."""
     known = set(names)
     return next((each for each in (key, *key.split(",")) if each in known), None)
 
@@ -274,7 +281,8 @@ def _read_column(path: Path, key: str) -> Iterator[str | None]:
 
 @contextmanager
 def _open_table(path: Path) -> Iterator[tuple[Any, Callable[[list[str] | None], Iterable[Any]]]]:
-    """Yield the schema of a Parquet or Arrow file, and a function that reads columns in batches."""
+    """Yield the schema of a Parquet or Arrow file, and a function that reads some columns (or all: None) in batches.
+    For an Arrow file, the batches always have all columns."""
     import_extra("pyarrow", "parquet", f"reading {path} needs")
     import pyarrow.parquet
 
@@ -328,8 +336,8 @@ def _is_input(path: Path) -> bool:
 
 
 def _list_python_stdlib() -> list[Path]:
-    """List the source files of the running interpreter's standard library, sorted. Include its tests only if there is
-    little else."""
+    """List the source files of the running interpreter's standard library, sorted. Include its tests only if all other
+    files have less than 5 MB."""
     root = Path(sysconfig.get_paths()["stdlib"])
     every = sorted(path for path in root.rglob("*.py") if not _INSTALLED_FOLDERS & set(path.relative_to(root).parts))
     without_tests = [path for path in every if not _TEST_FOLDERS & set(path.relative_to(root).parts)]

@@ -42,7 +42,7 @@ class Position:
     skip: int = 0
     """Number of tokens in that document before the first needed token."""
     before: int = 0
-    """Number of tokens in the window's look-back. At the start of a stream, the look-back is shorter."""
+    """Number of tokens in the window's look-back. The look-back is shorter at the start of a stream."""
 
 
 class StreamWindow(NamedTuple):
@@ -62,7 +62,7 @@ def cut_into_windows(
     """Cut a stream of documents into windows of `seq_length` + 1 tokens, starting at a position. Neighboring windows
     share one token.
 
-    The windows equal the windows of a corpus that `fourfold prepare` makes from the same documents.
+    The windows equal the windows of the corpus that `fourfold prepare` would make from the same documents.
 
     Args:
         documents: The stream.
@@ -91,7 +91,8 @@ def cut_into_windows(
 
 
 class _Heard:
-    """A stream that records when its last document arrived, in seconds of the monotonic clock."""
+    """Wrap a stream, and record in `last` when its latest document arrived (`time.monotonic()`, in seconds). Until a
+    document arrives, `last` is the time of creation."""
 
     def __init__(self, documents: DocumentStream) -> None:
         self._documents, self.last = documents, time.monotonic()
@@ -110,15 +111,15 @@ class StreamedWindows:
 
     Args:
         name: Name of the dataset, for messages.
-        streams: The parts of the dataset.
+        streams: The document streams that the dataset is divided into.
         tokenizer: The tokenizer.
         seq_length: Number of tokens per sample.
         global_batch_size: Number of samples per step, a multiple of the number of streams.
         look_back: Number of tokens before each window that masks read.
-        ahead: Largest number of windows of one stream to hold in memory.
+        ahead: Maximum number of windows of one stream to hold in memory.
         timeout: If a stream yields no document for this many seconds, `read` raises UserError.
-        text_key: Column of the text, for checkpoints.
-        shuffle_buffer: Number of documents that are shuffled together, for checkpoints.
+        text_key: Name of the column with the text. It is only recorded in checkpoints.
+        shuffle_buffer: Number of documents that are shuffled together. It is only recorded in checkpoints.
         order: Reorders the documents of a stream. It may read many documents before it yields one.
     """
 
@@ -150,7 +151,7 @@ class StreamedWindows:
         """Read the samples with these indices (int [B], from 0), in this order.
 
         Raises:
-            UserError: A stream is dead or cannot be read.
+            UserError: A stream sends no document within `timeout`, cannot be read, or is closed.
         """
         numbers = np.asarray(numbers, dtype=np.int64)
         with self._lock:
@@ -171,18 +172,22 @@ class StreamedWindows:
         return windows_of(tokens, starts, missing, numbers, self.look_back)
 
     def positions(self, steps: int, mine: Iterable[int]) -> dict[int, dict[str, Any]]:
-        """Return the positions of streams after `steps` steps.
+        """Return the positions of this process's streams after `steps` steps.
 
         Args:
             steps: Number of finished steps.
-            mine: Indices of this process's samples. The result has only the streams whose last sample is among them.
+            mine: Indices of this process's samples.
+
+        Returns:
+            The fields of `Position`, by index of the stream, for each stream whose last finished sample is in `mine`.
+            With 0 steps, all streams are included.
         """
         count, places = len(self.streams), steps * self._of_a_step
         own = {number % count for number in mine if number // count == places - 1} if steps else set(range(count))
         return {stream: asdict(self._mark(stream, places)) for stream in own}
 
     def go_to(self, steps: int, positions: Sequence[dict[str, Any]]) -> None:
-        """Set the position of every stream after `steps` steps."""
+        """Continue after `steps` steps. `positions` has the fields of `Position` for every stream."""
         with self._lock:
             places = steps * self._of_a_step
             self._begin = [{0: Position(), places: Position(**position)} for position in positions]
@@ -199,7 +204,7 @@ class StreamedWindows:
         def known() -> Position | None:
             return self._marks[stream].get(place) or self._begin[stream].get(place)
 
-        if (position := known()) is None:  # The run skipped this step's batch and has not read it. Read it now.
+        if (position := known()) is None:  # The run skipped this step's batch without reading it. Read it now.
             with self._lock:
                 self._window((place - 1) * len(self.streams) + stream)
             position = known()
@@ -258,7 +263,7 @@ class _Ahead:
         """Return the next window.
 
         Raises:
-            UserError: No document arrives in time, or the stream cannot be read.
+            UserError: No document arrives in time, or the stream cannot be read or is closed.
         """
         began = time.monotonic()
         while not self._closed.is_set():

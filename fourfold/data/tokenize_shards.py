@@ -15,17 +15,17 @@ from fourfold.processes import end_with_parent
 
 
 def tokenize_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
-    """Complete every shard in `folder`.
+    """Tokenize every shard that is not complete in `folder`.
 
     Shards that were completed before an error are kept.
 
     Args:
         shards: The shards.
         folder: Folder of the results.
-        workers: Largest number of processes. 1 uses only this process.
+        workers: Maximum number of processes. With 1, this process does all the work.
 
     Raises:
-        UserError: Input cannot be read, or a process was killed.
+        UserError: Input cannot be read, a document is too long or does not fit in memory, or a process was killed.
     """
     missing = list({shard.key: shard for shard in shards if not is_done(shard, folder)}.values())
     with show_progress("tokenize", sum(shard.bytes for shard in missing)) as advance:

@@ -24,7 +24,7 @@ _USUAL_NAMES = (
     *(END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]"),
     *("<｜end▁of▁sentence｜>", "[EOS]", "<EOS_TOKEN>", "<seed:eos>"),
 )
-_SMALLEST_BPE = 257  # There are 256 bytes and the end-of-document token.
+_SMALLEST_BPE = 257  # The 256 bytes and the end-of-document token.
 
 
 class NoSuchToken(UserError):
@@ -39,13 +39,13 @@ class Tokenizer(Protocol):
     eod_id: int
     """Id that ends a document."""
     bos_id: int | None
-    """Id that begins a text. None if the model has no such token."""
+    """Id that begins a text. None if the tokenizer has no such token."""
     begins_documents: bool
     """Whether documents in a corpus begin with `bos_id`."""
     special_ids: tuple[int, ...]
-    """Ids that are not text, ascending."""
+    """Ids of the special tokens, in ascending order."""
     fingerprint: str
-    """Two tokenizers have equal fingerprints if and only if they produce the same ids."""
+    """Identifies everything that determines the ids. Tokenizers with equal fingerprints produce the same ids."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens."""
@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Encodes text as its UTF-8 bytes, with ids 0 to 255. Id 256 marks the end of a document."""
+    """A tokenizer whose ids 0 to 255 are the text's UTF-8 bytes. Id 256 marks the end of a document."""
 
     vocab_size: int = 257
     eod_id: int = 256
@@ -78,15 +78,14 @@ class ByteTokenizer:
 class HFTokenizer:
     """A tokenizer.json of the Hugging Face tokenizers library.
 
-    The end-of-document token is the first of these that exists:
-        1. `eod`
-        2. `eos_token` in tokenizer_config.json
-        3. the first special token among `eos_token_id` in generation_config.json, then in config.json
-        4. the first special token with a usual name, such as <|endoftext|> or </s>
+    The end-of-document token is `eod` if it is given. Otherwise it is the first of these that exists:
+        1. `eos_token` in tokenizer_config.json
+        2. the first special token among `eos_token_id` in generation_config.json, then in config.json
+        3. the first special token with a usual name, such as <|endoftext|> or </s>
 
-    The end-of-document token is always special, so text never contains it. It is also the padding token. If a text
-    contains the name of a special token, such as <|endoftext|>, the name is encoded as plain characters, because the
-    document must not end there. The file's truncation and padding are switched off.
+    The end-of-document token is always special, and it is also the padding token. Encoding a text never yields a
+    special token: if the text contains the name of one, such as <|endoftext|>, the name is encoded as plain characters.
+    The file's truncation and padding are switched off.
 
     Args:
         path: The file, or a folder with a tokenizer.json.
@@ -95,7 +94,8 @@ class HFTokenizer:
             none).
 
     Raises:
-        UserError: The file is missing, is not a tokenizer, or lacks a token.
+        UserError: The file is missing, is not a tokenizer, or lacks a token, a config file next to it cannot be read,
+            or the folder has an unsafe link.
         NoSuchToken: The tokenizer has no token with the id `eod` or `bos`.
     """
 
@@ -110,7 +110,7 @@ class HFTokenizer:
         content = self.path.read_bytes()
         try:
             self._tokenizer = RustTokenizer.from_buffer(content)
-        except Exception as error:  # The tokenizers library raises plain Exceptions.
+        except Exception as error:  # The tokenizers library raises plain Exceptions, so catch them all.
             other = describe_other_tokenizer(self.path) or str(error)
             raise UserError(f"{self.path} is not a tokenizer.json of the tokenizers library: {other}") from error
         self._tokenizer.no_truncation()
@@ -129,14 +129,15 @@ class HFTokenizer:
         self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
 
     def as_usual(self) -> Self:
-        """Begin documents with the tokenizer's beginning-of-text token, if its texts usually begin with this token.
-        Return the tokenizer."""
+        """Begin documents with the tokenizer's beginning-of-text token if and only if the tokenizer adds this token by
+        default. Return this tokenizer."""
         self.begins_documents = self.usually_begins
         self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
         return self
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text. Uses all cores unless TOKENIZERS_PARALLELISM=false."""
+        """Return the ids of each text, without special tokens. Uses all cores unless TOKENIZERS_PARALLELISM=false is
+        set."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -145,9 +146,10 @@ class HFTokenizer:
 
     @lru_cache(maxsize=8)  # noqa: B019 (a job opens few tokenizers)
     def eod_of(self, fingerprint: str) -> int | None:
-        """Return the token that ends documents in a corpus whose manifest has this fingerprint.
+        """Return the id that ends documents in a corpus whose manifest has this fingerprint.
 
-        Returns None if another tokenizer made the corpus.
+        Tries every id, with and without this tokenizer's beginning-of-text token. Returns None if no fingerprint
+        matches, because another tokenizer made the corpus.
         """
         ends = ((end, bos) for bos in {None, self.bos_id} for end in (self.eod_id, *range(self.vocab_size)))
         return next((end for end, bos in ends if self._fingerprint(end, bos) == fingerprint), None)
@@ -183,7 +185,8 @@ class HFTokenizer:
         return found[0]
 
     def _read_config(self, name: str) -> dict[str, Any]:
-        """Return the JSON object in a file next to tokenizer.json, or {} if there is no such file."""
+        """Return the JSON object in a file next to tokenizer.json. Return {} if there is no such file, or if the
+        tokenizer's file has another name."""
         file = self.path.with_name(name)
         if self.path.name != "tokenizer.json" or not file.is_file():
             return {}
@@ -196,7 +199,8 @@ class HFTokenizer:
         return content
 
     def _find_named(self, key: str) -> int | None:
-        """Return the id of a token that tokenizer_config.json names. The token becomes special, as in transformers."""
+        """Return the id of the token that tokenizer_config.json names under `key`, or None. Mark the token as special,
+        as transformers does."""
         token = self._read_config("tokenizer_config.json").get(key)
         name = token.get("content") if isinstance(token, dict) else token
         number = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
@@ -223,26 +227,27 @@ class HFTokenizer:
 
 
 def as_document(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a document in a corpus, with its end-of-document token, and with a beginning token if the
-    tokenizer adds one."""
+    """Return the ids of a document in a corpus: the beginning-of-text token (if the tokenizer's documents begin with
+    it), the text, and the end-of-document token."""
     return [*begin_of(tokenizer), *ids, tokenizer.eod_id]
 
 
 def begin_of(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that come before a document's text: only the beginning-of-text token, or none."""
+    """Return the ids that come before a document's text: the beginning-of-text token, or nothing."""
     return [tokenizer.bos_id] if tokenizer.begins_documents and tokenizer.bos_id is not None else []
 
 
 def encode_completion(
     prompt: str, completion: str, tokenizer: Tokenizer
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Tokenize a prompt and its completion as one document. Each is tokenized separately, as at inference.
+    """Tokenize a prompt and its completion as one document. Both are tokenized separately, as at inference.
 
     Returns:
-        The token ids [tokens], and whether each token is trained [tokens].
+        The token ids [tokens], and whether each token is trained [tokens]. The completion and the end-of-document token
+        are trained.
 
     Raises:
-        ValueError: The text has a lone surrogate.
+        ValueError: The prompt or the completion has a lone surrogate.
     """
     asked, answered = tokenizer.encode_batch([check_encodable(prompt), check_encodable(completion)])
     ids = as_document([*asked, *answered], tokenizer)
@@ -297,7 +302,7 @@ def load_tokenizer(name: str | Path, eod: str | int | None = None, bos: str | in
         bos: See `HFTokenizer`.
 
     Raises:
-        UserError: The tokenizer cannot be opened or lacks a token.
+        UserError: The tokenizer cannot be opened or lacks a token, or `eod` or `bos` names a token of "bytes".
     """
     if str(name) != "bytes":
         return HFTokenizer(name, eod, bos)

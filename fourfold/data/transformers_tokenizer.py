@@ -1,4 +1,4 @@
-"""Open tokenizers of the transformers library, with the same interface as our own tokenizers."""
+"""Open tokenizers of the transformers library, with the interface of fourfold's own tokenizers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from fourfold.extras import import_extra
 from fourfold.untrusted_files import check_model_folder
 
 FOREIGN_ERRORS = (OSError, ValueError, ImportError, RuntimeError, AttributeError, LookupError, TypeError)
-"""Errors that transformers raises for damaged files."""
+"""Exceptions that transformers raises if it cannot load a tokenizer or a model."""
 
 REMOTE_CODE = "trust_remote_code"
-"""Argument that lets transformers run code that comes with a model. Its error messages name the argument."""
+"""Argument that lets transformers run code that comes with a model. If a model needs such code, the error message of
+transformers names this argument."""
 
 
 class TransformersTokenizer:
@@ -25,7 +26,10 @@ class TransformersTokenizer:
 
     Args:
         name: The folder or the Hub id.
-        special_tokens: Whether `encode_batch` adds the special tokens that the tokenizer usually adds.
+        special_tokens: Whether `encode_batch` adds the special tokens that the tokenizer adds by default.
+
+    Raises:
+        UserError: The tokenizer cannot be opened.
     """
 
     def __init__(self, name: str, special_tokens: bool = True) -> None:
@@ -39,9 +43,9 @@ class TransformersTokenizer:
 
     @cached_property
     def file(self) -> HFTokenizer | None:
-        """Return the folder's tokenizer.json, opened in the same way as `fourfold prepare` opens it.
+        """Return the tokenizer.json of the folder or Hub id, opened in the same way as `fourfold prepare` opens it.
 
-        Returns None if there is no such file.
+        Returns None if there is no such file, or if it cannot be opened.
         """
         from transformers.utils.hub import cached_file
 
@@ -53,7 +57,7 @@ class TransformersTokenizer:
 
     @property
     def fingerprint(self) -> str | None:
-        """Return the fingerprint of the tokenizer.json, or None if there is no such file."""
+        """Return the fingerprint of `file`, or None if `file` is None."""
         return None if self.file is None else self.file.fingerprint
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -70,8 +74,8 @@ AnyTokenizer = Tokenizer | TransformersTokenizer
 
 
 def has_ids_of(tokenizer: AnyTokenizer, fingerprint: str) -> bool:
-    """Return whether the tokenizer may have made a corpus with this fingerprint. The token that ends documents may
-    differ."""
+    """Return whether the tokenizer may have made a corpus with this fingerprint, with any token that ends documents. A
+    tokenizer without a tokenizer.json has no fingerprint, so the answer is True."""
     ours = tokenizer.file if isinstance(tokenizer, TransformersTokenizer) else tokenizer
     if isinstance(ours, HFTokenizer):
         return ours.eod_of(fingerprint) is not None
@@ -79,10 +83,10 @@ def has_ids_of(tokenizer: AnyTokenizer, fingerprint: str) -> bool:
 
 
 def eod_of(tokenizer: AnyTokenizer, fingerprint: str | None) -> int | None:
-    """Return the token that ends documents in a corpus whose manifest has this fingerprint.
+    """Return the id that ends documents in a corpus whose manifest has this fingerprint.
 
-    Without a fingerprint, return the token that `fourfold prepare` uses by default. Returns None if the tokenizer has
-    no such token.
+    Without a fingerprint, or if another tokenizer made the corpus, return the id that `fourfold prepare` uses by
+    default. Returns None if the tokenizer has no such token.
     """
     ours = tokenizer.file if isinstance(tokenizer, TransformersTokenizer) else tokenizer
     made_with = ours.eod_of(fingerprint) if isinstance(ours, HFTokenizer) and fingerprint is not None else None
@@ -109,7 +113,8 @@ def open_tokenizer(name: str) -> Any:
     """Open the transformers tokenizer of a folder or a Hub id.
 
     Raises:
-        UserError: There is no tokenizer, or it needs code that comes with the model.
+        UserError: transformers is not installed, the folder has an unsafe link, there is no usable tokenizer, or the
+            tokenizer needs code that comes with the model.
     """
     if Path(name).is_dir():
         check_model_folder(Path(name))
@@ -136,7 +141,7 @@ def needs_its_code(error: Exception) -> str | None:
 
 
 def import_transformers() -> Any:
-    """Import the transformers library and turn off its progress bars."""
+    """Import the transformers library and turn off its progress bars. Raise UserError if it is not installed."""
     transformers = import_extra("transformers", "huggingface", "Hugging Face models and chat templates need")
     transformers.utils.logging.disable_progress_bar()
     return transformers

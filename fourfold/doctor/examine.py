@@ -12,7 +12,6 @@ from fourfold.doctor.disk import examine_disk
 from fourfold.doctor.finding import Finding
 from fourfold.doctor.links import examine_links
 from fourfold.doctor.network_interfaces import examine_network
-from fourfold.doctor.ports import examine_ports
 from fourfold.doctor.process_limits import examine_limits
 from fourfold.doctor.shared_memory import examine_shared_memory
 from fourfold.doctor.versions import examine_versions
@@ -40,5 +39,4 @@ def _machine(folder: Path, several_machines: bool) -> Iterator[Finding]:
     yield from examine_network(several_machines)
     yield from examine_shared_memory()
     yield from examine_limits()
-    yield from examine_ports(several_machines)
     yield from examine_disk(folder)

@@ -16,8 +16,6 @@ from fourfold.doctor.finding import Finding, error, ok, warning
 
 CLASSES = Path("/sys/class")
 SIOCGIFADDR = 0x8915
-VIRTUAL = ("docker", "lo")
-"""Prefixes of interface names that NCCL uses only as a last resort."""
 
 
 class Interface(NamedTuple):
@@ -40,8 +38,8 @@ def examine_network(several_machines: bool) -> Iterator[Finding]:
     fabrics = [name for name in ("infiniband", "cxi") if (CLASSES / name).is_dir() and any((CLASSES / name).iterdir())]
     for name in fabrics:
         yield ok("fabric", f"{name}: {', '.join(sorted(path.name for path in (CLASSES / name).iterdir()))}")
-    if torch.cuda.device_count():
-        yield nccl_choice(found, os.environ)
+    if torch.cuda.device_count() and (chosen := os.environ.get("NCCL_SOCKET_IFNAME", "^")) and chosen[0] != "^":
+        yield nccl_choice(found, chosen)
     # GPU jobs need gloo too, because checkpoint.async_mode = 'async' saves in a gloo group.
     yield gloo_choice(found, os.environ, _address_of_name(), several_machines)
 
@@ -76,18 +74,11 @@ def gloo_choice(
     return ok("gloo", f"uses {name}, the interface of the host name", interface=name)
 
 
-def nccl_choice(found: Sequence[Interface], environ: Mapping[str, str]) -> Finding:
-    """Find the interface for NCCL's sockets: NCCL_SOCKET_IFNAME, otherwise ib*, otherwise any interface except
-    docker* and lo."""
-    chosen = environ.get("NCCL_SOCKET_IFNAME")
-    setting = f"NCCL_SOCKET_IFNAME = {chosen}"
-    if chosen and not chosen.startswith("^"):
-        names = [each.name for each in found if each.name.startswith(tuple(chosen.split(",")))]
-        return _chosen("nccl", setting, chosen[1:].split(",") if chosen[0] == "=" else names, found)
-    excluded = tuple(chosen[1:].split(",")) if chosen else VIRTUAL
-    names = [each.name for each in found if each.address and not each.name.startswith(excluded)]
-    best = [name for name in names if name.startswith("ib")] or names or ["lo"]
-    return ok("nccl", f"uses {', '.join(best)} for its sockets", interfaces=best)
+def nccl_choice(found: Sequence[Interface], chosen: str) -> Finding:
+    """Check the interfaces that NCCL_SOCKET_IFNAME names: beginnings of names, or whole names after "="."""
+    names = [each.name for each in found if each.name.startswith(tuple(chosen.split(",")))]
+    names = chosen[1:].split(",") if chosen[0] == "=" else names
+    return _chosen("nccl", f"NCCL_SOCKET_IFNAME = {chosen}", names, found)
 
 
 def _chosen(subject: str, setting: str, names: Sequence[str], found: Sequence[Interface]) -> Finding:

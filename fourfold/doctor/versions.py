@@ -23,7 +23,8 @@ def examine_versions() -> Iterator[Finding]:
     """Examine Python, fourfold, torch, and the communication library."""
     yield ok("python", f"{platform.python_version()} on {platform.platform()}", version=platform.python_version())
     yield ok("fourfold", __version__, version=__version__)
-    yield torch_build(torch.__version__, torch.version.cuda, torch.version.hip, torch.cuda.device_count(), _makers())
+    makers = [maker for maker, path in GPU_FILES.items() if path.exists()]
+    yield torch_build(torch.__version__, torch.version.cuda, torch.version.hip, torch.cuda.device_count(), makers)
     yield _backend()
 
 
@@ -43,10 +44,6 @@ def torch_build(version: str, cuda: str | None, rocm: str | None, visible: int, 
         )
         return warning("torch", f"{text}, sees none of the {' and '.join(makers)} GPUs here", advice, version=version)
     return ok("torch", text, version=version, cuda=cuda, rocm=rocm)
-
-
-def _makers() -> list[str]:
-    return [maker for maker, path in GPU_FILES.items() if path.exists()]
 
 
 def _backend() -> Finding:

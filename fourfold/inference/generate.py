@@ -17,7 +17,7 @@ from fourfold.errors import UserError, first_line
 from fourfold.huggingface.transformers_models import checked_ids, positions_of
 
 COLDEST = 1e-6
-"""Lowest temperature above 0. With a lower temperature, the scaled logits would overflow float32."""
+"""Lowest allowed temperature above 0. With a lower temperature, the scaled logits would overflow float32."""
 SCORE_KEYS = (
     "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty",
     "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens",
@@ -59,9 +59,9 @@ class Sampling:
     def settings(self, model: Any) -> dict[str, Any]:
         """Return the settings in effect, with transformers' names.
 
-        If the temperature is above 0, they include the settings in the model's generation_config.json that change
-        probabilities (``SCORE_KEYS``). At temperature 0 the most likely token is taken, so these settings must not
-        apply.
+        They include the texts that stop generation according to the model's generation_config.json. If the temperature
+        is above 0, they also include the settings in this file that change probabilities (``SCORE_KEYS``). At
+        temperature 0 the most likely token is taken, so these settings must not apply.
         """
         theirs = model.generation_config.to_diff_dict()
         stops = {key: theirs[key] for key in ("stop_strings",) if theirs.get(key)}
@@ -87,10 +87,6 @@ class Generation:
     """Size of everything in the cache at the end, in bytes. None for a model without a cache."""
     settings: dict[str, Any]
     """The settings with transformers' names: how the next token was chosen, and which texts stop generation."""
-    step_bytes: int | None = None
-    """Smallest number of bytes that Loki reads from the cache for one more token. None if Loki is not used."""
-    full_step_bytes: int | None = None
-    """Number of bytes that full attention would read. None if Loki is not used."""
 
     def record(self) -> dict[str, Any]:
         """Return the measurements as JSON values."""
@@ -140,7 +136,7 @@ def generate(
     model's generation_config.json. All other settings in this file are ignored, because a single sequence is streamed.
 
     Args:
-        model: A transformers model, or one of our models with the same interface.
+        model: A transformers model, or a fourfold model with the same interface.
         tokenizer: The model's tokenizer.
         prompt: The text to continue.
         max_new_tokens: Largest number of tokens to generate.
@@ -151,10 +147,10 @@ def generate(
         The new text, with the speed and the size of the cache.
 
     Raises:
-        UserError: ``encode_prompt`` refuses the prompt, the model has too few positions, or transformers refuses a
-            setting of generation_config.json.
+        UserError: ``encode_prompt`` refuses the prompt, ``max_new_tokens`` is below 1, the model has too few positions,
+            or transformers refuses a setting of generation_config.json.
     """
-    from fourfold.inference.loki import cache_bytes, step_bytes
+    from fourfold.inference.loki import cache_bytes
 
     ids = encode_prompt(model, tokenizer, prompt)
     _check_length(model, len(ids), max_new_tokens)
@@ -168,7 +164,6 @@ def generate(
     times = stream.times
     # Before 5.24, transformers used the second name.
     cache = out.cache if hasattr(out, "cache") else out.past_key_values
-    step, full_step = step_bytes(model, cache) or (None, None)
     return Generation(
         text=tokenizer.decode(stream.ids),
         prompt_tokens=len(ids),
@@ -177,15 +172,13 @@ def generate(
         tokens_per_second=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None,
         cache_bytes=cache_bytes(cache),
         settings=settings,
-        step_bytes=step,
-        full_step_bytes=full_step,
     )
 
 
 def _continued(
     model: Any, tokens: Tensor, stream: _Streamer, max_new_tokens: int, ends: list[int] | None, settings: dict[str, Any]
 ) -> Any:
-    """Call transformers' ``generate`` with only these settings, ignoring the model's own settings."""
+    """Call transformers' ``generate`` with only these settings, and ignore the model's other settings."""
     theirs, texts = model.generation_config, settings.get("stop_strings")
     try:
         own = type(theirs)(
@@ -226,7 +219,7 @@ def encode_prompt(model: Any, tokenizer: AnyTokenizer, prompt: str) -> list[int]
     """Tokenize a prompt.
 
     Raises:
-        UserError: The prompt is empty or cannot be decoded, or it has token ids that the model does not have.
+        UserError: The prompt is not valid UTF-8, has no tokens, or has token ids that the model does not have.
     """
     try:
         prompt.encode("utf-8")
@@ -241,7 +234,8 @@ def encode_prompt(model: Any, tokenizer: AnyTokenizer, prompt: str) -> list[int]
 
 
 def _check_length(model: Any, prompt: int, new: int) -> None:
-    """Raise ``UserError`` if the prompt and its continuation exceed the model's positions."""
+    """Raise ``UserError`` if no new token is wanted, or if the prompt and its continuation exceed the model's
+    positions."""
     if new < 1:
         raise UserError(f"--max-new-tokens {new} must be at least 1")
     positions = positions_of(model)
@@ -253,8 +247,8 @@ def _check_length(model: Any, prompt: int, new: int) -> None:
 
 
 def _ends(model: Any, tokenizer: AnyTokenizer) -> list[int] | None:
-    """Return the ids that end a text: the ids that the model names. If the model names none, return the tokenizer's ids
-    that exist in the model."""
+    """Return the ids that end a text: the ids that the model names or, if the model names none, the tokenizer's ids.
+    Skip ids outside the model's vocabulary. Return None if there are none."""
     own = model.generation_config.eos_token_id
     own = tokenizer.eod_id if own is None else own
     ids = own if isinstance(own, list) else [own]

@@ -71,7 +71,7 @@ def rehearse(tasks: Sequence[str], folder: Path | None = None, num_fewshot: int 
     """Run two documents of each task with random answers. This loads the dataset and renders the templates.
 
     Raises:
-        UserError: A task is unknown or fails.
+        UserError: lm-eval is not installed, or a task is unknown or fails.
     """
     lm_eval = import_lm_eval()
     manager = find_tasks(tasks, folder)
@@ -99,14 +99,14 @@ def run_tasks(
         model: A wrapped model.
         tasks: Names of tasks.
         folder: A folder with your own tasks.
-        limit: Number of documents per task.
-        num_fewshot: Number of examples in the prompt.
+        limit: Largest number of documents per task. None means all documents.
+        num_fewshot: Number of examples in the prompt. None means each task's default.
 
     Returns:
         The metrics by task, with lm-eval's names (``metric,filter``). Empty on every process except the first.
 
     Raises:
-        UserError: A task is unknown.
+        UserError: lm-eval is not installed, or a task is unknown.
     """
     lm_eval = import_lm_eval()
     results = lm_eval.simple_evaluate(

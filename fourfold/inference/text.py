@@ -12,18 +12,24 @@ from fourfold.untrusted_files import read_text_file
 MIN_WINDOW = 16
 
 TEXT_FILE = "give a text file in UTF-8"
-"""Explains in messages what `--text` takes."""
+"""The end of error messages about a file of `--text`."""
 
 
 def token_windows(
     tokenizer: AnyTokenizer, files: Sequence[Path], length: int, max_tokens: int | None = None
 ) -> list[list[int]]:
-    """Cut files into windows of ``length`` token ids. The end of a file that does not fill a window is left out.
+    """Cut files into windows of ``length`` token ids. Drop the end of a file if it does not fill a window.
 
     Each window begins with the tokens that the tokenizer puts before a text, as in a prompt.
 
+    Args:
+        tokenizer: The tokenizer.
+        files: The text files.
+        length: Number of tokens in a window.
+        max_tokens: Largest number of tokens in all windows together, but at least one window. None means no limit.
+
     Raises:
-        UserError: A file cannot be read, or no file fills a window.
+        UserError: ``length`` is below ``MIN_WINDOW``, a file cannot be read, or no file fills a window.
     """
     if length < MIN_WINDOW:
         raise UserError(f"--seq-len {length} is too short; give at least {MIN_WINDOW}")

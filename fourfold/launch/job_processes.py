@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-import sys
+import pkgutil
 import time
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 from fourfold.data.files import temporary_folder
 from fourfold.environment import Place, read_environment, rendezvous
 from fourfold.errors import UserError
-from fourfold.exit_codes import CRASH, DONE
 from fourfold.launch.local_workers import run_workers
 from fourfold.launch.stop_signals import held_stop_signals
 from fourfold.processes import end_with_starter, importing, keep_gloo_local, lossy_output, raise_file_limit
@@ -60,37 +57,32 @@ def run_on_grid(
     raise_file_limit()
     place = read_environment(os.environ)
     started = started or time.time()
-    if place is not None or world_size == 1:
-        with held_stop_signals() if heeds_stop_signals else contextlib.nullcontext():
-            return _run_here(place, function, args, world_size, wanted_device, timeout, started)
-    with temporary_folder() as folder:
-        meeting_point = (folder / "store").as_uri()  # Meet through a file, because a port may already be in use.
-        task = (meeting_point, function, args, wanted_device, timeout)
-        modules = [function.partition(":")[0], "fourfold.parallel.grid.process_group"]
-        return run_workers(run_in_group, task, world_size, heeds_stop_signals, restarts, modules, started)
+    task = (function, args, wanted_device, timeout)
+    if place is None and world_size > 1:
+        with temporary_folder() as folder:
+            meeting_point = (folder / "store").as_uri()  # Meet through a file, because a port may already be in use.
+            modules = [function.partition(":")[0], "fourfold.parallel.grid.process_group"]
+            all_args = (meeting_point, *task)
+            return run_workers(run_in_group, all_args, world_size, heeds_stop_signals, restarts, modules, started)
+    with held_stop_signals() if heeds_stop_signals else contextlib.nullcontext():
+        here, meeting_point_here = _place_here(place, world_size)
+        return run_in_group(replace(here, started=started), meeting_point_here, *task)
 
 
-def _run_here(
-    place: Place | None,
-    function: str,
-    args: Sequence[object],
-    world_size: int,
-    wanted_device: WantedDevice,
-    timeout: timedelta,
-    started: float,
-) -> Any:
-    """Run this process's part of the job. It is either one process of a launcher, or the only process of the job."""
-    meeting_point = None
+def _place_here(place: Place | None, world_size: int) -> tuple[Place, str | None]:
+    """Return this process's place and meeting point. It is one process of a launcher, or the job's only process."""
     if place is None:
         keep_gloo_local()
-        place = Place(0, 0, 1, 1, launcher="local")
-    else:
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            end_with_starter()  # Without this, a killed torchrun would leave its processes running.
-        _check_world_size(place, world_size)
-        host, port = rendezvous(os.environ, place)
-        meeting_point = f"tcp://{host}:{port}"
-    return run_in_group(replace(place, started=started), meeting_point, function, args, wanted_device, timeout)
+        return Place(0, 0, 1, 1, launcher="local"), None
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_starter()  # Without this, a killed torchrun would leave its processes running.
+    if place.world_size != world_size:
+        raise UserError(
+            f"{place.launcher} started {place.world_size} processes, but the run file's [parallel] needs {world_size}; "
+            f"start {world_size}, or change [parallel]"
+        )
+    host, port = rendezvous(os.environ, place)
+    return place, f"tcp://{host}:{port}"
 
 
 def run_in_group(
@@ -112,39 +104,20 @@ def run_in_group(
         timeout: Longest time to wait for another process, in seconds.
     """
     with importing():
-        call = import_object(function)
-    with lossy_output(any_error=True), _default_group(place, meeting_point, choose_device(place, wanted), timeout):
+        call = pkgutil.resolve_name(function)
+    from fourfold.parallel.grid.process_group import end_process_group, start_process_group
+
+    with lossy_output(any_error=True):
+        start_process_group(place, meeting_point, choose_device(place, wanted), timeout)
+        failed = True
         try:
-            with _no_silent_exit():
-                return call(place, *args)
+            result = call(place, *args)
+            failed = False
+            return result
         except SystemExit as end:  # A library raised this, so its exit code says nothing about the job.
             raise RuntimeError(f"something called sys.exit({end.code!r}) before the job had finished") from end
-
-
-@contextlib.contextmanager
-def _no_silent_exit() -> Iterator[None]:
-    """Turn `os._exit(0)` in this process into a crash. Otherwise a launcher or job script would think that the job is
-    done."""
-    leave, process_id = os._exit, os.getpid()
-
-    def leave_as_crashed(status: int) -> NoReturn:
-        if status == DONE and os.getpid() == process_id:  # Forked children may exit this way.
-            traceback.print_stack()
-            print("fourfold: something called os._exit(0) before the job had finished", file=sys.stderr, flush=True)
-            status = CRASH
-        leave(status)
-
-    os._exit = leave_as_crashed
-    try:
-        yield
-    finally:
-        os._exit = leave
-
-
-def import_object(function: str) -> Any:
-    """Import the function or class "package.module:name"."""
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)
+        finally:
+            end_process_group(failed)
 
 
 def choose_device(place: Place, wanted: WantedDevice) -> torch.device:
@@ -166,24 +139,3 @@ def choose_device(place: Place, wanted: WantedDevice) -> torch.device:
             )
         return torch.device("cpu")
     return gpu_of(place, gpus)
-
-
-def _check_world_size(place: Place, world_size: int) -> None:
-    if place.world_size != world_size:
-        raise UserError(
-            f"{place.launcher} started {place.world_size} processes, but the run file's [parallel] needs {world_size}; "
-            f"start {world_size}, or change [parallel]"
-        )
-
-
-@contextlib.contextmanager
-def _default_group(place: Place, meeting_point: str | None, device: torch.device, timeout: timedelta) -> Iterator[None]:
-    from fourfold.parallel.grid.process_group import end_process_group, start_process_group
-
-    start_process_group(place, meeting_point, device, timeout)
-    failed = True
-    try:
-        yield
-        failed = False
-    finally:
-        end_process_group(failed)

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.exit_codes import HANG, ended_by
-from fourfold.launch.stop_signals import RELAYED_INTERRUPT, STOP_SIGNALS, held_stop_signals, leave_terminal
+from fourfold.launch.stop_signals import RELAYED_INTERRUPT, STOP_SIGNALS, held_stop_signals
 from fourfold.launch.worker_processes import WorkerProcesses
 from fourfold.processes import end_with_parent
 
@@ -108,7 +108,7 @@ def run_workers(
                     workers.send(RELAYED[signal.Signals(signum)])
             return _return_or_raise(_collect_reports(workers), world_size, received)
     finally:
-        with _interrupt_ignored():
+        with _handler(signal.SIGINT, signal.SIG_IGN):
             workers.kill()
             _show_cursor()
 
@@ -215,8 +215,6 @@ def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[in
             raise KeyboardInterrupt
         if ends_at_once or (signum == signal.SIGTERM and signum in received):
             raise SystemExit(ended_by(signum))
-        if signum == signal.SIGHUP:
-            leave_terminal()
         received.append(signum)
         workers.send(RELAYED[signal.Signals(signum)])
 
@@ -225,11 +223,6 @@ def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[in
             if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup ignores SIGHUP.
                 handlers.enter_context(_handler(signum, relay))
         yield received
-
-
-def _interrupt_ignored() -> contextlib.AbstractContextManager[None]:
-    """Ignore Ctrl-C while workers end."""
-    return _handler(signal.SIGINT, signal.SIG_IGN)
 
 
 def _signals_blocked() -> contextlib.AbstractContextManager[None]:

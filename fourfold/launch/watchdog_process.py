@@ -83,13 +83,9 @@ class HangingRank(NamedTuple):
     """Number of collectives that the rank has entered, by process group."""
 
 
+@lossy_output(any_error=True)
 def main(watch: Watch) -> None:
     """Watch the rank until it ends, hangs, or does not stop when it should."""
-    with lossy_output(any_error=True):
-        _watch(watch)
-
-
-def _watch(watch: Watch) -> None:
     heart = Heartbeat(watch.heartbeat)
     interval = min(1.0, watch.timeout / 10)
     number, silent = -1, 0.0

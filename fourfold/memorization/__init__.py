@@ -1,1 +1,1 @@
-"""Audit which training data a model reproduces, and measure the effect of a goldfish mask."""
+"""Measure which training data a model reproduces, and what a goldfish mask changes."""

@@ -45,9 +45,10 @@ class AuditRequest(ScoringRequest):
     control: Path | None = None
     """A .jsonl file with more documents, which the model was not trained on."""
     reference: str | None = None
-    """A second model to compare with."""
+    """A second model, whose scores are compared with the audited model's scores."""
     run: Path | None = None
-    """A run file whose goldfish mask is replayed. By default the audit replays the checkpoint's own mask."""
+    """A run file whose goldfish mask is replayed. By default the audit replays the checkpoint's own mask, if it can be
+    replayed."""
     suffix: int = 50
     """Number of tokens at the end of a document that the model must reproduce."""
     prefix: int = 50
@@ -55,10 +56,9 @@ class AuditRequest(ScoringRequest):
     offset: int = 0
     """Number of tokens from unrelated documents to put before each document."""
     generate: int = 0
-    """Number of members to continue token by token, and number of controls."""
+    """Number of members, and also number of controls, to continue token by token."""
     beams: int = 0
-    """Number of texts that the search for near-verbatim continuations of these documents keeps for each document. 0
-    means no search."""
+    """Beam width of the search for near-verbatim continuations of these documents. 0 means no search."""
     text_key: str = "text"
     """Key of the text in each line."""
     count_key: str = "count"
@@ -84,7 +84,15 @@ class AuditRequest(ScoringRequest):
 
 
 def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[str, Any] | None:
-    """Audit on every process of the model's grid. Return the record on rank 0, and None on the other ranks."""
+    """Audit a model. Every process of the model's grid must call this.
+
+    Returns:
+        The record on rank 0, and None on the other ranks.
+
+    Raises:
+        UserError: An option is out of range, the goldfish mask of ``run`` cannot be replayed, the documents or the
+            reference model do not fit the model, or the model's weights are damaged.
+    """
     request.check()
     run = model.run
     device = choose_device(place, run.training.device if run is not None else "auto")
@@ -113,8 +121,8 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
         reference = _scores(_reference_scorer(request, other_model, device, inputs), inputs, request.offset)
     if scores is None:
         return None
-    if tokenizer is not None:
-        documents = [_with_text(document, tokenizer) for document in documents]
+    if tokenizer is not None:  # The part of the text that was cut off must not be measured.
+        documents = [replace(document, text=tokenizer.decode(document.tokens.tolist())) for document in documents]
     special = () if tokenizer is None else tokenizer.special_ids
     return audit_record(
         AuditInputs(
@@ -135,7 +143,8 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
 
 
 def _check_offset(request: AuditRequest, *runs: RunConfig | None) -> None:
-    """Raise ``UserError`` if unrelated documents before a document are something that a model never saw."""
+    """Raise ``UserError`` for an offset if a model was trained with document masking, so that it never attended to
+    other documents."""
     if request.offset and any(run is not None and run.data.mask_documents for run in runs):
         raise UserError(
             f"--offset {request.offset} puts other documents before each document, and a model trained with "
@@ -144,8 +153,8 @@ def _check_offset(request: AuditRequest, *runs: RunConfig | None) -> None:
 
 
 def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | None:
-    """Return the mask to replay. With --run, it is the run's mask, which must be replayable. Otherwise it is the
-    model's own mask if it is replayable."""
+    """Return the mask to replay. With --run, this is the run's mask, which must be replayable. Otherwise it is the
+    model's own mask, or None if that mask is not replayable."""
     if request.run is not None:
         with given_as("--run"):
             config = load_run(request.run).masks.goldfish
@@ -161,7 +170,7 @@ def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | 
 def _reference_scorer(
     request: AuditRequest, model: ScoredModel, device: torch.device, inputs: Sequence[Tokens]
 ) -> Scorer:
-    """Open the reference model. It must have the same tokenizer."""
+    """Open the reference model. Raise ``UserError`` if the documents do not fit its vocabulary or its context."""
     scorer = open_scorer(model, request, device)
     largest, longest = max(int(tokens.max()) for tokens in inputs), max(len(tokens) for tokens in inputs)
     if largest >= scorer.vocab_size:
@@ -233,17 +242,15 @@ def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> 
 
 
 def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[TokenScores] | None:
-    """Score every document. The scores of the ``offset`` tokens before a document are left out."""
+    """Score every document, without the ``offset`` tokens before it. Return None on ranks other than 0.
+
+    Raises:
+        UserError: A score is NaN or infinite.
+    """
     fields = scorer.score(list(inputs))
     if fields is None:
         return None
-    excluded = FIELDS.index("sampled")  # This may be -inf, if the attacker's sampling never draws the token.
+    excluded = FIELDS.index("sampled")  # This field is -inf if the attacker's sampling never draws the token.
     if not all(np.isfinite(np.delete(each, excluded, 0)).all() for each in fields):
         raise UserError("the model's probabilities are not numbers (NaN or infinite): its weights are damaged")
     return [TokenScores.of(tokens[offset:], each[:, offset:]) for tokens, each in zip(inputs, fields, strict=True)]
-
-
-def _with_text(document: AuditDocument, tokenizer: AnyTokenizer) -> AuditDocument:
-    """Replace the text by the decoded scored tokens, because the part of the text that was cut off must not be
-    measured."""
-    return replace(document, text=tokenizer.decode(document.tokens.tolist()))

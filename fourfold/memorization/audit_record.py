@@ -22,8 +22,7 @@ from fourfold.memorization.membership import FEWEST, attacks, bag_of_words_guard
 from fourfold.memorization.scores import AttackSampling, TokenScores
 
 QUERIES = (1, 100, 10_000, 1_000_000)
-"""Numbers of samples that an attacker may draw. For each number, the record gives the fraction of documents that can be
-extracted."""
+"""Sample budgets of an attacker. For each budget, the record gives the fraction of documents that can be extracted."""
 
 CHANCE = 0.5
 """The probability p in (n, p)-discoverable extraction."""
@@ -52,7 +51,8 @@ class AuditInputs:
 
 def audit_record(inputs: AuditInputs) -> dict[str, Any]:
     """Return the record. First come the measures of the members: in total, by count, by prefix, and by position. Then
-    come the measures of the controls.
+    come the measures of the controls, of the reference model, of membership inference, of the replayed mask, and of the
+    continuations, and finally the warnings.
 
     Members are documents whose count is not 0. Documents with an unknown count are members.
     """
@@ -111,8 +111,8 @@ def _summary(found: Sequence[Extraction]) -> dict[str, Any]:
 
 
 def _beside_control(found: Sequence[Extraction], controls: Sequence[Extraction]) -> dict[str, Any]:
-    """Summarize the members and compare them with the controls. The difference is the effect of training on the
-    documents."""
+    """Summarize the members, and compare them with the controls if there are any. The difference is the effect of
+    training on the documents."""
     summary = _summary(found)
     if controls:
         exact, other = (sum(each.exact_match for each in side) for side in (found, controls))
@@ -125,8 +125,8 @@ def _beside_control(found: Sequence[Extraction], controls: Sequence[Extraction])
 
 
 def _by_prefix(members: Sequence[TokenScores], controls: Sequence[TokenScores], suffix: int) -> dict[str, Any]:
-    """For each n, return how often the suffix matches after the first n tokens, over the documents that are long
-    enough."""
+    """Return for each prefix length n how often greedy decoding after the first n tokens reproduces the next ``suffix``
+    tokens, over the documents that are long enough."""
     found = {}
     for prefix in prefix_lengths(members, suffix):
         row = {}
@@ -139,7 +139,7 @@ def _by_prefix(members: Sequence[TokenScores], controls: Sequence[TokenScores], 
 
 
 def _by_position(members: Sequence[TokenScores]) -> list[dict[str, Any]]:
-    """Return token agreement and loss in ten equal intervals of the position in a document."""
+    """Return the mean token agreement and loss in ``POSITION_BINS`` equal intervals of the position in a document."""
     longest = max(len(scores.agrees) for scores in members)
     edges = np.unique(np.linspace(0, longest, POSITION_BINS + 1).round().astype(int))
     rows = []
@@ -154,7 +154,8 @@ def _by_position(members: Sequence[TokenScores]) -> list[dict[str, Any]]:
 def _membership(
     inputs: AuditInputs, members: Sequence[int], controls: Sequence[int]
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return the results of the attacks and of the bag-of-words baseline, or None if there are too few documents."""
+    """Return the results of the membership attacks and of the bag-of-words baseline. Both are None if there are too
+    few documents."""
 
     def score(number: int) -> dict[str, float]:
         reference = None if inputs.reference is None else inputs.reference[number]

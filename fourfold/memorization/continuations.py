@@ -1,4 +1,4 @@
-"""Continue some documents with the model, and describe for the record how close the model comes to the true text."""
+"""Continue some documents with the model, and measure how close the model comes to the true text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from fourfold.memorization.scorers import Scorer
 from fourfold.memorization.scores import AttackSampling, TokenScores
 
 TOLERANCES = (0.0, 0.05, 0.1, 0.2)
-"""Fractions of the suffix that may be edited. For each, the record gives the near-verbatim extraction probability."""
+"""Fractions of the suffix that may be edited. For each fraction, the record bounds the share of extractable
+documents."""
 
 EXTRACTABLE = 0.001
 """A suffix counts as extractable if a sample has at least this probability of being near-verbatim (arXiv
 2505.12546)."""
 
 SHOWN = 20
-"""Largest number of continuations in the record."""
+"""Largest number of passages in the record. They are the continuations that are closest to the true text."""
 
 
 def continuations(
@@ -39,8 +40,8 @@ def continuations(
     beams: int,
     sampling: AttackSampling,
 ) -> dict[str, Any]:
-    """Replace the suffixes of the first ``count`` members and of the first ``count`` controls by greedy decoding, and
-    search for near-verbatim texts.
+    """Continue the first ``count`` members and the first ``count`` controls by greedy decoding in place of their
+    suffixes. With ``beams``, also search for near-verbatim texts.
 
     Every process of the model's grid must call this.
 
@@ -48,16 +49,16 @@ def continuations(
         scorer: The model.
         documents: The documents.
         inputs: Token ids of each document, with the unrelated tokens before it.
-        scores: On rank 0, the scores of each document. Elsewhere None.
-        tokenizer: The tokenizer, to show the texts.
-        count: Number of members, and number of controls.
+        scores: On rank 0, the scores of each document. None on other ranks.
+        tokenizer: The tokenizer that decodes the passages. Without one, there are no passages.
+        count: Number of members, and also number of controls.
         suffix: Number of tokens at the end of a document to replace.
-        beams: Number of texts that the search keeps for each document. 0 means no search.
+        beams: Beam width of the search. 0 means no search.
         sampling: The attacker's sampling scheme.
 
     Returns:
-        On rank 0, the record's entries "generation", "near_verbatim", and "passages". The first two are None if there
-        is nothing to describe.
+        On rank 0, the record's entries "generation", "near_verbatim", and "passages". "generation" is None if ``count``
+        is 0, and "near_verbatim" is None without a search. On other ranks, all entries are empty.
     """
     members, controls = (
         [number for number, document in enumerate(documents) if (document.count == 0) == is_control][:count]
@@ -93,7 +94,7 @@ def continuations(
 
 
 def _near_verbatim(sides: dict[str, list[NearVerbatim]], suffix: int) -> dict[str, Any]:
-    """Summarize the bounds of members and controls for each tolerance."""
+    """Summarize the bounds for members and for controls at each tolerance."""
     return {
         "cost": float(np.mean([each.cost for side in sides.values() for each in side])),
         "tolerances": [

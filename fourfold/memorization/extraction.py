@@ -1,4 +1,4 @@
-"""Measure extraction from one document. All measures come from the scores of one pass."""
+"""Measure how much of a document can be extracted. All measures come from the scores of one forward pass."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ class Extraction:
     the document's length (Wang et al. 2025)."""
     log_p: float
     """ln of the probability of sampling the suffix."""
-    first_divergence: int | None
-    """Index in the suffix of the first token that differs. None if the suffix matches."""
     loss: float
     """Mean of -ln p over the tokens, in nats."""
 
@@ -42,11 +40,9 @@ class Extraction:
         n = ln(1 - p) / ln(1 - p_z), where p_z is the probability that one sample is the suffix. The result is
         infinite if the sampling scheme never draws the suffix.
         """
-        if self.log_p == -math.inf:
-            return math.inf
         if self.log_p > -1e-12:
             return 1.0
-        if self.log_p < -700:  # n would overflow: e^700 is close to the largest float.
+        if self.log_p < -700:  # n is infinite, or would overflow: e^700 is close to the largest float.
             return math.inf
         # If p_z is below e^-30, then 1 - p_z rounds to 1, so use ln(1 - p_z) ≈ -p_z.
         chance = math.exp(self.log_p)
@@ -57,15 +53,13 @@ def extraction(scores: TokenScores, suffix: int) -> Extraction:
     """Measure one document of more than ``suffix`` tokens."""
     agrees = scores.agrees
     wrong = np.flatnonzero(~agrees)
-    wrong_in_suffix = np.flatnonzero(~agrees[-suffix:])
     completed = len(agrees) - (int(wrong[-1]) + 1 if len(wrong) else 0)
     return Extraction(
-        exact_match=len(wrong_in_suffix) == 0,
+        exact_match=completed >= suffix,
         longest_span=longest_run(agrees[None]),
         token_agreement=float(agrees.mean()),
         extraction_strength=completed / len(scores.tokens),
         log_p=float(scores.sampled[-suffix:].sum()),
-        first_divergence=int(wrong_in_suffix[0]) if len(wrong_in_suffix) else None,
         loss=float(-scores.log_prob.mean()),
     )
 
@@ -91,8 +85,8 @@ def match_rate(matches: Sequence[bool]) -> dict[str, Any]:
 
 
 def prefix_lengths(documents: Sequence[TokenScores], suffix: int) -> list[int]:
-    """Return the prefix lengths 1, 2, 4, 8, …, and 50. Lengths that leave no space for the suffix in the longest
-    document are left out."""
+    """Return the prefix lengths 1, 2, 4, 8, …, and 50. Skip lengths that leave no space for the suffix in the longest
+    document."""
     longest = max(len(document.tokens) for document in documents) - suffix
     doubling = [2**power for power in range(longest.bit_length())]
     return sorted({length for length in [*doubling, 50] if 1 <= length <= longest})

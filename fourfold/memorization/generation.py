@@ -14,8 +14,8 @@ from fourfold.memorization.intervals import mean_with_interval, wilson
 from fourfold.memorization.scorers import Scorer
 
 APPROXIMATE = 0.1
-"""A continuation matches approximately if at most this fraction of its tokens is edited, as in the reports on Gemma and
-Gemini."""
+"""A continuation matches approximately if its edit distance is at most this fraction of its length, as in the reports
+on Gemma and Gemini."""
 
 
 def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], suffix: int) -> list[NDArray[np.int64]]:
@@ -39,11 +39,11 @@ def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], su
 
 
 def text_likeness(generated: Sequence[NDArray[np.int64]], true: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
-    """Return the means over documents of ROUGE-L (F1), edit similarity, and longest common span of token ids, with
-    intervals.
+    """Return the means over documents of ROUGE-L (F1), edit similarity, longest common span, exact match, and
+    approximate match of token ids, with intervals.
 
-    ROUGE-L uses the longest common subsequence (Lin 2004). Edit similarity is 1 - Levenshtein distance / length. The
-    approximate match rate is the share of documents with a distance of at most 10 % of the length.
+    ROUGE-L uses the longest common subsequence (Lin 2004). Edit similarity is 1 - Levenshtein distance / length. A
+    document matches approximately if its distance is at most 10 % of the length (``APPROXIMATE``).
     """
     pairs = list(zip(generated, true, strict=True))
     edited = [edit_distance(a, b) / max(len(a), len(b)) for a, b in pairs]

@@ -16,7 +16,7 @@ from fourfold.data.dataset import Windows
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.mask_preview import longest_run
 from fourfold.errors import UserError
-from fourfold.memorization.documents import AuditDocument
+from fourfold.memorization.documents import AuditDocument, Tokens
 from fourfold.memorization.goldfish_laws import exact_match_law, near_duplicate_law
 from fourfold.memorization.intervals import pooled_ratio, wilson
 from fourfold.memorization.scores import TokenScores
@@ -25,21 +25,21 @@ COPIES = 300
 """Number of copies of each near-duplicate canary whose masks are compared."""
 
 REPLAYABLE = ("hash", "hash-table")
-"""Strategies whose mask depends on a document's tokens only."""
+"""Strategies whose mask depends only on the document's tokens, except at its start (``replay_mask``)."""
 
 
 @dataclass(frozen=True)
 class MaskReplay:
-    """The mask that one document of T tokens had in training."""
+    """The mask that one document of T tokens had in training, for the tokens after the first [T - 1]."""
 
     known: NDArray[np.bool_]
-    """Whether the document alone determines if a token is dropped [T - 1]."""
+    """Whether the document alone determines if the token was dropped."""
     dropped: NDArray[np.bool_]
-    """Whether a token was dropped [T - 1]."""
+    """Whether the token was dropped. Meaningful only if it is known."""
 
 
 def is_replayable(config: GoldfishConfig) -> bool:
-    """Return whether a document's tokens determine its mask in every step."""
+    """Return whether a document's tokens determine its mask, and the mask is in effect from the first step."""
     return config.strategy in REPLAYABLE and config.start_step == 0
 
 
@@ -61,17 +61,15 @@ def check_replayable(config: GoldfishConfig) -> None:
         )
 
 
-def replay_mask(
-    config: GoldfishConfig, exempt: tuple[int, ...], tokens: NDArray[np.int64], shift: int = 0
-) -> MaskReplay:
+def replay_mask(config: GoldfishConfig, exempt: tuple[int, ...], tokens: Tokens, shift: int = 0) -> MaskReplay:
     """Return the mask of a document.
 
     The first h tokens of a document are special. The strategy "hash" keeps all of them. With "hash-table", the previous
     document determines which of them are dropped.
 
     Args:
-        shift: The largest number of tokens that were cut off the start of a copy. Like the first h tokens of a
-            document, the next h tokens of such a copy are kept, so their mask is unknown too.
+        shift: The largest number of tokens that were cut off the start of a copy. A cut copy begins later, so its own
+            first h tokens are special. The mask of the document's first ``shift`` + h tokens is then unknown.
     """
     windows = Windows(tokens[None], np.zeros((1, len(tokens)), dtype=np.int64), np.zeros(1, dtype=np.int64))
     dropped = ~Goldfish(config, exempt)(windows)[0]
@@ -93,9 +91,13 @@ def goldfish_check(
 ) -> dict[str, Any]:
     """Compare the members' scores at kept and at dropped tokens, with intervals over documents.
 
-    ``first_divergence_at_dropped`` covers the documents whose suffix is not extracted. It is the fraction of them whose
-    first wrong token is a dropped token. If the mask had no effect, it would equal ``suffix_drop_rate``.
-    ``suffix_kept_whole`` is the fraction of suffixes without a dropped token. The mask does not protect such suffixes.
+    ``first_divergence_at_dropped`` is a fraction of the documents whose suffix is not extracted: the documents whose
+    first wrong token in the suffix is a dropped token. If the mask had no effect, this fraction would equal
+    ``suffix_drop_rate``. ``suffix_kept_whole`` is the fraction of suffixes without a dropped token. The mask does not
+    protect such suffixes.
+
+    Raises:
+        UserError: The mask cannot be replayed.
     """
     check_replayable(config)
     replays = [replay_mask(config, exempt, document.tokens, document.shift) for document in documents]
@@ -134,11 +136,11 @@ def goldfish_check(
 def near_duplicates(
     config: GoldfishConfig, exempt: tuple[int, ...], documents: Sequence[AuditDocument], tokenizer: Vocabulary | None
 ) -> dict[str, Any] | None:
-    """Look at tokens that the original document drops. Measure in which fraction of the planted copies such a token is
-    trained, and compare this with ``near_duplicate_law``.
+    """Measure how often a noisy copy trains a token that its original drops, and compare this with
+    ``near_duplicate_law``.
 
-    Only copies that keep this token unchanged are counted. Return None if there are no noisy canaries, or if the
-    tokenizer is missing. (The noise was drawn from the tokenizer's vocabulary.)
+    Only copies in which this token is unchanged count. Return None if there are no noisy canaries, or if the tokenizer
+    is missing. (The noise was drawn from the tokenizer's vocabulary.)
     """
     if tokenizer is None:
         return None
@@ -170,7 +172,7 @@ def near_duplicates(
 
 
 def _mean_at(where: Sequence[NDArray[np.bool_]], values: Sequence[NDArray[Any]]) -> dict[str, Any] | None:
-    """Return the mean over the tokens at ``where`` with its interval over documents, or None if there is no such
-    token."""
+    """Return the mean of ``values`` over the tokens that ``where`` selects, with its interval over documents, or None
+    if it selects none."""
     pairs = [(each[at].sum(), at.sum()) for at, each in zip(where, values, strict=True) if at.any()]
     return pooled_ratio(pairs) if pairs else None

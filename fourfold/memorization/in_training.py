@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from fourfold.config.run import RunConfig
 from fourfold.data.tokenizer import Tokenizer
-from fourfold.memorization.documents import AuditDocument, read_documents
-from fourfold.memorization.extraction import extraction, match_rate
-from fourfold.memorization.goldfish_check import is_replayable, replay_mask
+from fourfold.memorization.documents import read_documents
+from fourfold.memorization.extraction import Extraction, extraction, match_rate
 from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import AttackSampling, TokenScores
 from fourfold.parallel.grid.shared_failure import failing_together
@@ -23,9 +22,10 @@ from fourfold.training.validation_loss import is_last_step
 
 
 class CanaryAudit:
-    """A training callback that scores the ledger's canaries in one pass every ``audit.interval`` steps.
+    """A training callback that scores the canaries of a ledger in one pass every ``audit.interval`` steps, and after
+    the last step.
 
-    Every process of the job calls it, and the first process writes. A resumed run replaces the lines of later steps.
+    Every process of the job must call it. Rank 0 writes. A resumed run replaces the lines of later steps.
 
     Raises:
         UserError: The ledger cannot be used.
@@ -39,7 +39,6 @@ class CanaryAudit:
             Path(run.audit.documents), tokenizer, vocab_size=run.model.vocab_size, shortest=run.audit.suffix + 1
         )
         self.documents = [document.cut(run.training.seq_length + 1) for document in documents]
-        self.exempt = () if tokenizer is None else tokenizer.special_ids
 
     def after_step(self, steps: int) -> None:
         """Run the audit if one is due after this many steps."""
@@ -64,27 +63,18 @@ class CanaryAudit:
         add_record(self.path, record)
 
     def _by_count(self, scores: list[TokenScores]) -> dict[str, Any]:
-        counts = sorted({document.count for document in self.documents if document.count is not None})
-        groups = {str(count): [n for n, d in enumerate(self.documents) if d.count == count] for count in counts}
-        groups = groups or {"all": list(range(len(self.documents)))}
-        return {
-            name: self._summary([self.documents[n] for n in numbers], [scores[n] for n in numbers])
-            for name, numbers in groups.items()
-        }
-
-    def _summary(self, documents: list[AuditDocument], scores: list[TokenScores]) -> dict[str, Any]:
         found = [extraction(each, self.run.audit.suffix) for each in scores]
-        summary = {
-            **match_rate([each.exact_match for each in found]),
-            "token_agreement": float(np.mean([each.token_agreement for each in found])),
-            "loss": float(np.mean([each.loss for each in found])),
+        counts = sorted({document.count for document in self.documents if document.count is not None})
+        groups = {
+            str(count): [each for each, d in zip(found, self.documents, strict=True) if d.count == count]
+            for count in counts
         }
-        goldfish = self.run.masks.goldfish
-        if is_replayable(goldfish):
-            exempt = tuple(sorted({*self.exempt, *goldfish.exempt}))
-            replays = [replay_mask(goldfish, exempt, document.tokens, document.shift) for document in documents]
-            for name, wanted in (("loss_kept", False), ("loss_dropped", True)):
-                losses = [-s.log_prob[r.known & (r.dropped == wanted)] for s, r in zip(scores, replays, strict=True)]
-                together = np.concatenate(losses)
-                summary[name] = float(together.mean()) if len(together) else None
-        return summary
+        return {name: _summary(group) for name, group in (groups or {"all": found}).items()}
+
+
+def _summary(found: list[Extraction]) -> dict[str, Any]:
+    return {
+        **match_rate([each.exact_match for each in found]),
+        "token_agreement": float(np.mean([each.token_agreement for each in found])),
+        "loss": float(np.mean([each.loss for each in found])),
+    }

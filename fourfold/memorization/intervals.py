@@ -37,8 +37,6 @@ def difference(successes: int, trials: int, other_successes: int, other_trials: 
         other_successes: Number of successes for the second rate, which is subtracted.
         other_trials: Number of trials for the second rate.
     """
-    if trials == 0 or other_trials == 0:
-        return -1.0, 1.0
     rate, other = successes / trials, other_successes / other_trials
     (low, high), (other_low, other_high) = wilson(successes, trials), wilson(other_successes, other_trials)
     below = math.sqrt((rate - low) ** 2 + (other_high - other) ** 2)
@@ -47,7 +45,8 @@ def difference(successes: int, trials: int, other_successes: int, other_trials: 
 
 
 def bootstrap(statistic: Callable[[NDArray[Any]], float], values: NDArray[Any]) -> Interval:
-    """Return the bootstrap (percentile) interval of a statistic of the rows, which are resampled with replacement."""
+    """Return the percentile bootstrap interval of a statistic. The rows of ``values`` are resampled with
+    replacement."""
     generator = np.random.default_rng(0)
     found = [statistic(values[generator.integers(0, len(values), len(values))]) for _ in range(RESAMPLES)]
     return _quantiles(found)
@@ -60,8 +59,8 @@ def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
 
 
 def pooled_ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Return, for a record, the sum of all parts divided by the sum of all wholes, with its interval. The bootstrap
-    resamples (part, whole) pairs."""
+    """Return the sum of all numerators divided by the sum of all denominators, with its interval, for a record. The
+    bootstrap resamples (numerator, denominator) pairs."""
 
     def ratio(rows: NDArray[Any]) -> float:
         return float(rows[:, 0].sum() / rows[:, 1].sum())

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # This imports torch. Reports import ATTACKS from this module
     from fourfold.memorization.scores import TokenScores
 
 LOWEST_SHARE = 0.2
-"""min-k % averages over the least likely tokens of a document. This is their fraction."""
+"""min-k % averages over this fraction of a document's tokens, namely the least likely ones."""
 
 FOLDS, PERMUTATIONS = 5, 199
 FEWEST = 10
@@ -37,7 +37,7 @@ ATTACKS = {
 def membership_scores(scores: TokenScores, text: str | None, reference: TokenScores | None = None) -> dict[str, float]:
     """Return each attack's score for one document.
 
-    Attacks that need the document's text or a reference model are left out if these are missing.
+    Skip attacks that need the document's text or a reference model if the text or the model is missing.
 
     Sources: loss, Yeom et al. 2018. zlib and reference, Carlini et al. 2021. min-k %, Shi et al. 2024 (arXiv
     2310.16789). min-k %++, Zhang et al. 2024 (arXiv 2404.02936).
@@ -100,11 +100,11 @@ def conclusion(found: Mapping[str, Mapping[str, Any]]) -> str:
 def bag_of_words_guard(
     members: Sequence[NDArray[np.int64]], controls: Sequence[NDArray[np.int64]]
 ) -> dict[str, Any] | None:
-    """Test whether words alone separate members from controls, without any model. Return None if there are too few
-    documents.
+    """Test whether word counts alone separate members from controls, without any model. Return None if there are too
+    few distinct documents.
 
-    This cross-validates a naive Bayes classifier over token counts, with each document once. If its AUC is higher than
-    with 95 % of random labels, members and controls have different distributions. A membership attack may then only
+    This cross-validates a naive Bayes classifier over token counts. If its AUC is higher than for 95 % of random
+    permutations of the labels, members and controls have different distributions. A membership attack may then only
     detect this difference (Das et al. 2024, "Blind baselines", arXiv 2406.16201).
     """
     members, controls = _different(members), _different(controls)
@@ -131,8 +131,8 @@ def bag_of_words_guard(
 
 
 def _different(documents: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
-    """Return each document once. Otherwise a copy could be in the training data of the classifier and another copy in
-    its test data."""
+    """Return each distinct document once. Otherwise one copy of a document could be in the classifier's training data
+    and another copy in its test data."""
     return list({tokens.tobytes(): tokens for tokens in documents}.values())
 
 

@@ -1,10 +1,10 @@
 """Bound the probability that a model writes a suffix nearly word for word.
 
-p_ε is the probability that sampling the suffix's number of tokens gives a text within ε edits (Levenshtein distance in
-tokens) of the suffix. Sampling would need about 100,000 texts per document to measure it. Instead, a beam search
-follows the most likely texts that are still within ε edits. Their exact probabilities add up to a lower bound
-(arXiv 2603.24917). The probabilities of the texts that the search drops, although they may be within ε edits, add up to
-the gap between the lower and the upper bound.
+Let p_ε be the probability that a sampled text with the length of the suffix is within ε edits (Levenshtein distance in
+tokens) of the suffix. Sampling would need about 100,000 texts per document to measure p_ε. Instead, a beam search
+follows the most likely texts that are still within ε edits. Their exact probabilities add up to a lower bound (arXiv
+2603.24917). The search drops other texts that may also be within ε edits. Their probabilities add up to the gap between
+the lower and the upper bound.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class _Search:
         return best
 
     def _nearest(self, rows: Tokens, more: int = 0) -> Tokens:
-        """Return the smallest distance that texts with these rows can still have at the end. A text and the suffix that
-        differ in their number of remaining tokens need at least that many more edits."""
+        """Return the smallest distance that texts with these rows can still have at the end. If a text has n more (or n
+        fewer) remaining tokens than the suffix, it needs at least n more edits."""
         nearest: Tokens = (rows + np.abs(self.places - (self.texts_BI.shape[1] + more))).min(-1)
         return nearest
 
@@ -132,11 +132,11 @@ def near_verbatim(
         log_p_suffixes: ln of the probability of sampling each suffix exactly. Only rank 0 needs it.
         suffix: Number of tokens S of each suffix.
         tolerance: The largest ε.
-        width: Number of texts that the search keeps for each document.
+        width: Beam width: the number of texts that the search keeps for each document.
         sampling: The attacker's sampling scheme.
 
     Returns:
-        On rank 0, the bounds for each document. On other ranks nothing.
+        On rank 0, the bounds for each document. Empty on other ranks.
     """
     branches = min(scorer.vocab_size, sampling.top_k or BRANCHES, BRANCHES)
     is_complete = branches in (scorer.vocab_size, sampling.top_k)

@@ -24,7 +24,8 @@ from fourfold.run_file.load import apply_override, make_run, read_table
 from fourfold.untrusted_files import check_no_adapter
 
 LONGEST_UNKNOWN = 2048
-"""Context length in tokens, if the model does not state one. Imported models also get at most this context length."""
+"""Context length in tokens if the model does not state one. It is also the longest context of imported models, which
+do not state the sequence length that they were trained with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,8 @@ class ScoringRequest:
     model: str
     """A checkpoint, a run's folder, or a Hugging Face folder or name."""
     tokenizer: str | None = None
-    """A tokenizer.json, its folder, or bytes. Default: the model's own tokenizer."""
+    """A tokenizer.json, its folder, or "bytes". For a Hugging Face model, also a name. Default: the model's own
+    tokenizer."""
     sampling: AttackSampling = field(default_factory=AttackSampling)
     """The attacker's sampling scheme."""
     micro_batch_size: int = 8
@@ -57,7 +59,8 @@ class ScoredModel:
 
 
 def find_model(name: str, request: ScoringRequest, option: str = "--model") -> ScoredModel:
-    """Find a model, and the run that describes it on the grid of the request's overrides.
+    """Find a model. For a checkpoint, also make the run that describes it on the grid that the request's overrides ask
+    for.
 
     Args:
         name: A checkpoint, a run's folder, or a Hugging Face folder or name.
@@ -65,7 +68,7 @@ def find_model(name: str, request: ScoringRequest, option: str = "--model") -> S
         option: The option to name in errors.
 
     Raises:
-        UserError: There is no such model.
+        UserError: There is no such model, an override is invalid, or overrides are given for a Hugging Face model.
     """
     path = Path(name)
     is_of_the_hub = name.count("/") == 1 and not path.parent.exists()
@@ -120,7 +123,7 @@ def run_on_model_grid(function: str, request: ScoringRequest) -> Any:
     """Call ``"module:name"`` with (place, request, model) on every process of the model's grid.
 
     Returns:
-        The value that the first process returned.
+        The value that rank 0 returned.
     """
     model = find_model(request.model, request)
     world_size = 1 if model.run is None else model.run.parallel.world_size
@@ -132,7 +135,8 @@ def find_tokenizer(request: ScoringRequest, model: ScoredModel, special_tokens: 
     """Return the request's tokenizer, which is by default the model's own. Return None if the tokenizer is unknown.
 
     Args:
-        special_tokens: Whether a Hugging Face tokenizer adds its usual tokens to a text. Our tokenizers never do.
+        special_tokens: Whether a Hugging Face tokenizer adds its usual special tokens to a text. fourfold's tokenizers
+            never add any.
     """
     if request.tokenizer == "bytes" or (request.tokenizer is not None and model.run is not None):
         with given_as("--tokenizer"):
@@ -155,5 +159,5 @@ def open_scorer(model: ScoredModel, request: ScoringRequest, device: torch.devic
 
 
 def context_length(scorer: Scorer) -> int:
-    """Return the length of the longest input, in tokens."""
+    """Return the largest number of input tokens. If the model states none, this is ``LONGEST_UNKNOWN``."""
     return scorer.max_length or LONGEST_UNKNOWN

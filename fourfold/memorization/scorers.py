@@ -31,6 +31,7 @@ from fourfold.parallel.tensor.head import ParallelHead, chunk_size
 from fourfold.training.job import Job
 
 Rows = list[NDArray[np.int64]]
+Scores = list[NDArray[np.float32]]
 Fields = Callable[[Tensor, Tensor], Tensor]
 """Computes the fields [F, m] of m tokens from the logits [m, V], which it may overwrite, and the targets [m]."""
 
@@ -42,9 +43,7 @@ class Scorer(Protocol):
     max_length: int | None
     """Longest input in tokens. None if unknown."""
 
-    def score(
-        self, documents: Rows, fields: Fields | None = None, last: int | None = None
-    ) -> list[NDArray[np.float32]] | None:
+    def score(self, documents: Rows, fields: Fields | None = None, last: int | None = None) -> Scores | None:
         """Score each token after the first of each document.
 
         Args:
@@ -53,7 +52,7 @@ class Scorer(Protocol):
             last: Return only the fields of this many tokens at each document's end.
 
         Returns:
-            On rank 0, the fields [F, T - 1] of each document. On other ranks None.
+            On rank 0, the fields of each document, [F, T - 1] or with ``last`` [F, last]. On other ranks None.
         """
         ...
 
@@ -73,16 +72,14 @@ class GridScorer:
     @classmethod
     def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: AttackSampling) -> GridScorer:
         """Load a checkpoint's weights onto the grid of ``run``, without the optimizer and the averages."""
-        # Do not use tuned matmul layouts. They were measured for whole training steps.
+        # Do not use tuned matmul layouts, because they were tuned for training steps.
         training = run.training.model_copy(update={"tuned_products": "off"})
         run = run.model_copy(update={"training": training, "ema": EMAConfig()})
         job = Job(run, Grid(run.parallel, device.type), device)
         load_sharded_weights(checkpoint, job)
         return cls(job, sampling)
 
-    def score(
-        self, documents: Rows, fields: Fields | None = None, last: int | None = None
-    ) -> list[NDArray[np.float32]] | None:
+    def score(self, documents: Rows, fields: Fields | None = None, last: int | None = None) -> Scores | None:
         grid, size = self.job.grid, self.job.run.training.micro_batch_size
         order = sorted(range(len(documents)), key=lambda number: len(documents[number]))
         at_once = size * grid.batch.size
@@ -114,14 +111,14 @@ class GridScorer:
         return -(-(len(longest) - 1) // divisor) * divisor
 
     def _in_order(self, fields_FBT: Tensor) -> Tensor:
-        """Return the fields [F, B, S] of whole sequences in order. Context parallelism may have split the sequences."""
+        """Gather the fields [F, B, S] of full sequences over the context axis cp, and put the tokens in order."""
         cp = self.job.grid.cp
         whole = all_gather(fields_FBT, cp, 2, "audit: scores")
         places_1S = torch.arange(whole.shape[2], device=whole.device)[None]
         order_S = torch.cat([take_chunks(places_1S, rank, cp.size)[0] for rank in range(cp.size)])
         return whole[:, :, order_S.argsort()].cpu()
 
-    def _gather(self, mine: list[tuple[int, Tensor]], count: int) -> list[NDArray[np.float32]] | None:
+    def _gather(self, mine: list[tuple[int, Tensor]], count: int) -> Scores | None:
         grid = self.job.grid
         first_of_its_batch = grid.axis("y_x").rank == 0 and grid.cp.rank == 0
         everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -146,9 +143,7 @@ class HuggingFaceScorer:
         """Whether the rotary frequencies depend on the longest sequence of a batch."""
 
     @torch.no_grad()
-    def score(
-        self, documents: Rows, fields: Fields | None = None, last: int | None = None
-    ) -> list[NDArray[np.float32]]:
+    def score(self, documents: Rows, fields: Fields | None = None, last: int | None = None) -> Scores:
         order, at_once = sorted(range(len(documents)), key=lambda n: len(documents[n])), self.micro_batch_size
         alike = groupby(order, lambda number: len(documents[number]) if self.depends_on_length else 0)
         groups = [list(group) for _, group in alike]
@@ -188,7 +183,7 @@ def scoring_head(job: Job, fields: Fields) -> Iterator[None]:
 def _scored(
     head: ParallelHead, x_BTh: Tensor, targets_BS: Tensor, loss_scale: float = 1.0, *, fields: Fields
 ) -> Tensor:
-    """Score one chunk of tokens at a time. Each rank of the tensor axis y computes whole logits for its share of the
+    """Score one chunk of tokens at a time. Each rank of the tensor axis y gets the full logits of its share of the
     chunk."""
     x_BSh = all_gather(x_BTh, head.x, 1, "audit: tokens")
     x_Nh, targets_N = x_BSh.flatten(0, 1), targets_BS.flatten()

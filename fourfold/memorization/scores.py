@@ -64,7 +64,7 @@ class TokenScores:
 
 
 def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling) -> Tensor:
-    """Return the scores of m tokens in float32, [5, m]: a row for each field of ``TokenScores``. The logits are
+    """Return the scores of m tokens in float32, [5, m]: a row for each name in ``FIELDS``. The logits may be
     overwritten.
 
     The row ``predicted`` has token ids, which float32 represents exactly up to 2^24.
@@ -108,7 +108,8 @@ def _sampled(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling) -> 
 
 
 def _kept(scaled_mV: Tensor, sampling: AttackSampling) -> Tensor:
-    """Return the logits from which an attacker draws, with -inf in place of those that top-p excludes."""
+    """Return the scaled logits that an attacker draws from: with top-k or top-p, in descending order and at most k of
+    them, with -inf in place of logits that top-p excludes."""
     if sampling.top_k is None and sampling.top_p is None:
         return scaled_mV
     columns = scaled_mV.shape[1]

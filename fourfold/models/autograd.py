@@ -32,11 +32,11 @@ class FunctionOfMany(torch.autograd.Function):
 
 
 class Context(Protocol[T]):
-    """The context that carries saved tensors and one ``kept`` value from a function's forward to its backward."""
+    """The context that carries saved tensors and one ``kept`` value from a function's forward to its backward pass."""
 
     kept: T
     saved_tensors: tuple[Any, ...]
-    """The saved tensors, with None for each None that the forward saved."""
+    """The saved tensors, with None for each None that the forward pass saved."""
 
     needs_input_grad: tuple[bool, ...]
 
@@ -68,7 +68,7 @@ class _Differentiable(Function):
 
     @staticmethod
     def backward(ctx: Context[Callable[..., Tensor]], grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors  # Read them only once, because a recomputation returns them only once.
+        kept = ctx.saved_tensors  # Read this only once, because recomputed tensors can be read only once.
         return ctx.kept(grad, *kept), None, None, *(None for _ in kept)
 
 
@@ -79,7 +79,7 @@ def differentiable(
 
     Args:
         backward: computes the input's gradient from the output's gradient and ``kept``.
-        kept: the tensors that the backward reads. Do not put them in the closure of the backward. Tensors in a closure
-            stay in memory after the backward, and recomputation does not free them.
+        kept: the tensors that ``backward`` reads. Do not put them in a closure of ``backward``. Tensors in a closure
+            stay in memory after the backward pass, and recomputation does not free them.
     """
     return _Differentiable.apply(x, forward, backward, *kept)

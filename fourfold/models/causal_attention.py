@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.config.model import LayerType, ModelConfig
+from fourfold.config.model import ModelConfig
+from fourfold.config.model_keys import LayerType
 from fourfold.models.norms import rms_norm_of
 from fourfold.models.recomputation import recomputable
 from fourfold.models.rope import apply_rope, rope_frequencies, rope_tables
@@ -69,8 +70,8 @@ class AttentionCore(nn.Module):
         mask = self.mask_of(q_BSND, k_BSKD, context)
         is_float32_on_gpu = q_BSND.dtype == torch.float32 and (q_BSND.is_cuda or self.is_for_gpu)
         if mask is not None or (is_float32_on_gpu and k_BSKD.shape[2] != q_BSND.shape[2]):
-            # Kernels with a mask, and the float32 kernel on a GPU, need the same number of key-value heads as query
-            # heads. Without such a kernel, torch would keep all scores in memory.
+            # Repeat the key-value heads. Kernels with a mask, and the float32 kernel on a GPU, need as many of them as
+            # query heads. Without a fused kernel, torch would keep all scores in memory.
             k_BSKD, v_BSKD = (t.repeat_interleave(q_BSND.shape[2] // t.shape[2], dim=2) for t in (k_BSKD, v_BSKD))
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
         if (self.softcap or self.sinks is not None) and mask is not None:
@@ -87,7 +88,8 @@ class AttentionCore(nn.Module):
         return out_BNSD.transpose(1, 2)
 
     def mask_of(self, q_BSND: Tensor, k_BSKD: Tensor, context: AttentionContext) -> Tensor | None:
-        """Return a mask [B or 1, 1, Q, S] that is true if a query may see a key. None means a causal mask."""
+        """Return a mask [B or 1, 1, Q, S] that is true if a query may see a key, or None if a kernel's causal mask is
+        enough."""
         first, count = context.first_query, q_BSND.shape[1]
         if context.mask_B1SS is not None:
             return context.mask_B1SS[:, :, first : first + count]
@@ -106,11 +108,13 @@ class AttentionContext:
     mask_B1SS: Tensor | None = None
     """True if a query may see a key. None means plain causal attention."""
     first_query: int = 0
-    """The position in the sequence of the first query, if the queries are only a part of the sequence."""
+    """The first query's position in the sequence, if the queries are only a part of the sequence."""
     window: int = 0
-    """The number of tokens that a query sees, including itself. 0 means all tokens before it."""
+    """The number of tokens that a query sees, including itself. 0 means no window."""
     is_data_BS: Tensor | None = None
     """False for padding, which no expert takes. None means that there is no padding."""
+    document_ends_BE: Tensor | None = None
+    """The ends of each sequence's documents, for layers without a mask. None if attention may leave documents."""
 
 
 class AttentionTables(nn.Module):
@@ -124,8 +128,11 @@ class AttentionTables(nn.Module):
         self, positions_BS: Tensor, document_ends_BE: Tensor | None, is_data_BS: Tensor | None = None
     ) -> dict[LayerType, AttentionContext]:
         config = self.config
-        shared, contexts = self._rotary(positions_BS, local=False), {}
+        shared, contexts = self._rotary(positions_BS, local=False), dict[LayerType, AttentionContext]()
         for kind in config.kinds_of_layers:
+            if kind == "linear_attention":
+                contexts[kind] = AttentionContext(is_data_BS=is_data_BS, document_ends_BE=document_ends_BE)
+                continue
             slides = kind == "sliding_attention"
             has_own = slides and config.rope_local_base_freq > 0
             cos_BS1d, sin_BS1d = self._rotary(positions_BS, local=True) if has_own else shared

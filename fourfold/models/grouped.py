@@ -15,13 +15,12 @@ from torch import Tensor
 from fourfold.models.autograd import Context, Function, differentiable
 
 ALIGNMENT = 16
-"""torch's grouped kernel needs rows whose bytes are a multiple of this."""
+"""torch's grouped kernel needs rows whose size in bytes is a multiple of this."""
 
 
 class HostNumbers:
-    """Integers that are being copied from a device to the host. The copy comes after all work issued so far.
-
-    Only ``read`` waits for the copy.
+    """Integers that are being copied from a device to the host. The copy runs after all work issued so far, and only
+    ``read`` waits for it.
 
     ``on_device`` has the same integers.
     """
@@ -50,11 +49,11 @@ class HostNumbers:
 class Groups:
     """The number of rows in each of several consecutive groups.
 
-    Results of rows after the last group are undefined. torch's kernel reads these sizes on the device. The host waits
+    Results for rows after the last group are undefined. torch's kernel reads the sizes on the device. The host waits
     for the sizes only if it multiplies group by group.
 
     Args:
-        sizes: the same numbers as ``sizes_E``, if the host knows them.
+        sizes: the same integers as ``sizes_E``, if the host knows them.
     """
 
     def __init__(self, sizes_E: Tensor, sizes: Sequence[int] | None = None) -> None:
@@ -67,7 +66,8 @@ class Groups:
         return self._sizes_E.cumsum(0, dtype=torch.int32)
 
     def of_rows(self, count: int) -> Tensor:
-        """Return the group of each of ``count`` rows. Rows after the last group count as part of it."""
+        """Return the index of the group of each of ``count`` rows. Rows after the last group count as part of the last
+        group."""
         places_N = torch.arange(count, device=self.ends_E.device, dtype=torch.int32)
         return torch.searchsorted(self.ends_E, places_N, right=True).clamp_(max=len(self.ends_E) - 1)
 
@@ -85,7 +85,7 @@ class Groups:
         return parts
 
     def zero_empty(self, out_EOI: Tensor) -> None:
-        """Write zeros to the matrices of empty groups, without waiting for the numbers."""
+        """Write zeros to the matrices of empty groups, without waiting for the sizes."""
         if self._numbers is not None and not self._numbers.have_arrived():
             out_EOI.masked_fill_((self._sizes_E == 0)[:, None, None], 0)
             return
@@ -97,8 +97,8 @@ class Groups:
 def grouped_matmul(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
     """Multiply each group of rows by its matrix, x Wᵀ, [N, O]. Groups may be empty.
 
-    There are two autograd functions: the first keeps the operands, and the second multiplies. If the result of a
-    recomputation is not needed, the recomputation stops after the first.
+    There are two autograd functions: the first saves the operands, and the second multiplies. If the backward pass does
+    not need the result, a recomputation stops after the first function.
     """
     kept_NO = _KeepOperands.apply(rows_NI, weights_EOI, groups)
     return _GroupedMatmul.apply(kept_NO, rows_NI.detach(), weights_EOI.detach(), groups)
@@ -118,7 +118,7 @@ def add_biases(rows_NO: Tensor, biases_EO: Tensor | None, groups: Groups) -> Ten
 
 
 class _KeepOperands(Function):
-    """Keeps the operands, and computes their gradients in the backward pass.
+    """Saves the operands, and computes their gradients in the backward pass.
 
     The output is a placeholder that receives the matmul's gradient.
     """

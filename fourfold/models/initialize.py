@@ -1,8 +1,8 @@
 """Initialize weights. Each weight depends only on the seed, the parameter's name, and its row and column.
 
-Each block of a matrix's rows has its own generator. A process that holds some rows and columns of a parameter draws the
-whole blocks that it needs, and keeps its part. So all grids start from bit-identical weights, and no process needs a
-whole parameter.
+Each block of a matrix's rows has its own random generator. A process that holds some rows and columns of a parameter
+draws all blocks that contain its rows, and keeps its part. So all grids start from bit-identical weights, and no
+process needs a full parameter.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from fourfold.config.model import ModelConfig
 from fourfold.processes import available_cores
 
 BLOCK_ELEMENTS = 1 << 16
-"""Number of normally distributed values per generator. With a larger number, a process would discard more values. With
-a smaller number, seeding would take too much time."""
+"""Number of normally distributed values in a block. With larger blocks, a process would discard more values. With
+smaller blocks, seeding would take too much time."""
 
 BLOCKS_AT_ONCE = 256
-"""Number of blocks that are drawn and copied together, 64 MiB in total."""
+"""Number of blocks that are drawn and copied together, about 64 MiB in total."""
+
+ONES = ("dt_bias", "core.norm.weight")
+"""Endings of the names of linear attention's parameters that are ones, also in a model with zero-centered norms."""
+
+FASTEST_DECAY = 16.0
+"""Upper limit of the initial decay rates of linear attention (Mamba-2, arXiv 2405.21060)."""
 
 Slices = tuple[slice, ...]
 
@@ -39,10 +45,14 @@ def fill_slice(out: Tensor, name: str, shape: tuple[int, ...], slices: Slices, c
     """Fill ``out`` with a part of the initial value of a parameter.
 
     Args:
-        shape: the shape of the whole parameter.
-        slices: the part of the whole parameter that ``out`` holds.
+        shape: the shape of the full parameter.
+        slices: the part of the full parameter that ``out`` holds.
     """
-    if name.endswith(("bias", "sinks", "lora_B")):  # A new adapter adds nothing to its layer.
+    if name.endswith("A_log"):
+        out.copy_(_decay_rates(shape, _block_seed(seed, name, 0))[slices].log())
+    elif name.endswith(ONES):
+        out.fill_(1.0)
+    elif name.endswith(("bias", "sinks", "lora_B")):  # A new adapter adds nothing to its layer.
         out.zero_()
     elif len(shape) == 1:
         out.fill_(0.0 if config.zero_centered_norm else 1.0)
@@ -50,6 +60,11 @@ def fill_slice(out: Tensor, name: str, shape: tuple[int, ...], slices: Slices, c
         _fill_stack(out, _std(name, shape, config), name, shape, slices, seed)
     else:
         _fill_normal(out, _std(name, shape, config), name, shape, slices, seed)
+
+
+def _decay_rates(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return decay rates from a uniform distribution."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).mul_(FASTEST_DECAY).clamp_(min=0.01)
 
 
 def _std(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
@@ -65,9 +80,10 @@ def _std(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
 
 
 def _fill_normal(out: Tensor, std: float, name: str, shape: tuple[int, ...], slices: Slices, seed: int) -> None:
-    """Draw the blocks on this process's share of the CPU cores. Drawing on the CPU gives every device the same values.
+    """Fill part of a matrix with normally distributed values.
 
-    A GPU copies blocks from pinned memory while the next blocks are drawn.
+    The blocks are drawn on this process's share of the CPU cores, so the values do not depend on the device. A GPU
+    copies blocks from pinned memory while the next blocks are drawn.
     """
     rows, columns = slices
     rows_per_block = max(1, BLOCK_ELEMENTS // shape[1])
@@ -92,8 +108,8 @@ def _draw(out: Tensor, seed: int) -> None:
 
 
 def _threads() -> int:
-    """Return the size of this process's share of the machine's cores. These threads are not limited by torchrun, which
-    limits torch to one thread."""
+    """Return this process's share of the machine's cores, or torch's number of threads if no launcher says how many
+    processes the machine has. (torchrun limits torch to one thread, but not these threads.)"""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     return max(1, available_cores() // local_world_size) if local_world_size else torch.get_num_threads()
 

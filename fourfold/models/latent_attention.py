@@ -21,7 +21,8 @@ LATENT_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention whose queries, keys, and values are projected down to latents and up again.
+    """Causal self-attention whose keys and values are projected down to a latent and up again. With ``q_lora_rank``,
+    the queries have a latent too.
 
     Each head has n channels without rotary embeddings and r channels with rotary embeddings. The r channels of the keys
     are the same for all heads.
@@ -77,7 +78,7 @@ def join_channels(
     v_BSf: Tensor,
     widths: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Join the channels of each head, those with rotary embeddings first. All heads are joined in the last dim.
+    """Join the channels of each head, first the channels with rotary embeddings. All heads are joined in the last dim.
 
     Attention kernels need values as wide as keys, so zeros are added to the values.
 

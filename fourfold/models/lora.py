@@ -45,7 +45,7 @@ def check_targets(model: ModelConfig, config: LoRAConfig, stages: Sequence[range
     """Check that the model has every target, and that every pipeline stage has one of them.
 
     Args:
-        model: The whole model.
+        model: The full model.
         config: The section [lora].
         stages: Layers of each pipeline stage.
 

@@ -52,7 +52,7 @@ class Mixture(nn.Module):
         return out_BSH if self.shared_expert is None else out_BSH + self.shared(x_BSH)
 
     def shared(self, x_BSH: Tensor) -> Tensor:
-        """Return the output of the shared expert, multiplied by its gate."""
+        """Return the output of the shared expert, multiplied by its gate if it has one."""
         assert self.shared_expert is not None
         out_BSH: Tensor = self.shared_expert(x_BSH)
         return out_BSH if self.shared_expert_gate is None else out_BSH * self.shared_expert_gate(x_BSH).sigmoid()
@@ -73,8 +73,8 @@ BIAS = "e_score_correction_bias"
 
 
 class BiasInFloat32(nn.Module):
-    """A router whose bias stays in float32 when the model's dtype changes. bf16 cannot represent the bias's small
-    steps."""
+    """A router whose bias stays in float32 when the model is converted to a 16-bit dtype. bf16 cannot represent the
+    small steps of the bias."""
 
     e_score_correction_bias: nn.Parameter | None
 
@@ -248,7 +248,7 @@ def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: 
     if missing:
         rows_NH = F.pad(rows_NH, (0, 0, 0, missing))
     rows_NH = rows_NH[inverse_N]
-    if given is not None and not missing:  # The dropped rows come last, and no expert has written them.
+    if given is not None and not missing:  # Dropped rows come last. No expert has written them, so set them to 0.
         rows_NH.masked_fill_((inverse_N >= given)[:, None], 0)
     rows_TKH: Tensor = rows_NH.unflatten(0, (-1, chosen))
     return rows_TKH
@@ -263,10 +263,10 @@ def capacity(factor: float, lengths_B: Tensor, chosen: int, num_experts: int) ->
 
 
 def within_capacity(experts_BSK: Tensor, num_experts: int, factor: float) -> Tensor:
-    """Return which rows are accepted by their expert, [B, S, K]: the first rows of every whole sequence, up to the
+    """Return which rows their expert accepts, [B, S, K]: in each full sequence, an expert's first rows up to the
     capacity.
 
-    Padding has the expert index ``num_experts``, and the result for it has no meaning.
+    Padding has the expert index ``num_experts``, and its results have no meaning.
     """
     sequences, _, chosen = experts_BSK.shape
     groups_B1 = (num_experts + 1) * torch.arange(sequences, device=experts_BSK.device)[:, None]

@@ -12,7 +12,7 @@ from fourfold.models.recomputation import recomputable
 
 
 class MLP(nn.Module):
-    """The MLP, with a gate (SwiGLU, GEGLU) or without (GELU).
+    """The MLP, with a gate (SwiGLU, GEGLU) or without a gate (GELU, squared ReLU).
 
     Args:
         inner: the inner width, by default ``intermediate_size``.

@@ -37,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool, rounds_
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's LayerNorm, with a forward that the backward can recompute."""
+    """torch's LayerNorm, whose forward the backward pass can recompute."""
 
     forward = recomputable(nn.LayerNorm.forward)
 

@@ -23,8 +23,8 @@ MEMORY: ContextVar[dict[object, Any] | None] = ContextVar("memory", default=None
 
 
 def recomputable(method: Method) -> Method:
-    """Decorate a method so that ``recompute`` can select it. All modules of a class share the method, so it compiles
-    only once."""
+    """Decorate a method so that ``recompute_method`` can select it. All modules of a class share the method, so it
+    compiles only once."""
     name = method.__name__
 
     @wraps(method)
@@ -37,7 +37,7 @@ def recomputable(method: Method) -> Method:
 
 
 def recompute_method(module: nn.Module, name: str) -> None:
-    """Make the backward pass run a ``recomputable`` method of this module again."""
+    """Make a ``recomputable`` method of this module keep only its inputs, and run again in the backward pass."""
     module.recomputed_method = name  # type: ignore[assignment]  # torch declares every attribute a tensor or a module
 
 
@@ -56,7 +56,8 @@ def checkpointed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
 
 
 def remembered(owner: object, compute: Callable[[], T]) -> T:
-    """Compute a value that has no gradient. A recomputation returns the value of the first forward pass."""
+    """Compute a value that has no gradient, and return it. In a recomputation, return the value from the first forward
+    pass instead."""
     memory = MEMORY.get()
     if memory is None:
         return compute()

@@ -43,7 +43,7 @@ def rope_frequencies(
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide low frequencies by ``factor``, keep high frequencies, and interpolate between them."""
+    """Divide low frequencies by ``factor``, keep high frequencies, and interpolate in between."""
     assert scaling.original_max_position_embeddings is not None
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -52,8 +52,8 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: RopeScaling, config: ModelConfig) -> Tensor:
-    """Channels that turn more than beta_fast times in the original context keep their frequency. Channels that turn
-    fewer than beta_slow times are stretched. Interpolate for all channels in between."""
+    """Keep the frequency of channels that turn more than beta_fast times in the original context. Divide it by
+    ``factor`` for channels that turn fewer than beta_slow times. Interpolate in between."""
     length = scaling.original_max_position_embeddings
     assert length is not None
 
@@ -81,8 +81,8 @@ def apply_rope(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
 
 
 class _Rotate(Function):
-    """Rotates in the forward pass, and rotates back in the backward pass. This takes half as many passes over memory as
-    autograd."""
+    """Rotates the input in the forward pass, and rotates its gradient back in the backward pass. This takes half as
+    many passes over memory as autograd."""
 
     @staticmethod
     def forward(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class TensorFiles:
     """The tensors of a folder, by name.
 
     Raises:
-        UserError: a file is missing or damaged.
+        UserError: a file is missing, damaged, or not safe to open (``check_model_folder``).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -118,7 +118,7 @@ class TensorFiles:
                 )
 
     def check_bytes(self, name: str, *dtypes: str) -> None:
-        """Raise ``UserError`` if a tensor has none of these dtypes of one byte, as safetensors names them."""
+        """Raise ``UserError`` unless a tensor has one of these one-byte dtypes, as safetensors names them."""
         if self._stored[name] not in dtypes:
             raise UserError(
                 f"{self.file_of[name]}: the tensor {name} is of type {self._stored[name]}; {' and '.join(dtypes)} "
@@ -126,13 +126,13 @@ class TensorFiles:
             )
 
     def read_bytes(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """Return part of a tensor of bytes, as integers."""
+        """Return the bytes of part of a tensor with a one-byte dtype, as uint8."""
         with opened_tensors(self.file_of[name]) as opened:
             part: Tensor = opened.get_slice(name)[tuple(slice(s.start, s.stop) for s in slices)]
         return part.view(torch.uint8)[tuple(slice(None, None, s.step) for s in slices)]
 
     def are_equal(self, name: str, other: str) -> bool:
-        """Compare all values of two tensors, a few rows at a time."""
+        """Return whether two tensors have the same shape and values. Compare a few rows at a time."""
         shape, dtype = self.shapes[name], torch.promote_types(self.dtype(name), self.dtype(other))
         if self.shapes[other] != shape:
             return False
@@ -180,7 +180,7 @@ class Entry:
 
 
 def write_tensor_files(folder: Path, entries: Sequence[Entry], shard_bytes: int = SHARD_BYTES) -> dict[str, int]:
-    """Write tensors into a new folder, in the layout of Hugging Face's checkpoints. Return the size of every file."""
+    """Write tensors into a folder, in the layout of Hugging Face's checkpoints. Return each file's size in bytes."""
     shards = split_into_files(entries, shard_bytes)
     count = len(shards)
     files = [SINGLE_FILE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
@@ -254,7 +254,7 @@ def _contents(header: bytes, entries: Sequence[Entry]) -> Iterator[bytes | memor
 
 
 def whole_or_part(shape: Sequence[int], part: int | None) -> tuple[slice, ...]:
-    """Return slices that select a whole tensor, or one part of it along the first dim."""
+    """Return slices that select a full tensor, or only the entry with the index ``part`` along the first dim."""
     slices = tuple(slice(0, n) for n in shape)
     return slices if part is None else (slice(part, part + 1), *slices[1:])
 

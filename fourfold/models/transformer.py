@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.config.model import IGNORE_INDEX, LayerType, ModelConfig
+from fourfold.config.model import IGNORE_INDEX, ModelConfig
+from fourfold.config.model_keys import LayerType
 from fourfold.models.causal_attention import AttentionContext, AttentionCore, AttentionTables
+from fourfold.models.delta_net import DeltaNet
 from fourfold.models.latent_attention import LatentAttention
 from fourfold.models.mixture import Mixture
 from fourfold.models.mlp import MLP, Linears
@@ -125,11 +127,10 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
         self.parallel_residual, self.residual_multiplier = config.parallel_residual, config.residual_multiplier
-        self.layer_type: LayerType = "sliding_attention" if config.is_sliding(number) else "full_attention"
+        self.layer_type = config.type_of(number)
         before, after = (config.norm_placement in (place, "around") for place in ("before", "after"))
         self.input_layernorm = norm_of(config) if before else None
-        attention = LatentAttention if config.kv_lora_rank else Attention
-        self.self_attn = attention(config, config.rotates(number))
+        self.self_attn = attention_of(config, number)
         self.attention_output_layernorm = norm_of(config) if after else None
         self.post_attention_layernorm = norm_of(config) if before else None
         self.mlp = Mixture(config) if config.is_sparse(number) else MLP(config)
@@ -149,6 +150,13 @@ class Block(nn.Module):
         return torch.add(attended_BSH, normed(mlp_BSH, self.mlp_output_layernorm), alpha=self.residual_multiplier)
 
 
+def attention_of(config: ModelConfig, number: int) -> Attention | LatentAttention | DeltaNet:
+    """Return the attention of a layer."""
+    if config.type_of(number) == "linear_attention":
+        return DeltaNet(config)
+    return (LatentAttention if config.kv_lora_rank else Attention)(config, config.rotates(number))
+
+
 def normed(x: Tensor, norm: nn.Module | None) -> Tensor:
     """Apply the norm if there is one."""
     return x if norm is None else norm(x)
@@ -160,13 +168,17 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, rotates: bool = True) -> None:
         super().__init__()
         queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.qkv = Linears(config.hidden_size, config.attention_bias, q_proj=queries, k_proj=keys, v_proj=keys)
+        gate = {"gate_proj": queries} if config.attention_output_gate else {}
+        self.qkv = Linears(config.hidden_size, config.attention_bias, q_proj=queries, k_proj=keys, v_proj=keys, **gate)
         self.core = AttentionCore(config, rotates)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_output_bias)
 
     def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
-        q, k, v = self.qkv(x_BSH)
-        out_BSH: Tensor = self.o_proj(self.core(q, k, v, context))
+        q, k, v, *gate = self.qkv(x_BSH)
+        heads_BSf = self.core(q, k, v, context)
+        if gate:
+            heads_BSf = heads_BSf * gate[0].sigmoid()
+        out_BSH: Tensor = self.o_proj(heads_BSf)
         return out_BSH
 
 

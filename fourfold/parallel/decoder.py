@@ -10,9 +10,13 @@ from torch import nn
 
 from fourfold.config.layout import attention_split, context_method
 from fourfold.config.run import RunConfig
+from fourfold.models.causal_attention import AttentionCore
+from fourfold.models.delta_net import DeltaCore
+from fourfold.models.latent_attention import LatentCore
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.attention.attention import OVER_Y, SharedAttentionCore
 from fourfold.parallel.attention.context import DocumentTables
+from fourfold.parallel.attention.delta_core import SharedDeltaCore
 from fourfold.parallel.attention.latent_core import SharedLatentCore, latent_projections
 from fourfold.parallel.data.data_parallel import DataParallel, StepTypes, units_of
 from fourfold.parallel.experts.experts import ParallelMixture
@@ -71,8 +75,6 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     """
     overlap, model, beta = run.overlap, run.model, run.dpo.beta
     split = attention_split(run)
-    method = context_method(run)
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     mixtures: Rules = {
         f"layers.{layer}.mlp": lambda name, m: ParallelMixture(m, grid, overlap, layer=int(name.split(".")[1]))
         for layer in range(model.num_hidden_layers)
@@ -80,6 +82,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     }
     inputs_and_head: Rules = mixtures | {
         "layers.*.self_attn.qkv": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "qkv", overlap),
+        "layers.*.self_attn.inputs": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "linear attention", overlap),
         "layers.*.mlp.up": lambda name, m: LinearGroup(m, grid, "replicate", "up", overlap),
         "layers.*layernorm": lambda name, m: Norm(m, grid, "norm"),
         "norm": lambda name, m: Norm(m, grid, "norm"),
@@ -91,13 +94,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
             "layers.*.self_attn.q": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "queries", overlap),
             "layers.*.self_attn.kv": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "keys and values", overlap),
         }
-    attention: Rules = {
-        "layers.*.self_attn.core": lambda name, m: (
-            SharedLatentCore(m, grid, split, method, heads)
-            if model.kv_lora_rank
-            else SharedAttentionCore(m, grid, split, method, heads, kv_heads)
-        )
-    }
+    attention: Rules = {"layers.*.self_attn.core": lambda name, m: _shared_core(m, grid, run)}
     if split != "sequence":  # If y splits the queries, attention needs a mask instead of these tables.
         attention["attention_tables"] = lambda name, m: DocumentTables(m)
     outputs: Rules = {
@@ -118,6 +115,17 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     has_kernel = not (model.sliding_window or model.attn_logit_softcapping or model.attention_sinks)
     is_plain = has_kernel and not run.data.mask_documents
     return rules if grid.cp.size == 1 and is_plain else rules | attention
+
+
+def _shared_core(core: nn.Module, grid: Grid, run: RunConfig) -> nn.Module:
+    """Return a layer's attention between the projections, on the grid."""
+    split, method, model = attention_split(run), context_method(run), run.model
+    if isinstance(core, DeltaCore):
+        return SharedDeltaCore(core, grid, split)
+    if isinstance(core, LatentCore):
+        return SharedLatentCore(core, grid, split, method, model.num_attention_heads)
+    assert isinstance(core, AttentionCore)
+    return SharedAttentionCore(core, grid, split, method, model.num_attention_heads, model.num_key_value_heads)
 
 
 def apply_rules(model: nn.Module, rules: Rules, prefix: str = "") -> None:

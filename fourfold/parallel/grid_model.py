@@ -1,6 +1,6 @@
 """Hold one process's part of a model on the grid, and finish, clip, and gather its gradients.
 
-Both fourfold's trainer and ``fourfold.parallelize`` use it.
+Both fourfold's trainer and ``fourfold.parallelize`` use this module.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ def replicate_or_shard(
     per_node: int = 1,
     working_copies: bool = True,
 ) -> DataParallel:
-    """Keep whole weights on every rank if neither the axis z nor ``zero`` shards them. Otherwise shard them with FSDP2.
+    """Keep full weights on every rank if neither the axis z nor ``zero`` shards them. Otherwise use FSDP2.
 
     Args:
         model: This process's tiles, on the meta device.
         units: The parts of the model that are gathered together.
         grid: The grid.
         types: The dtypes of weights, computation, and gradient sums.
-        prefetch: Number of blocks whose weights are gathered ahead of their use.
-        per_node: Number of shards of a group within one node.
-        working_copies: Whether the model may hold second copies of whole weights in the dtype that the step computes
-            in. False if the optimizer updates the model's own parameters.
+        prefetch: Number of blocks whose weights are gathered ahead of time.
+        per_node: Number of a shard group's ranks on one node.
+        working_copies: Whether the model may hold copies of unsharded weights in the dtype that the step computes in.
+            Pass False if the optimizer updates the model's own parameters. If the dtypes differ, FSDP2 is then used
+            even if nothing is sharded.
     """
     is_whole = grid.z.size == 1 and (grid.sizes.zero == 0 or grid.replicas.size == 1)
     if is_whole and (working_copies or types.working == types.stored):
@@ -62,7 +63,8 @@ class GridModel:
         """The tied embedding and head, if a pipeline keeps the weight twice."""
 
     def finish_gradients(self) -> None:
-        """Complete the gradients: sum over micro-batches, over ranks with different tokens, and over tied weights."""
+        """Complete the gradients: sum them over micro-batches, over the ranks that have a part of them, and over the
+        two copies of a tied weight in a pipeline."""
         for stage in self.stages.values():
             stage.finish_gradients()
         if self.tied_ends is not None:
@@ -75,12 +77,12 @@ class GridModel:
         return clip_gradients(self.shards, max_norm, loss_scale)
 
     def gather(self, gradients: bool = False) -> dict[str, Tensor] | None:
-        """Return the whole weights, or the whole gradients, by name on rank 0, and None on other ranks.
+        """Return the full weights, or the full gradients, by name on rank 0, and None on other ranks.
 
         Everything passes through the memory of rank 0, so this is for small models.
 
         Raises:
-            UserError: A weight has no gradient.
+            UserError: ``gradients`` is True, and a weight has no gradient.
         """
         tensors = [shard.grad if gradients else shard.local for shard in self.shards]
         present = [tensor for tensor in tensors if tensor is not None]
@@ -89,18 +91,18 @@ class GridModel:
         return gather_full(self.shards, present)
 
     def publish(self) -> None:
-        """Make the next forward pass compute with the stored weights, which have changed."""
+        """Make the next forward pass use the updated stored weights."""
         for stage in self.stages.values():
             stage.publish()
 
     def free_gathered(self) -> None:
-        """Free the gathered weights that no backward pass will free."""
+        """Free gathered weights after a forward pass without a backward pass."""
         for stage in self.stages.values():
             stage.free_gathered()
 
     @contextmanager
     def replacing_weights(self) -> Iterator[None]:
-        """Let the block overwrite the stored weights. The next forward pass computes with the new weights."""
+        """Let the block overwrite the stored weights. The next forward pass uses the new weights."""
         with torch.no_grad():
             self.free_gathered()
             yield

@@ -1,8 +1,8 @@
 """Initialize the weights of the whole model, and sum, clip, and gather its gradients.
 
-In a step, parameters are plain local tensors. Outside of it, FSDP2 keeps them as DTensors. A DTensor knows nothing of
-the tensor axes x and y, so torch's own functions (``clip_grad_norm_``, ``dcp.save(model.state_dict())``) silently give
-wrong results. Use the functions in this module instead.
+Inside a step, parameters are plain local tensors. Between steps, FSDP2 keeps sharded parameters as DTensors. A DTensor
+does not know about the tensor axes x and y, so torch's own functions (``clip_grad_norm_``,
+``dcp.save(model.state_dict())``) silently give wrong results. Use the functions in this module instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LocalShard:
     slices: tuple[slice, ...]
     """The slices of the global parameter that ``local`` holds."""
     replicas: int
-    """The number of processes that hold the same part."""
+    """The number of processes that hold this same part."""
 
     @property
     def current(self) -> Tensor:
@@ -51,7 +51,7 @@ class LocalShard:
 
 
 def replicas_of_tile(tile: Tile, grid: Grid) -> int:
-    """Return the number of ranks that hold the same tile, within one (x, y) plane."""
+    """Return the number of ranks in one (x, y) plane that hold the same tile."""
     return (grid.x.size if tile.x is None else 1) * (grid.y.size if tile.y is None else 1)
 
 
@@ -63,12 +63,13 @@ def initialize_shards(shards: Iterable[LocalShard], config: ModelConfig, seed: i
 
 
 def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
-    """Complete the gradients of norms and biases.
+    """Sum the gradients of parameters whose tiles are ``partial_over`` x or y, such as norms, biases, and adapters.
 
-    Before this call, each rank of x (or y) has only the part of the gradient from its own tokens or heads.
+    Before this call, each rank of x (or y) has only the part of such a gradient that comes from its own tokens or
+    features.
 
-    A step calls this after the sums over dp, cp, and z (any order of the sums would work). There is one collective for
-    each set of axes.
+    A step calls this after the sums over dp, cp, and z, but any order of the sums would work. There is one collective
+    for each set of axes.
     """
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     for shard in shards:
@@ -100,7 +101,7 @@ def clip_gradients(shards: Sequence[LocalShard], max_norm: float, loss_scale: fl
     grads = [shard.grad for shard in shards if shard.grad is not None]
     weights = [1.0 / shard.replicas for shard in shards if shard.grad is not None]
     squares = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double().square()
-    # Pass Python numbers. A tensor of weights would be copied to the device, and the host would wait for the copy.
+    # Pass Python floats. A tensor of weights would be copied to the device, and the host would wait for the copy.
     square = torch.stack(torch._foreach_mul(squares.unbind(), weights)).sum()
     with purpose("gradient norm"):
         dist.all_reduce(square)
@@ -114,9 +115,9 @@ Part = tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]
 
 
 def gather_full(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict[str, Tensor] | None:
-    """Gather whole tensors by name on rank 0, from the parts that the processes hold. Return None on other ranks.
+    """Gather full tensors by name on rank 0, from the parts that the processes hold. Return None on other ranks.
 
-    Everything passes through rank 0's memory, so use it for tests and small models.
+    Everything passes through rank 0's memory, so use this for tests and small models.
     """
     parts = gather_parts(shards, tensors)
     return None if parts is None else join_parts(parts)
@@ -131,7 +132,7 @@ def gather_parts(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> lis
 
 
 def join_parts(parts: Iterable[Part]) -> dict[str, Tensor]:
-    """Join parts into whole tensors by name. Elements that no part covers are NaN."""
+    """Join parts into full tensors by name. Elements that no part covers are NaN."""
     whole: dict[str, Tensor] = {}
     for name, shape, slices, part in parts:
         whole.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))[slices] = part

@@ -87,6 +87,15 @@ class ModelShape(ArrayFields):
     """Width of all value heads together in latent attention. Attention pads the values with zeros to the width of the
     keys."""
 
+    output_gate: Flag = False
+    """Whether a gate, projected from the block's input, multiplies the outputs of the query heads."""
+    linear: Number = 0
+    """Fraction of the blocks with linear attention."""
+    linear_weights: Number = 0
+    """Number of matrix entries of a block's linear attention."""
+    linear_states: Number = 0
+    """Number of entries in the states of all heads of linear attention."""
+
     @property
     def has_latents(self) -> Flag:
         latents: Flag = np.greater(self.kv_latent, 0)
@@ -119,11 +128,12 @@ class ModelShape(ArrayFields):
 
     @property
     def attention_weights(self) -> Number:
-        """Return the number of weight entries in the matrices of a block's attention."""
+        """Return the mean number of weight entries in the matrices of a block's attention."""
         reads = np.where(np.greater(self.q_latent, 0), self.q_latent, self.hidden_size)
         latent = self.hidden_size * self.latents + reads * self.queries
         latent = latent + self.kv_latent * (self.projected - self.queries) + self.latent_values * self.hidden_size
-        return np.where(self.has_latents, latent, self.hidden_size * 2 * (self.queries + self.keys))
+        plain = self.hidden_size * ((2 + self.output_gate) * self.queries + 2 * self.keys)
+        return (1 - self.linear) * np.where(self.has_latents, latent, plain) + self.linear * self.linear_weights
 
     @property
     def dense_first(self) -> Number:
@@ -133,9 +143,11 @@ class ModelShape(ArrayFields):
 
     def keys_seen(self, seq: Number) -> Number:
         """Return the mean number of keys that a query attends to, over all queries and blocks. Without a window, this
-        is half of the sequence, because attention is causal."""
+        is half of the sequence, because attention is causal. Linear attention has no keys."""
         window = np.minimum(self.sliding_window, seq)
-        return (1 - self.sliding) * seq / 2 + self.sliding * window * (1 - window / np.maximum(2 * seq, 1))
+        return (1 - self.sliding - self.linear) * seq / 2 + self.sliding * window * (
+            1 - window / np.maximum(2 * seq, 1)
+        )
 
     @property
     def mean_inner(self) -> Number:

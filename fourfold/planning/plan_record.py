@@ -18,7 +18,6 @@ from fourfold.planning.calibration.machine_constants import (
 from fourfold.planning.cost.optimizer_cost import saved_bytes
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.request import Request
-from fourfold.planning.scaling import ScalingPoint, scaling_curve
 from fourfold.planning.search.explain import explain
 from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import Plan, Prediction, make_plan, predict
@@ -49,8 +48,6 @@ class PlanRecord:
     that the user calibrated, because the factors come from fourfold's calibration."""
     within_error: WithinError
     """The layouts that are too close to the best one to tell apart, given the planner's error."""
-    curve: list[ScalingPoint]
-    """The strong-scaling curve around the requested number of GPUs. It is empty unless an HTML page is written."""
 
     def labeled(self) -> list[tuple[str, Prediction]]:
         """Return the ranked layouts with their ranks as labels, followed by the run file's layout if it has a
@@ -109,7 +106,6 @@ def plan_request(
     top: int,
     tokens: float | None,
     explained: bool,
-    for_page: bool = False,
     watch: Callable[[int, int], None] | None = None,
 ) -> PlanRecord:
     """Plan the request, and explain the plan if ``explained`` is set.
@@ -121,7 +117,6 @@ def plan_request(
         top: Number of layouts to return.
         tokens: Number of tokens to train on, to compute costs. None computes no costs.
         explained: Whether to explain why the best layout is the fastest.
-        for_page: Whether to also compute the scaling curve, which only the HTML page shows.
         watch: Called with the number of finished layouts and the number of all layouts.
 
     Raises:
@@ -136,9 +131,6 @@ def plan_request(
     best = plan.best
     refused = "" if request.own is None else refusal(request.own, machine)
     own = None if request.own is None or refused else predict(request.own, machine, constants)
-    factors = (0.25, 0.5, 1, 2, 4) if for_page else ()
-    sizes = [int(request.gpus * factor) for factor in factors if request.gpus * factor >= 1]
-    curve = scaling_curve(request.base, machine, constants, sizes, False, limits, known=plan)
     factor = shipped_order_factor()
     saved = float(saved_bytes(request.base, num_parameters(request.model)))
     return PlanRecord(
@@ -151,5 +143,4 @@ def plan_request(
         extrapolation=outside_calibrated_range(machine, best.work),
         interval_factors=shipped_interval(machine),
         within_error=layouts_within_error(plan, factor),
-        curve=curve,
     )

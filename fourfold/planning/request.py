@@ -12,7 +12,7 @@ from fourfold.config.presets import with_preset
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import QUANTIZED, model_of, read_config
-from fourfold.planning.run_workload import workload_of, workload_of_model
+from fourfold.planning.run_workload import check_predicted, workload_of, workload_of_model
 from fourfold.planning.search.space import LIMITED, MOST_GPUS
 from fourfold.planning.workload import OPTIMIZERS, Workload
 from fourfold.run_file.load import load_run
@@ -103,6 +103,7 @@ def request_from_options(
         sizes, name, note = _load_model(model, precision or "bf16")
         seq = seq or min(sizes.max_position_embeddings, LONGEST_DEFAULT)
         batch = batch or max(1, round(STEP_TOKENS / seq / gpus)) * gpus
+        check_predicted(sizes)
         base = workload_of_model(sizes).but(seq_length=seq, global_batch_size=batch)
     changes: dict[str, int] = {}
     changes |= {"seq_length": seq} if seq else {}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from fourfold.config.expected_values import shown
 from fourfold.config.layout import CHUNK_LOGITS, context_method
 from fourfold.config.model import ModelConfig
-from fourfold.config.parameter_counts import active_parameters_per_layer
+from fourfold.config.parameter_counts import active_parameters_per_layer, linear_attention_matrices
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import stages_per_rank
 from fourfold.errors import UserError
@@ -54,6 +55,10 @@ def model_shape(model: ModelConfig) -> ModelShape:
         kv_latent=model.kv_lora_rank,
         shared_key=model.qk_rope_head_dim,
         latent_values=model.num_attention_heads * model.v_head_dim if model.kv_lora_rank else 0,
+        output_gate=model.attention_output_gate,
+        linear=model.linear_layers / model.num_hidden_layers,
+        linear_weights=linear_attention_matrices(model),
+        linear_states=model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim,
     )
 
 
@@ -63,12 +68,23 @@ def workload_of_model(model: ModelConfig) -> Workload:
     return Workload(model_shape(model), Layout(end_layers=_end_layers(model)))
 
 
+def check_predicted(model: ModelConfig) -> None:
+    """Raise ``UserError`` for models whose memory and time the planner does not predict."""
+    for key in ("linear_num_key_heads", "attention_output_gate"):
+        if getattr(model, key):
+            raise UserError(
+                f"model.{key} = {shown(getattr(model, key))}: the planner does not predict this attention; `fourfold "
+                "trace` counts its memory and collectives"
+            )
+
+
 def workload_of(run: RunConfig) -> Workload:
     """Return the workload of one step of a run.
 
     Raises:
-        UserError: The run uses LoRA or DPO. The planner does not model their memory and time.
+        UserError: The run uses LoRA, DPO, or linear or gated attention, which the planner does not model.
     """
+    check_predicted(run.model)
     if run.lora.rank:
         raise UserError(
             f"lora.rank = {run.lora.rank}: the planner does not predict LoRA; `fourfold trace` counts its memory and "

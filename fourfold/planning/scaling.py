@@ -9,7 +9,7 @@ from typing import Any
 from fourfold.errors import UserError
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.search.plan import Plan, Prediction, make_plan
+from fourfold.planning.search.plan import Prediction, make_plan
 from fourfold.planning.search.space import MOST_GPUS, SearchLimits
 from fourfold.planning.workload import Workload
 
@@ -74,7 +74,6 @@ def scaling_curve(
     weak: bool,
     limits: SearchLimits | None = None,
     watch: Callable[[int, int], None] | None = None,
-    known: Plan | None = None,
 ) -> list[ScalingPoint]:
     """Plan the model at each number of GPUs.
 
@@ -86,11 +85,7 @@ def scaling_curve(
         weak: Whether the batch grows with the number of GPUs (weak scaling). Otherwise it stays the same (strong
             scaling).
         limits: Limits of the search.
-        watch: Called before each plan with the number of finished plans and the number of all plans.
-        known: An existing plan of ``base`` for one of the sizes, with the same limits, to reuse (strong scaling only).
-
-        Returns:
-        One point per size. If no layout is legal and fits, the point says why.
+        watch: Called with the number of finished sizes and the number of all sizes.
     """
     points: list[ScalingPoint] = []
     first: tuple[int, float] | None = None
@@ -99,10 +94,7 @@ def scaling_curve(
             watch(done, len(sizes))
         batch = base.step.global_batch_size * gpus // sizes[0] if weak else base.step.global_batch_size
         try:
-            if known is not None and known.gpus == gpus:
-                best = known.best
-            else:
-                best = make_plan(base.but(global_batch_size=batch), machine, constants, gpus, 1, limits).best
+            best = make_plan(base.but(global_batch_size=batch), machine, constants, gpus, 1, limits).best
         except UserError as error:
             points.append(ScalingPoint(gpus, None, None, str(error)))
             continue

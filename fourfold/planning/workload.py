@@ -221,10 +221,14 @@ class Workload(ArrayFields):
 
     @property
     def token_attention(self) -> Number:
-        """Return the forward FLOPs of one token's attention in all blocks, counting only the keys that the token
-        attends to."""
+        """Return the FLOPs of one token's attention over the keys that it sees, in the forward of all blocks.
+
+        With linear attention, a token multiplies each entry of a state three times: for its key's value, for its
+        update, and for its output.
+        """
         features = 2.0 * (self.model.queries + self.model.values)
-        return self.model.num_hidden_layers * self.model.keys_seen(self.step.seq_length) * features
+        states = 6.0 * self.model.linear * self.model.linear_states
+        return self.model.num_hidden_layers * (self.model.keys_seen(self.step.seq_length) * features + states)
 
     def model_flops(self) -> Number:
         """Return the model FLOPs of a step: three times the forward pass, without recompute. MFU in plans and logs uses

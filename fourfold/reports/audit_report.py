@@ -6,12 +6,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from fourfold.data.files import write_output
 from fourfold.errors import UserError
 from fourfold.memorization.membership import ATTACKS
 from fourfold.reports import html
-from fourfold.reports.basic_charts import Series, line_chart
+from fourfold.reports.basic_charts import line_chart
 from fourfold.reports.numbers import counted
+from fourfold.reports.tables import print_table
 
 NEAR_EXPLANATION = (
     "A document leaks if one sample in a thousand, or more, is its last part with at most this many tokens inserted, "
@@ -42,7 +46,28 @@ def write_audit_report(record: Record, folder: Path) -> Path:
     return page
 
 
-def count_rows(record: Record) -> Rows:
+def audit_tables(record: Record) -> None:
+    """Print extraction by repetition, generated text, membership attacks, the effect of the goldfish mask, and
+    warnings."""
+    console = Console()
+    title = f"Exact match of the last {record['suffix']} tokens, {record['model']}"
+    print_table(title, COUNT_HEADER, _count_rows(record))
+    if record["generation"]:
+        print_table("Greedy continuations", ("", ""), [[*fact] for fact in _generation_facts(record).items()])
+    if record["near_verbatim"]:
+        print_table(f"The last {record['suffix']} tokens nearly word for word", NEAR_HEADER, _near_rows(record))
+        console.print(NEAR_EXPLANATION)
+    if record["membership"]:
+        print_table("Membership inference", ATTACK_HEADER, _attack_rows(record))
+        console.print(record["membership"]["conclusion"])
+    replayed = _replay_facts(record)
+    if replayed:
+        print_table("The goldfish mask, replayed", ("", ""), [[*fact] for fact in replayed.items()])
+    for warning in record["warnings"]:
+        console.print(Text.assemble(("Note: ", "bold"), warning))
+
+
+def _count_rows(record: Record) -> Rows:
     """Return one row for each number of times that documents were trained on. If there are several such numbers, the
     first row is for all of these documents. If there is a reference model, the last row is for it."""
     groups = {counted(int(count), "time"): group for count, group in record["by_count"].items()}
@@ -66,7 +91,7 @@ def count_rows(record: Record) -> Rows:
     ]
 
 
-def attack_rows(record: Record) -> Rows:
+def _attack_rows(record: Record) -> Rows:
     """Return a row for each membership inference attack, or no rows if there were too few documents to attack."""
     membership = record["membership"]
     return [
@@ -81,7 +106,7 @@ def attack_rows(record: Record) -> Rows:
     ]
 
 
-def generation_facts(record: Record) -> dict[str, str]:
+def _generation_facts(record: Record) -> dict[str, str]:
     """Return labels and values about the greedy continuations, or nothing if none were generated."""
     generation = record["generation"]
     if generation is None:
@@ -100,7 +125,7 @@ def generation_facts(record: Record) -> dict[str, str]:
     }
 
 
-def near_rows(record: Record) -> Rows:
+def _near_rows(record: Record) -> Rows:
     """Return a row for each number of edited tokens, or no rows if near-verbatim continuations were not searched
     for."""
     near = record["near_verbatim"]
@@ -116,7 +141,7 @@ def near_rows(record: Record) -> Rows:
     ]
 
 
-def replay_facts(record: Record) -> dict[str, str]:
+def _replay_facts(record: Record) -> dict[str, str]:
     """Return labels and values about the effect of the goldfish mask, or nothing if no mask was replayed."""
     replay = record["mask_replay"]
     if replay is None:
@@ -145,15 +170,15 @@ def replay_facts(record: Record) -> dict[str, str]:
 
 def _sections(record: Record) -> list[str]:
     sections = [html.facts(_headline(record)), *(html.notice(text) for text in record["warnings"])]
-    sections.append(html.charts([_prefix_chart(record), _position_chart(record), *_count_chart(record)]))
-    sections += ["<h2>Extraction</h2>", html.table(COUNT_HEADER, count_rows(record))]
+    sections.append(html.charts([_prefix_chart(record), _position_chart(record)]))
+    sections += ["<h2>Extraction</h2>", html.table(COUNT_HEADER, _count_rows(record))]
     if record["membership"]:
-        sections += ["<h2>Membership inference</h2>", html.table(ATTACK_HEADER, attack_rows(record))]
+        sections += ["<h2>Membership inference</h2>", html.table(ATTACK_HEADER, _attack_rows(record))]
         sections.append(f"<p>{escape(record['membership']['conclusion'])}</p>")
     if record["mask_replay"]:
-        sections += ["<h2>The goldfish mask, replayed</h2>", html.facts(replay_facts(record))]
+        sections += ["<h2>The goldfish mask, replayed</h2>", html.facts(_replay_facts(record))]
     if record["generation"]:
-        sections += ["<h2>Greedy continuations</h2>", html.facts(generation_facts(record))]
+        sections += ["<h2>Greedy continuations</h2>", html.facts(_generation_facts(record))]
     if record["passages"]:
         sections.append(
             "<p>The most similar continuations: the text that the model got, the text that follows it in the document, "
@@ -165,7 +190,7 @@ def _sections(record: Record) -> list[str]:
         ]
     if record["near_verbatim"]:
         sections += ["<h2>Nearly word for word</h2>", f"<p>{escape(NEAR_EXPLANATION)}</p>"]
-        sections.append(html.table(NEAR_HEADER, near_rows(record)))
+        sections.append(html.table(NEAR_HEADER, _near_rows(record)))
     return sections
 
 
@@ -183,33 +208,19 @@ def _headline(record: Record) -> dict[str, str | int | float | None]:
 
 
 def _prefix_chart(record: Record) -> str:
-    series = []
-    for name in ("members", "control"):
-        points = [(int(n), 100 * row[name]["exact_match"]) for n, row in record["by_prefix"].items() if name in row]
-        if points:
-            series.append(Series(name, [x for x, _ in points], [y for _, y in points], dots=True))
+    sides = {
+        name: [(int(n), 100 * row[name]["exact_match"]) for n, row in record["by_prefix"].items() if name in row]
+        for name in ("members", "control")
+    }
     title = f"Exact match of the next {record['suffix']} tokens"
-    return line_chart(title, series, x_label="tokens of the prefix", y_label="% of the documents", from_zero=True)
+    lines = {name: points for name, points in sides.items() if points}
+    return line_chart(title, lines, x_label="tokens of the prefix", y_label="% of the documents")
 
 
 def _position_chart(record: Record) -> str:
-    rows = record["by_position"]
-    places = [(row["from"] + row["to"]) / 2 for row in rows]
-    agreement = Series("members", places, [100 * row["token_agreement"] for row in rows], dots=True)
-    title, x_label = "Token agreement by position", "token of the document"
-    return line_chart(title, [agreement], x_label=x_label, y_label="% of the tokens", from_zero=True)
-
-
-def _count_chart(record: Record) -> list[str]:
-    groups: Sequence[tuple[int, Record]] = [(int(count), group) for count, group in record["by_count"].items()]
-    if len(groups) < 3:  # A chart of two points shows little.
-        return []
-    counts = [count for count, _ in groups]
-    exact = Series("exact match", counts, [100 * group["exact_match"] for _, group in groups], dots=True)
-    agreements = [100 * group["token_agreement"]["mean"] for _, group in groups]
-    series = [exact, Series("token agreement", counts, agreements, dots=True)]
-    title, y_label = "By repetition", "% of the documents, of the tokens"
-    return [line_chart(title, series, x_label="times trained on", y_label=y_label, from_zero=True)]
+    points = [((row["from"] + row["to"]) / 2, 100 * row["token_agreement"]) for row in record["by_position"]]
+    title = "Token agreement by position"
+    return line_chart(title, {"members": points}, x_label="token of the document", y_label="% of the tokens")
 
 
 def _mean(value: Record | None) -> str:

@@ -97,15 +97,15 @@ def _data(curve: Curve, smooth: bool) -> dict[str, object]:
     """Return a curve's data for the page's script: its name, color, and flags, and its points as [step, tokens,
     seconds, value]. If there are many points, only the lowest and the highest point of each bucket are kept, and the
     smoothing uses the means of the buckets."""
-    order, values = range(len(curve.points)), [value for _, value in curve.points]
-    kept, _ = downsample(order, values, BUCKETS)
-    is_thinned = len(kept) < len(order)
+    values = [value for _, value in curve.points]
+    kept = downsample(values, BUCKETS)
+    is_thinned = len(kept) < len(values)
     return {
         "name": curve.name,
         "color": curve.color,
         "marked": curve.marked,
         "smooth": smooth,
-        "points": [_row(*curve.points[int(index)]) for index in kept],
+        "points": [_row(*curve.points[index]) for index in kept],
         "means": [_row(curve.points[index][0], mean) for index, mean in bucket_means(values, BUCKETS)]
         if is_thinned and smooth
         else None,

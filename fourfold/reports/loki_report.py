@@ -1,88 +1,81 @@
-"""Build the rows of the terminal's tables about the calibration and evaluation of Loki."""
+"""Print the results of Loki's calibration and evaluation as tables in the terminal."""
 
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
+from rich.console import Console
+
+from fourfold.reports.tables import print_table
+
 Record = Mapping[str, Any]
-Rows = list[list[str]]
 
-KINDS = {"pre": "before rotary embedding", "post": "after rotary embedding"}
 VARIANTS = {"loki": "Loki", "oracle": "exact top-k", "random": "random basis"}
-
-
-def rank_header(record: Record) -> list[str]:
-    """Return the headers of the columns in ``rank_rows``."""
-    header = ["layer", *(f"{kind}-rotary: mean (most)" for kind in record["ranks"])]
-    return [*header, *(f"recall, {kind}" for kind in record["recall"]), "ranked by"]
-
-
-def rank_rows(record: Record) -> Rows:
-    """Return one row per layer: for each kind of keys, the mean and the largest Rank@90 over the heads, then the recall
-    for each kind, and the kind that Loki ranks by."""
-    rows = []
-    for layer in range(len(record["best"])):
-        row = [str(layer)]
-        for ranks in record["ranks"].values():
-            heads = ranks[layer]
-            row.append(f"{sum(heads) / len(heads):.1f} ({max(heads)})")
-        row += [f"{recall[layer]:.1%}" for recall in record["recall"].values()]
-        rows.append([*row, record["best"][layer]])
-    return rows
-
-
 PERPLEXITY_HEADER = ("attention", "keys of a row", "dims that rank", "perplexity", "recall", "captured mass")
+LAYER_COLUMNS = (
+    ("recall", "loki", "recall"),
+    ("worst 5 %", "loki", "recall_p5"),
+    ("random", "random", "recall"),
+    ("mass", "loki", "mass"),
+    ("worst 5 %", "loki", "mass_p5"),
+    ("exact top-k", "oracle", "mass"),
+    ("random", "random", "mass"),
+)
+"""Columns of the table of layers. Each has a header, and the variant and the key of its values."""
 
 
-def perplexity_rows(record: Record) -> Rows:
+def rank_table(record: Record) -> None:
+    """Print what a calibration found for each layer: the mean and the largest Rank@90 over the heads, and the recall of
+    each kind of components."""
+    header = [*(f"{kind}-rotary: mean (most)" for kind in record["ranks"]), *(f"recall, {k}" for k in record["recall"])]
+    rows = []
+    for layer, best in enumerate(record["best"]):
+        ranks = [heads[layer] for heads in record["ranks"].values()]
+        recalls = [f"{recall[layer]:.1%}" for recall in record["recall"].values()]
+        rows.append([str(layer), *(f"{fmean(heads):.1f} ({max(heads)})" for heads in ranks), *recalls, best])
+    title = f"Dims that explain 90 % of the variance of the keys, of {record['head_dim']}"
+    print_table(title, ["layer", *header, "ranked by"], rows)
+    console = Console()
+    for kind, mean in record["mean_rank"].items():
+        console.print(f"mean of all heads, {kind}-rotary: {mean:.1f}")
+    console.print(f"{record['tokens']:,} tokens in windows of {record['seq_length']:,}. Written: {record['basis']}")
+
+
+def loki_tables(record: Record) -> None:
+    """Print how much quality a model loses with Loki on a text and in tasks."""
+    if "perplexity" in record:
+        title = f"{record['windows']} windows of {record['seq_length']:,} tokens"
+        print_table(title, PERPLEXITY_HEADER, _perplexity_rows(record))
+        header = ("layer", "d", *(name for name, _, _ in LAYER_COLUMNS))
+        print_table("Layers: recall of the best keys, and captured mass", header, _layer_rows(record))
+    if "tasks" in record:
+        print_table("Tasks", ("task", "metric", "full attention", "Loki"), _task_rows(record["tasks"]))
+
+
+def _perplexity_rows(record: Record) -> list[list[str]]:
     """Return one row each for dense attention, Loki, exact top-k attention, and a random basis (the control)."""
     dims = [layer["d"] for layer in record["layers"] if layer["d"] is not None]
     ranking = f"{min(dims)}" if min(dims) == max(dims) else f"{min(dims)} to {max(dims)}"
     widths = {"loki": ranking, "oracle": str(record["head_dim"]), "random": ranking}
     rows = [["dense", str(record["seq_length"]), "", f"{record['perplexity']['dense']:.4f}", "", ""]]
     for name, title in VARIANTS.items():
-        found = record["all"][name]
-        rows.append(
-            [
-                title,
-                str(record["k"]),
-                widths[name],
-                f"{record['perplexity'][name]:.4f}",
-                f"{found['recall']:.1%}",
-                f"{found['mass']:.1%}",
-            ]
-        )
+        shares = [f"{record['all'][name][key]:.1%}" for key in ("recall", "mass")]
+        rows.append([title, str(record["k"]), widths[name], f"{record['perplexity'][name]:.4f}", *shares])
     return rows
 
 
-LAYER_HEADER = ("layer", "d", "recall", "worst 5 %", "random", "mass", "worst 5 %", "exact top-k", "random")
-
-
-def layer_rows(record: Record) -> Rows:
+def _layer_rows(record: Record) -> list[list[str]]:
     """Return one row per layer: recall and captured mass with Loki, with exact top-k attention, and with a random
     basis. The row of a layer without Loki says "dense"."""
     rows = []
     for layer in record["layers"]:
-        if layer["loki"] is None:
-            rows.append([str(layer["layer"]), "dense", *[""] * (len(LAYER_HEADER) - 2)])
-            continue
-        loki, oracle, random = (layer[name] for name in VARIANTS)
-        shares = (
-            loki["recall"],
-            loki["recall_p5"],
-            random["recall"],
-            loki["mass"],
-            loki["mass_p5"],
-            oracle["mass"],
-            random["mass"],
-        )
-        rows.append([str(layer["layer"]), str(layer["d"]), *(f"{share:.1%}" for share in shares)])
+        is_dense = layer["loki"] is None
+        cells = ["" if is_dense else f"{layer[variant][key]:.1%}" for _, variant, key in LAYER_COLUMNS]
+        rows.append([str(layer["layer"]), "dense" if is_dense else str(layer["d"]), *cells])
     return rows
 
 
-TASK_HEADER = ("task", "metric", "full attention", "Loki")
-
-
-def task_rows(tasks: Record) -> Rows:
+def _task_rows(tasks: Record) -> list[list[str]]:
     """Return one row per task and metric, with the values for full attention and for Loki."""
     return [
         [task, metric, f"{value:.4f}", f"{found['loki'][metric]:.4f}" if metric in found.get("loki", {}) else ""]

@@ -7,16 +7,15 @@ from operator import itemgetter
 _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
-def format_number(value: float, digits: int = 4) -> str:
-    """Format a number with at most ``digits`` significant digits, such as 12.5k, 3.2M, 7B, 0.25, or 3e−4."""
-    rounded = float(f"{value:.{digits}g}")  # Round first, so that 999,999 becomes 1M and not 1000k.
+def format_number(value: float) -> str:
+    """Format a number with at most four significant digits: 12.5k, 3.2M, 7B, 0.25, 3e-4."""
+    rounded = float(f"{value:.4g}")  # Round first, so that 999,999 becomes 1M and not 1000k.
     magnitude = abs(rounded)
     if 0 < magnitude < 1e-2 or magnitude >= 1e15:
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        trimmed = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        return f"{trimmed}e{int(exponent)}".replace("-", "−")
+        mantissa, exponent = f"{value:.3e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}".replace("-", "−")
     scale, suffix = next(((s, name) for s, name in _SUFFIXES if magnitude >= s), (1.0, ""))
-    return f"{rounded / scale:.{max(digits, 3)}g}{suffix}".replace("-", "−")
+    return f"{rounded / scale:.4g}{suffix}".replace("-", "−")
 
 
 def counted(number: int, noun: str) -> str:
@@ -24,26 +23,23 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def downsample(
-    x: Sequence[float], y: Sequence[float | None], buckets: int
-) -> tuple[Sequence[float], Sequence[float | None]]:
-    """Divide a series into ``buckets`` runs of neighboring points, and keep only the lowest and the highest point of
-    each run.
+def downsample(y: Sequence[float | None], buckets: int) -> Sequence[int]:
+    """Divide a series into ``buckets`` runs of neighboring points, and return the indices of the lowest and the highest
+    point of each run, in order.
 
-    The points stay in order, and the first and the last point are always kept. A run without any number keeps one None,
-    which a chart draws as a gap. A series of at most 2·``buckets`` points is returned unchanged.
+    The first and the last point are always kept. A bucket without any number keeps one None, which a chart draws as a
+    gap. A series of at most 2·``buckets`` points is kept whole.
     """
-    count = len(x)
+    count = len(y)
     if count <= 2 * buckets:
-        return x, y
+        return range(count)
     kept = {0, count - 1}
     for bucket in range(buckets):
         indices = range(bucket * count // buckets, (bucket + 1) * count // buckets)
         numbers = [(value, index) for index in indices if (value := y[index]) is not None]
         value_of = itemgetter(0)
         kept |= {min(numbers, key=value_of)[1], max(numbers, key=value_of)[1]} if numbers else {indices[0]}
-    order = sorted(kept)
-    return [x[index] for index in order], [y[index] for index in order]
+    return sorted(kept)
 
 
 def bucket_means(y: Sequence[float | None], buckets: int) -> list[tuple[int, float | None]]:

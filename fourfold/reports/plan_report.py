@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.data.files import write_output
 from fourfold.reports import html
-from fourfold.reports.basic_charts import Series, line_chart, stacked_bars
+from fourfold.reports.basic_charts import stacked_bars
 from fourfold.reports.layout_columns import choices, figures, gigabytes, predicted
 from fourfold.reports.plan_terminal import COLUMNS, costs_sentence, doubts, largest_parts, slower_by, tune_command
 
 if TYPE_CHECKING:
     from fourfold.planning.plan_record import PlanRecord
-    from fourfold.planning.scaling import ScalingPoint
     from fourfold.planning.search.plan import Prediction
 
 FASTEST = 200
@@ -30,8 +28,6 @@ def write_plan_report(path: Path, result: PlanRecord) -> None:
     if result.explanation is not None:
         wide.append(_waterfall(result.explanation, result.is_own_drawn))
     wide.append(stacked_bars("Memory of the fullest rank of each stage", _stages(best), x_label="GB"))
-    if result.curve:
-        wide.append(_curve(result.curve))
     in_doubt = [f"<p>{escape(sentence)}</p>" for sentence in doubts(result)]
     if command := tune_command(result):
         in_doubt.append(f"<pre>{escape(command)}</pre>")
@@ -44,7 +40,7 @@ def write_plan_report(path: Path, result: PlanRecord) -> None:
     if result.extrapolation:
         sections.insert(0, html.notice(f"Extrapolation: {'; '.join(result.extrapolation)}."))
     if result.explanation is not None:
-        sections += _explanation(result.explanation)
+        sections.append(_neighbors(result.explanation))
     title = f"{result.request.name} on {result.request.gpus} GPUs of {plan.machine.name}"
     write_output(path, html.page(title, best.describe(), sections, has_search=True))
 
@@ -103,27 +99,7 @@ def _stages(best: Prediction) -> dict[str, dict[str, float]]:
             for place, stage in zip(best.stage_numbers, best.stages, strict=True)}  # fmt: skip
 
 
-def _curve(points: Sequence[ScalingPoint]) -> str:
-    fitting = [(float(p.gpus), p.best.tokens_per_second) for p in points if p.best is not None]
-    gpus = [size for size, _ in fitting]
-    return line_chart(
-        "Tokens/s of all GPUs, replanned at each size",
-        [
-            Series("predicted", gpus, [rate for _, rate in fitting], dots=True),
-            Series("linear from the first size", gpus, [fitting[0][1] * size / gpus[0] for size in gpus]),
-        ]
-        if fitting
-        else [],
-        x_label="GPUs",
-        from_zero=True,
-    )
-
-
-def _explanation(explanation: dict[str, Any]) -> list[str]:
-    points = "".join(f"<li>The best {escape(point['sentence'])}.</li>" for point in explanation["break_evens"])
+def _neighbors(explanation: dict[str, Any]) -> str:
     rows = [[n["change"], slower_by(n)] for n in explanation["neighbors"]]
     steps = html.table(["one step away", "step time"], rows, words=True)
-    return [
-        f"<h2>Break-evens</h2><ul>{points}</ul>" if points else "",
-        f"<h2>Neighbors</h2><p>{escape(explanation['basin'])}</p>{steps}",
-    ]
+    return f"<h2>Neighbors</h2><p>{escape(explanation['basin'])}</p>{steps}"

@@ -184,8 +184,6 @@ def _explanation(explanation: dict[str, Any], console: Console) -> None:
     print_table("Seconds of a step", ["part", *columns], rows)
     for name, text in explanation["layouts"].items():
         console.print(f"{COLUMNS[name]}: {text}")
-    for point in explanation["break_evens"]:
-        console.print(f"The best {point['sentence']}.")
     rows = [[n["change"], slower_by(n)] for n in explanation["neighbors"]]
     print_table("One step away", ["change", "step time"], rows, words=["step time"])
     console.print(explanation["basin"])

@@ -11,27 +11,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from fourfold.reports.audit_report import (
-    ATTACK_HEADER,
-    COUNT_HEADER,
-    NEAR_EXPLANATION,
-    NEAR_HEADER,
-    attack_rows,
-    count_rows,
-    generation_facts,
-    near_rows,
-    replay_facts,
-)
-from fourfold.reports.loki_report import (
-    LAYER_HEADER,
-    PERPLEXITY_HEADER,
-    TASK_HEADER,
-    layer_rows,
-    perplexity_rows,
-    rank_header,
-    rank_rows,
-    task_rows,
-)
 from fourfold.reports.tables import in_unit, print_table
 from fourfold.training.console import byte_unit, format_bytes
 
@@ -135,27 +114,6 @@ def _pipeline_memory(report: TraceReport) -> None:
     print_table(title, ("pp", "layers", "states", "activations", "gathered", "total peak"), rows)
 
 
-def audit_tables(record: Mapping[str, Any]) -> None:
-    """Print an audit: extraction by repetition, generated continuations, membership attacks, the effect of the goldfish
-    mask, and warnings."""
-    console = Console()
-    title = f"Exact match of the last {record['suffix']} tokens, {record['model']}"
-    print_table(title, COUNT_HEADER, count_rows(record))
-    if record["generation"]:
-        print_table("Greedy continuations", ("", ""), [[*fact] for fact in generation_facts(record).items()])
-    if record["near_verbatim"]:
-        print_table(f"The last {record['suffix']} tokens nearly word for word", NEAR_HEADER, near_rows(record))
-        console.print(NEAR_EXPLANATION)
-    if record["membership"]:
-        print_table("Membership inference", ATTACK_HEADER, attack_rows(record))
-        console.print(record["membership"]["conclusion"])
-    replayed = replay_facts(record)
-    if replayed:
-        print_table("The goldfish mask, replayed", ("", ""), [[*fact] for fact in replayed.items()])
-    for warning in record["warnings"]:
-        console.print(Text.assemble(("Note: ", "bold"), warning))
-
-
 def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[str, Any]) -> None:
     """Print sequences, with tokens that the loss keeps in green, tokens that the goldfish mask drops in red brackets,
     and all other tokens dimmed. Then print statistics of the masks."""
@@ -206,38 +164,12 @@ def print_transferred(record: Mapping[str, Any]) -> None:
     print(f"{record['folder']}: {what} in {record['files']} file{'s' * (record['files'] != 1)}")
 
 
-def rank_table(record: Mapping[str, Any]) -> None:
-    """Print the ranks that a calibration of Loki has found, layer by layer."""
-    console = Console()
-    title = f"Dims that explain 90 % of the variance of the keys, of {record['head_dim']}"
-    print_table(title, rank_header(record), rank_rows(record))
-    for kind, mean in record["mean_rank"].items():
-        console.print(f"mean of all heads, {kind}-rotary: {mean:.1f}")
-    console.print(f"{record['tokens']:,} tokens in windows of {record['seq_length']:,}. Written: {record['basis']}")
-
-
-def loki_tables(record: Mapping[str, Any]) -> None:
-    """Print how much quality a model loses with Loki, on texts and in tasks."""
-    if "perplexity" in record:
-        title = f"{record['windows']} windows of {record['seq_length']:,} tokens"
-        print_table(title, PERPLEXITY_HEADER, perplexity_rows(record))
-        print_table("Layers: recall of the best keys, and captured mass", LAYER_HEADER, layer_rows(record))
-    if "tasks" in record:
-        print_table("Tasks", TASK_HEADER, task_rows(record["tasks"]))
-
-
 def generation_line(record: Mapping[str, Any]) -> str:
     """Return a line with the sampling settings, the speed, and the size of the KV cache. With Loki (sparse attention),
     the line also says how much of the cache the next token reads."""
     speed = record["tokens_per_second"]
     rate = "" if speed is None else f", then {speed:.1f} tokens/s"
-    read = ""
-    if record["step_bytes"] is not None:
-        read = (
-            f"; the next token reads {format_bytes(record['step_bytes'])} of it, and full attention reads "
-            f"{format_bytes(record['full_step_bytes'])}"
-        )
-    cache = "" if record["cache_bytes"] is None else f"; cache {format_bytes(record['cache_bytes'])}{read}"
+    cache = "" if record["cache_bytes"] is None else f"; cache {format_bytes(record['cache_bytes'])}"
     settings = dict(record["settings"])
     words = [] if settings.pop("do_sample") else ["always the most likely token"]
     chosen = ", ".join(words + [f"{key} {value}" for key, value in settings.items()])

@@ -12,7 +12,7 @@ from fourfold.config.run import RunConfig
 from fourfold.data.files import writing
 from fourfold.errors import UserError
 from fourfold.parsing import parse_json
-from fourfold.training.bad_steps import BAD_STEPS_FILE, leaves_out, note_bad_step, read_bad_steps, samples_of
+from fourfold.training.bad_steps import BadSteps, samples_of
 from fourfold.training.metrics import steps_taken
 from fourfold.training.run_folder import ATTEMPTS_FILE
 
@@ -68,11 +68,12 @@ def _answer_failures(run_dir: Path, step: int, failures: int, run: RunConfig) ->
             f"{reason}; read what the attempts printed, then start the run again, or set "
             "fault_tolerance.failing_step = 'skip' to leave out a batch that fails every time"
         )
-    if any(leaves_out(line, step) for line in read_bad_steps(run_dir)):
+    bad_steps = BadSteps(run_dir)
+    if any(step in line.get("skips", ()) for line in bad_steps.read()):
         raise UserError(f"{reason}, although its batch was left out; read what the attempts printed")
     samples = samples_of(step, run.training.global_batch_size)
-    note_bad_step(run_dir, {"step": step, "action": "leave_out", "reason": reason, "samples": samples, "skips": [step]})
-    print(f"fourfold: {reason}: its batch is left out; see {run_dir / BAD_STEPS_FILE}", file=sys.stderr)
+    bad_steps.note({"step": step, "action": "leave_out", "reason": reason, "samples": samples, "skips": [step]})
+    print(f"fourfold: {reason}: its batch is left out; see {bad_steps.path}", file=sys.stderr)
 
 
 def _failures(lines: list[dict[str, Any]], taken: int) -> int:

@@ -12,36 +12,32 @@ from fourfold.training.metrics import read_metrics
 BAD_STEPS_FILE = "bad_steps.jsonl"
 
 
-def read_bad_steps(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines, oldest first. Raises ``UserError`` if the ``skips`` of a line are not a list of steps."""
-    path = run_dir / BAD_STEPS_FILE
-    return read_metrics(path, _check) if path.is_file() else []
+class BadSteps:
+    """The file in a run's folder. Only rank 0 reads and writes it."""
 
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / BAD_STEPS_FILE
 
-def note_bad_step(run_dir: Path, line: dict[str, Any]) -> None:
-    """Append a line to the file. The line is safely on disk before the run acts on the bad step."""
-    path = run_dir / BAD_STEPS_FILE
-    with writing(path):
-        before = path.read_bytes() if path.exists() else b""
-        write_whole(path, before + json.dumps(line).encode() + b"\n")
+    def read(self) -> list[dict[str, Any]]:
+        """Return the lines, oldest first. Raises ``UserError`` if the ``skips`` of a line are not a list of steps."""
+        return read_metrics(self.path, _check) if self.path.is_file() else []
 
+    def note(self, line: dict[str, Any]) -> None:
+        """Append a line to the file. The line is safely on disk before the run acts on the bad step."""
+        with writing(self.path):
+            before = self.path.read_bytes() if self.path.exists() else b""
+            write_whole(self.path, before + json.dumps(line).encode() + b"\n")
 
-def set_bad_steps_aside(run_dir: Path) -> None:
-    """Rename the file that an earlier run has left, because this run starts from scratch."""
-    path = run_dir / BAD_STEPS_FILE
-    if path.is_file():
-        with writing(path):
-            path.replace(path.with_name(f"{path.name}.superseded"))
+    def set_aside(self) -> None:
+        """Rename the file that an earlier run has left, because this run starts from scratch."""
+        if self.path.is_file():
+            with writing(self.path):
+                self.path.replace(self.path.with_name(f"{self.path.name}.superseded"))
 
 
 def samples_of(step: int, global_batch_size: int) -> list[int]:
     """Return the sequence numbers of a step (the first step is 1). Sequences are numbered in the order of training."""
     return list(range((step - 1) * global_batch_size, step * global_batch_size))
-
-
-def leaves_out(line: dict[str, Any], step: int) -> bool:
-    """Return True if this line says to leave out the batch of a step (the first step is 1)."""
-    return step in line.get("skips", ())
 
 
 def _check(line: dict[str, Any]) -> None:

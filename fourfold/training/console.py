@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 
 from rich.console import Console, Group
@@ -27,24 +27,22 @@ _BAR_COLUMNS = 24
 class Progress:
     """Shows the steps of a run on standard output. Only rank 0 makes one.
 
-    In a terminal it redraws a progress bar and a line of numbers in place. Numbers that don't fit are left out. In a
-    log file it prints a line every `log_interval` steps, and for the first step, the last step, and each step with a
-    validation loss. The fields are in torchtitan's order (step, loss, grad_norm, memory, tokens/s, tflops, mfu),
-    followed by lr, ETA, and the share of trained tokens if masks leave some out. The value of tokens/s is the sum over
-    all devices, and the value of tflops is for one device. If the device has a published peak, mfu is shown.
+    In a terminal it redraws a progress bar and a line of numbers in place, cut to the terminal's width. In a log file
+    it prints a line every `log_interval` steps, and for the first step, the last step, and each step with a validation
+    loss. The fields are in torchtitan's order (step, loss, grad_norm, memory, tokens/s, tflops, mfu), followed by lr,
+    ETA, and the share of trained tokens if masks leave some out. The value of tokens/s is the sum over all devices, and
+    the value of tflops is for one device. If the device has a published peak, mfu is shown.
     """
 
-    def __init__(self, total_steps: int, total_tokens: int, is_tty: bool | None = None, log_interval: int = 10) -> None:
+    def __init__(self, total_steps: int, is_tty: bool | None = None, log_interval: int = 10) -> None:
         """Create the display. Its first step is the first one passed to `update`.
 
         Args:
             total_steps: Number of steps of the whole run.
-            total_tokens: Number of tokens of the whole run.
             is_tty: Whether standard output is a terminal. None detects it.
             log_interval: Number of steps between two lines in a log file.
         """
         self._total_steps = total_steps
-        self._total_tokens = total_tokens
         self._log_interval = log_interval
         self._shown_any = False
         self._recent: deque[tuple[int, float]] = deque(maxlen=_ETA_WINDOW)
@@ -59,7 +57,8 @@ class Progress:
         if self._console is not None:
             self._redraw(self._console, metrics)
         elif self._is_due(metrics):
-            print(self._plain_line(metrics), flush=True)
+            step = f"step: {metrics.step:>{len(str(self._total_steps))}}/{self._total_steps}"
+            print(f"{step}  {self._numbers(metrics)}", flush=True)
         self._shown_any = True
 
     def close(self) -> None:
@@ -72,13 +71,11 @@ class Progress:
         scheduled = metrics.step % self._log_interval == 0 or metrics.step == self._total_steps
         return scheduled or not self._shown_any or metrics.validation_loss is not None
 
-    def _plain_line(self, metrics: StepMetrics) -> str:
-        width = len(str(self._total_steps))
+    def _numbers(self, metrics: StepMetrics) -> str:
         value, unit = _flops(metrics)
         fields = [
-            f"step: {metrics.step:>{width}}/{self._total_steps}",
             f"loss: {metrics.loss:8.5f}",
-            f"grad_norm: {_or_na(metrics.grad_norm, '8.4f')}",
+            f"grad_norm: {metrics.grad_norm:8.4f}",
             f"memory: {format_bytes(metrics.peak_memory_bytes)}",
             f"tokens/s: {metrics.tokens_per_second:,.0f}",
             f"{unit.lower()}s: {value}",
@@ -100,34 +97,14 @@ class Progress:
             self._live.start()
         if metrics.validation_loss is not None:
             console.print(f"step {metrics.step}: validation loss {metrics.validation_loss:.5f}")
-        self._live.update(self._live_view(metrics, console.width))
+        self._live.update(self._live_view(metrics))
 
-    def _live_view(self, metrics: StepMetrics, columns: int) -> Group:
-        step = f"step {metrics.step}/{self._total_steps}"
-        rest = _fitting(
-            [
-                f"{metrics.step / self._total_steps:.1%}",
-                f"ETA {self._eta(metrics)}",
-                f"{format_count(metrics.tokens)}/{format_count(self._total_tokens)} tokens",
-            ],
-            columns - len(step) - _BAR_COLUMNS - 2,
-            separator="  ",
-        )
+    def _live_view(self, metrics: StepMetrics) -> Group:
         bar = Table.grid(padding=(0, 1))
         done = ProgressBar(total=self._total_steps, completed=metrics.step, width=_BAR_COLUMNS)
-        bar.add_row(Text(step, style="bold"), done, Text(rest, style="cyan"))
-        value, unit = _flops(metrics)
-        numbers = [
-            f"loss {metrics.loss:.4f}",
-            f"grad norm {_or_na(metrics.grad_norm, '.3f')}",
-            f"lr {metrics.lr:.2e}",
-            f"{metrics.tokens_per_second:,.0f} tokens/s",
-            *([f"MFU {metrics.mfu:.1%}"] if metrics.mfu is not None else []),
-            format_bytes(metrics.peak_memory_bytes),
-            *([f"{metrics.trained_token_share:.1%} trained"] if metrics.trained_token_share < 0.9995 else []),
-            f"{value} {unit}/s/device",
-        ]
-        return Group(bar, Text(_fitting(numbers, columns, separator=" · "), no_wrap=True))
+        step = Text(f"step {metrics.step}/{self._total_steps}", style="bold")
+        bar.add_row(step, done, Text(f"{metrics.step / self._total_steps:.1%}", style="cyan"))
+        return Group(bar, Text(self._numbers(metrics), no_wrap=True, overflow="ellipsis"))
 
     def _eta(self, metrics: StepMetrics) -> timedelta:
         """Estimate the time left from the recent steps, including evaluations and checkpoints between them."""
@@ -137,17 +114,13 @@ class Progress:
 
     def print_facts(self, title: str, facts: Facts) -> None:
         """Print labels and values under a title, above the live display."""
+        width = max(map(len, facts), default=0)
+        rows = [f"  {label:<{width}}  {format_fact(value)}" for label, value in facts.items()]
+        text = "\n".join([title, *rows])
         if self._console is None:
-            width = max(map(len, facts), default=0)
-            rows = [f"  {label:<{width}}  {format_fact(value)}" for label, value in facts.items()]
-            print("\n".join([title, *rows]), flush=True)
-            return
-        table = Table(title=title, title_justify="left", show_header=False)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        for label, value in facts.items():
-            table.add_row(Text(label), Text(format_fact(value)))
-        (self._console if self._live is None else self._live.console).print(table)
+            print(text, flush=True)
+        else:
+            self._console.print(Text(text))
 
 
 def format_fact(value: str | int | float | None) -> str:
@@ -157,10 +130,6 @@ def format_fact(value: str | int | float | None) -> str:
     if isinstance(value, float):
         return f"{value:,.6g}"
     return str(value) if isinstance(value, str | bool) else f"{value:,}"
-
-
-def _or_na(value: float | None, spec: str) -> str:
-    return "n/a" if value is None else format(value, spec)
 
 
 def byte_unit(size: float) -> tuple[str, int]:
@@ -179,21 +148,3 @@ def _flops(metrics: StepMetrics) -> tuple[str, str]:
     """Format the model FLOP/s of one device as a number and a unit. CPUs are too slow for TFLOP/s."""
     tflops = metrics.model_tflops_per_device
     return (f"{tflops:,.2f}", "TFLOP") if tflops >= 1 else (f"{tflops * 1000:.3g}", "GFLOP")
-
-
-def format_count(count: int) -> str:
-    """Format a count with three significant digits and a unit: 1.23M."""
-    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= unit:
-            return f"{count / unit:.3g}{name}" if count < 999.5 * unit else f"{count / unit:,.0f}{name}"
-    return str(count)
-
-
-def _fitting(parts: Sequence[str], columns: int, separator: str) -> str:
-    """Join as many parts as fit into the given number of columns, and always at least the first part."""
-    line = parts[0]
-    for part in parts[1:]:
-        if len(line) + len(separator) + len(part) > columns:
-            break
-        line += separator + part
-    return line

@@ -15,7 +15,6 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
 from fourfold.data.build import build_dataset, check_one_tokenizer, ensure_builtin, open_run_tokenizer, open_stream
 from fourfold.data.conversations import PackedConversations, PackingStatistics
@@ -24,8 +23,8 @@ from fourfold.data.goldfish import Goldfish
 from fourfold.data.indexed import check_exists
 from fourfold.data.loader import Loader, MicroBatch
 from fourfold.data.manifest import read_manifest, validation_prefix
-from fourfold.data.mask_preview import MaskStatistics, Preview, preview
-from fourfold.data.masks import LossMask, build_masks, labels_of
+from fourfold.data.mask_preview import Preview, preview
+from fourfold.data.masks import LossMask, build_masks
 from fourfold.data.preferences import PreferencePairs
 from fourfold.data.stream import StreamedWindows
 from fourfold.data.tokenizer import Tokenizer
@@ -97,18 +96,9 @@ class Corpora:
                     found[f"answer mask of the {name}"].update(samples.answers.read(0, samples.answers.tokens).data)
         return {name: digest.hexdigest() for name, digest in found.items()}
 
-    def trained_share(self) -> float:
-        """Return the share of tokens that all masks keep, measured at the beginning of the training data."""
-        masks: list[LossMask] = self.masks if self.goldfish is None else [*self.masks, self.goldfish]
-        windows = self.train.dataset.read(np.arange(max(1, STATISTICS_TOKENS // self.train.dataset.seq_length)))
-        return float((labels_of(windows, masks) != IGNORE_INDEX).mean())
-
-    def goldfish_statistics(self) -> MaskStatistics | None:
-        """Measure the goldfish mask at the beginning of the training data. Returns None if the run has no goldfish
-        mask."""
-        if self.goldfish is None:
-            return None
-        return preview(self.train.dataset, self.masks, self.goldfish, 0, STATISTICS_TOKENS).statistics
+    def preview(self) -> Preview:
+        """Measure what the masks leave out at the beginning of the training data."""
+        return preview(self.train.dataset, self.masks, self.goldfish, 0, STATISTICS_TOKENS)
 
 
 def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
@@ -123,8 +113,7 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
     """
     train, validation = _prefixes(run)
     for prefix, _ in [*train, *validation]:
-        _check_vocabulary(prefix, run)
-        _check_format(prefix, run)
+        _check_corpus(prefix, run)
     check_one_tokenizer([prefix for prefix, _ in [*train, *validation]])
     tokenizer = _tokenizer(run)
     if run.data.is_streamed:
@@ -158,7 +147,7 @@ def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, T
     and no model."""
     train, _ = _prefixes(run)
     for prefix, _ in train:
-        _check_format(prefix, run)
+        _check_corpus(prefix, run)
     tokenizer = _tokenizer(run)
     dataset, masks, goldfish = _training_data(run, train, tokenizer)
     try:
@@ -235,19 +224,15 @@ def _loader(run: RunConfig, dataset: Samples, batch: Axis, masks: list[LossMask]
     return Loader(dataset, *sizes, batch.rank, batch.size, masks, prefetch=prefetch)
 
 
-def _check_vocabulary(prefix: str, run: RunConfig) -> None:
-    manifest = read_manifest(prefix)
-    if manifest is not None and manifest.vocab_size > run.model.vocab_size:
-        beyond = added_beyond(run.model) if run.model.from_hf is not None else 0
-        _check_fits(f"the corpus {prefix} was made with", manifest.vocab_size - beyond, run)
-
-
-def _check_format(prefix: str, run: RunConfig) -> None:
-    """Refuse a corpus of another format than the run file's. For example, if conversations were read as text, the run
-    would train on the prompts too."""
+def _check_corpus(prefix: str, run: RunConfig) -> None:
+    """Refuse a corpus whose vocabulary is too large, or whose format differs from the run file's. For example, if
+    conversations were read as text, the run would train on the prompts too."""
     manifest = read_manifest(prefix)
     if manifest is None:
         check_exists(prefix)
+    elif manifest.vocab_size > run.model.vocab_size:
+        beyond = added_beyond(run.model) if run.model.from_hf is not None else 0
+        _check_fits(f"the corpus {prefix} was made with", manifest.vocab_size - beyond, run)
     made = "text" if manifest is None else manifest.format
     if made != run.data.format:
         remedy = f"set data.format = '{made}'"

@@ -3,13 +3,10 @@
 import re
 import tomllib
 from importlib.resources import files
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fourfold.config.model import ModelConfig
 from fourfold.planning.run_workload import workload_of_model
-
-if TYPE_CHECKING:
-    import torch
 
 FLOP_FORMULA = (
     "training FLOPs per token = 3 x forward, without recompute; forward = 2 x matmul parameters (LM head with padding, "
@@ -66,29 +63,23 @@ _DEVICES = tomllib.loads((files("fourfold.training") / "device_peaks.toml").read
 """Dense peaks by a pattern of the device's name. The first match wins."""
 
 
-def peak_flops(device_name: str, dtype: "torch.dtype | str", float8: bool = False) -> PeakFlops | None:
-    """Look up the dense peak (no sparsity) of a device for matmuls in `dtype`.
+def peak_flops(device_name: str, precision: str, float8: bool = False) -> PeakFlops | None:
+    """Look up the dense peak (no sparsity) of a device for matmuls in `precision`.
 
     Args:
         device_name: The name that `torch.cuda.get_device_name()` returns.
-        dtype: A torch dtype or its name ("bfloat16", "bf16", "float16", "fp16", "float32", "fp32").
-        float8: Whether some matmuls run in float8. Their FLOPs are divided by the peak of `dtype` too, as in the
+        precision: "bf16", "fp16", or "fp32".
+        float8: Whether some matmuls run in float8. Their FLOPs are divided by the peak of `precision` too, as in the
             planner, so that runs that differ only in float8 have comparable MFUs.
 
     Returns:
-        The peak. None for CPUs, for devices and dtypes that are not in the table, and for MIG slices, which are only a
+        The peak. None for CPUs, for devices that are not in the table, and for MIG slices, which are only a
         part of the device in their name. A guessed peak would be worse than no MFU.
     """
     device = next((d for d in _DEVICES if re.search(d["pattern"], device_name, re.IGNORECASE)), None)
     if device is None or re.search(r"\bMIG\b", device_name):
         return None
-    name = str(dtype).removeprefix("torch.")
-    if name in ("bfloat16", "bf16", "float16", "fp16"):
-        flops = device["half"]
-    elif name in ("float32", "fp32"):
-        flops, name = device["fp32"], "fp32"
-    else:
-        return None
+    flops = device["fp32" if precision == "fp32" else "half"]
     note = ", also for the float8 matmuls" if float8 else ""
-    source = f"{device['label']}: {flops / 1e12:g} TFLOP/s dense {name}{note} ({device['source']})."
+    source = f"{device['label']}: {flops / 1e12:g} TFLOP/s dense {precision}{note} ({device['source']})."
     return PeakFlops(flops, source)

@@ -31,7 +31,7 @@ class StepMetrics:
 
     step: int  # Step number. The first step is 1.
     loss: float  # Mean over the trained tokens, in nats per token.
-    grad_norm: float | None  # Global gradient norm before clipping.
+    grad_norm: float  # Global gradient norm before clipping.
     lr: float
     tokens: int  # Number of tokens since the beginning of the run, including masked ones.
     tokens_per_second: float

@@ -16,7 +16,6 @@ from fourfold.config.run import RunConfig
 from fourfold.data.files import WriteFailed, write_output
 from fourfold.data.mask_preview import MaskStatistics
 from fourfold.environment import Place
-from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import trained_shapes
 from fourfold.run_file.dump import to_toml
 from fourfold.training.console import Fact, Progress
@@ -48,19 +47,17 @@ class RunRecord:
         self.losses_per_step = training.global_batch_size // 2 if run.dpo.beta else self.tokens_per_step
         """Number of losses that a step averages over if no token is masked: one per token, or one per pair of
         answers."""
-        total_tokens = training.train_steps * self.tokens_per_step
         # With a frozen model (LoRA), weight gradients are not computed, which saves a third of the FLOPs.
         self.flops = flops_per_token(run.model, training.seq_length, frozen=run.lora.rank > 0)
         on_gpu = job.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"
         # MFU is relative to the dense peak of the run's precision, also with float8.
-        of_run = (DTYPES[training.precision], training.float8 != "none")
-        self.peak = peak_flops(self.device_name, *of_run) if on_gpu else None
+        self.peak = peak_flops(self.device_name, training.precision, training.float8 != "none") if on_gpu else None
         check_trackers(run)
         self.writer = MetricsWriter(run_dir, resume_step=first_step)
-        self.progress = Progress(training.train_steps, total_tokens, log_interval=run.metrics.log_interval)
-        goldfish = corpora.goldfish_statistics()
-        self.facts = self._facts(corpora, goldfish, total_tokens)
+        self.progress = Progress(training.train_steps, log_interval=run.metrics.log_interval)
+        goldfish = None if corpora.goldfish is None else corpora.preview().statistics
+        self.facts = self._facts(corpora, goldfish)
         self.prediction = PredictionCheck(run, run_dir, on_gpu)
         self.progress.print_facts("Run", self.facts)
         _warn_about_data(corpora, goldfish, training.seq_length)
@@ -175,7 +172,7 @@ class RunRecord:
             return f"{best.since} validations without a {lowest}"
         return "the last step"
 
-    def _facts(self, corpora: Corpora, masked: MaskStatistics | None, total_tokens: int) -> dict[str, Fact]:
+    def _facts(self, corpora: Corpora, masked: MaskStatistics | None) -> dict[str, Fact]:
         run, model = self.run, self.run.model
         facts: dict[str, Fact] = {"run": run.name, "parameters": num_parameters(model)}
         if run.lora.rank:
@@ -186,7 +183,7 @@ class RunRecord:
             "grid": f"{run.parallel.describe()} ({run.parallel.world_size} × {self.device_name})",
             "batch": f"{run.training.global_batch_size} sequences = {self.tokens_per_step:,} tokens a step, "
             f"gradient_accumulation_steps {run.gradient_accumulation_steps}",
-            "tokens": total_tokens,
+            "tokens": run.training.train_steps * self.tokens_per_step,
             "model FLOPs per token": self.flops.training,
             "FLOP formula": FLOP_FORMULA,
             "peak": "n/a: no published figure for this device, so no MFU" if self.peak is None else self.peak.source,
@@ -195,7 +192,7 @@ class RunRecord:
         for packed in corpora.packing():
             facts["conversations"] = (
                 f"{packed.conversations:,} in {packed.windows:,} sequences, {packed.filled:.1%} filled; "
-                f"{corpora.trained_share():.1%} of the tokens trained"
+                f"{corpora.preview().trained_share:.1%} of the tokens trained"
             )
         for source in corpora.pairs()[:1]:
             facts["pairs of answers"] = (

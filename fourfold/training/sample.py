@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-import torch.distributed as dist
 
 from fourfold.config.layout import attention_split
 from fourfold.data.tokenizer import Tokenizer, begin_of
 from fourfold.errors import UserError
+from fourfold.parallel.grid.shared_failure import decided_by_rank_0
 from fourfold.training.job import Job
 
 
@@ -28,18 +30,13 @@ def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
         recent = tokens[-window:]
         padded = torch.tensor(recent + [tokenizer.eod_id] * (window - len(recent)), device=job.device)
         logits_V = job.next_token_logits(padded.expand(rows, -1), len(recent) - 1).cpu()
-        token = _same_everywhere(_draw(logits_V[: tokenizer.vocab_size], config.temperature, generator), job.device)
+        # Logits of replicas may differ in the last bit, and all ranks must continue with the same token.
+        draw = partial(_draw, logits_V[: tokenizer.vocab_size], config.temperature, generator)
+        token = decided_by_rank_0(draw)
         if token == tokenizer.eod_id:
             break
         tokens.append(token)
     return text + tokenizer.decode(tokens[first_new:])
-
-
-def _same_everywhere(token: int, device: torch.device) -> int:
-    """Return rank 0's token. Logits of replicas may differ in the last bit, and all ranks must draw the same token."""
-    drawn = torch.tensor(token, device=device)
-    dist.broadcast(drawn, src=0)
-    return int(drawn)
 
 
 def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,17 +14,9 @@ import torch.distributed as dist
 
 from fourfold.checkpoints.checkpoint import Checkpointer, load_newest
 from fourfold.checkpoints.find import step_of
-from fourfold.errors import UserError
 from fourfold.parallel.grid.communicate import purpose
 from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_together
-from fourfold.training.bad_steps import (
-    BAD_STEPS_FILE,
-    leaves_out,
-    note_bad_step,
-    read_bad_steps,
-    samples_of,
-    set_bad_steps_aside,
-)
+from fourfold.training.bad_steps import BadSteps, samples_of
 from fourfold.training.job import Job, StepResult
 from fourfold.training.metrics import peak_memory_bytes
 
@@ -55,11 +47,6 @@ class Verdict(NamedTuple):
     action: Literal["update", "skip", "roll_back", "stop"]
     reason: str = ""
 
-    def raise_stop(self) -> None:
-        """Raise ``UserError`` if the run is to stop."""
-        if self.action == "stop":
-            raise UserError(self.reason)
-
 
 GOOD = Verdict("update")
 LEFT_OUT = Verdict("skip", "its batch is left out")
@@ -75,18 +62,18 @@ class StepChecks:
 
     def __init__(self, run_dir: Path, job: Job, checkpointer: Checkpointer) -> None:
         self.job, self.run, self.config = job, job.run, job.run.checks
-        self.run_dir, self.checkpointer = run_dir, checkpointer
+        self.bad_steps, self.checkpointer = BadSteps(run_dir), checkpointer
         self._left_out = decided_by_rank_0(self._read)
 
     def _read(self) -> list[dict[str, Any]]:
         if self.run.checkpoint.resume == "never":
-            set_bad_steps_aside(self.run_dir)
-        return [line for line in read_bad_steps(self.run_dir) if "skips" in line]
+            self.bad_steps.set_aside()
+        return [line for line in self.bad_steps.read() if "skips" in line]
 
     def leaves_out(self, step: int) -> bool:
         """Return whether the run leaves out the batch of a step (the first step is 0), because this batch made it roll
         back or fail before."""
-        return any(leaves_out(line, step + 1) for line in self._left_out)
+        return any(step + 1 in line["skips"] for line in self._left_out)
 
     def judge(self, step: int, figures: SharedFigures) -> Verdict:
         """Judge a step (the first step is 0) by its loss and gradient norm over all ranks, before its update changes
@@ -144,7 +131,8 @@ class StepChecks:
         recent, window, sigmas = self.job.recent, self.config.spike_window, self.config.spike_sigma
         for name, value, before in (("loss", loss, recent.losses), ("gradient norm", grad_norm, recent.grad_norms)):
             if len(before) >= window:
-                mean, deviation = _mean_and_deviation(before[-window:])
+                # These are exact sums, so they are the same on every processor.
+                mean, deviation = fmean(before[-window:]), pstdev(before[-window:])
                 if value > mean + sigmas * deviation:
                     return (
                         f"the {name} is {value:.6g}, more than {sigmas:g} standard deviations ({deviation:.3g}) over "
@@ -206,22 +194,15 @@ class StepChecks:
             self._left_out.append(line)
         with failing_together():
             if dist.get_rank() == 0:
-                note_bad_step(self.run_dir, line)
+                self.bad_steps.note(line)
                 if verdict.action != "stop":
-                    record = self.run_dir / BAD_STEPS_FILE
-                    print(f"fourfold: {verdict.reason}: {_done(line)}; see {record}", file=sys.stderr)
+                    print(f"fourfold: {verdict.reason}: {_done(line)}; see {self.bad_steps.path}", file=sys.stderr)
 
 
 def _done(line: dict[str, Any]) -> str:
     if line["action"] == "skip":
         return "its update is skipped"
     return f"the run returns to step {line['back_to']}, and will skip {len(line['skips'])} of the next batches"
-
-
-def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean and standard deviation from exact sums, which are the same on every processor."""
-    mean = math.fsum(values) / len(values)
-    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
 
 
 def _not_finite(loss: float, grad_norm: float) -> str | None:

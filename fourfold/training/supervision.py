@@ -22,13 +22,9 @@ def supervised(place: Place, run: RunConfig) -> Iterator[StopRequest]:
     """Supervise this process while the block runs. Yields the request to stop, which the job must check."""
     limits = run.fault_tolerance
     launched, seconds = place.launcher != "local", 60 * limits.max_wall_time
+    started = decided_by_rank_0(lambda: time.strftime("%Y-%m-%dT%H-%M-%S"))
     with (
         stop_request(announce=place.rank == 0, launched=launched, seconds=seconds) as stop,
-        watchdog(folder_of(run) / HANGS / _time_of_start(), place, limits),
+        watchdog(folder_of(run) / HANGS / started, place, limits),
     ):
         yield stop
-
-
-def _time_of_start() -> str:
-    """Return the time on rank 0's clock. All ranks get the same time."""
-    return decided_by_rank_0(lambda: time.strftime("%Y-%m-%dT%H-%M-%S"))

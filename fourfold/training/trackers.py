@@ -65,7 +65,8 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=run.metrics.project,
             name=run.name,
-            id=_known_id(id_file, first_step),
+            # A run that is new, or that was not tracked before, gets a new id.
+            id=id_file.read_text(errors="replace").strip() if first_step and id_file.is_file() else None,
             resume="allow",
             dir=str(run_dir),
             config=run.model_dump(mode="json"),
@@ -89,8 +90,3 @@ CLIENTS: Mapping[str, Callable[[RunConfig, Path, int], Tracker]] = {
     "wandb": WeightsAndBiases,
 }
 """The client of each key in [metrics]. The library and the extra have the same name as the key."""
-
-
-def _known_id(file: Path, first_step: int) -> str | None:
-    """Return the tracker's id of a resumed run, or None for a run that is new or was not tracked before."""
-    return file.read_text(errors="replace").strip() if first_step and file.is_file() else None

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Full, Queue
@@ -22,22 +21,6 @@ MOST_WAITING = 10_000
 
 FINISH_SECONDS = 60.0
 """Number of seconds that all trackers together have at the end of a run to deliver their last steps."""
-
-
-@dataclass(frozen=True)
-class _LoggedStep:
-    step: int
-    numbers: Numbers
-
-
-@dataclass(frozen=True)
-class _GoBack:
-    steps: int
-
-
-@dataclass(frozen=True)
-class _End:
-    failed: bool
 
 
 def check_trackers(run: RunConfig) -> None:
@@ -81,22 +64,23 @@ class InBackground:
     def __init__(self, name: str, client: Callable[[int], Tracker], first_step: int) -> None:
         self.name, self._client = name, client
         self._given_up = threading.Event()
-        self._waiting: Queue[_LoggedStep | _GoBack | _End] = Queue(MOST_WAITING)
+        # An entry is a call of the tracker, the step at which a new tracker begins, or None at the end.
+        self._waiting: Queue[Callable[[Tracker], None] | int | None] = Queue(MOST_WAITING)
         # A daemon thread does not keep a process alive.
         self._thread = threading.Thread(target=self._work, args=(first_step,), name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, numbers: Numbers) -> None:
         """Queue the numbers of a step."""
-        self._put(_LoggedStep(step, numbers))
+        self._put(lambda tracker: tracker.log(step, numbers))
 
     def go_back(self, steps: int) -> None:
         """Queue a return to ``steps``."""
-        self._put(_GoBack(steps))
+        self._put(lambda tracker: tracker.finish(failed=False), steps)
 
     def end(self, failed: bool) -> None:
         """Queue the end of the tracked run."""
-        self._put(_End(failed))
+        self._put(lambda tracker: tracker.finish(failed), None)
 
     def wait(self, seconds: float) -> None:
         """Wait until the tracked run has ended, but at most ``seconds``. Do not wait for a tracker that was given up
@@ -107,27 +91,22 @@ class InBackground:
         if self._thread.is_alive():
             self._give_up(f"it did not take its last numbers within {FINISH_SECONDS:g} s")
 
-    def _put(self, item: _LoggedStep | _GoBack | _End) -> None:
-        if self._given_up.is_set():
-            return
+    def _put(self, *entries: Callable[[Tracker], None] | int | None) -> None:
         try:
-            self._waiting.put_nowait(item)
+            for entry in entries:
+                if not self._given_up.is_set():
+                    self._waiting.put_nowait(entry)
         except Full:
             self._give_up(f"it is {MOST_WAITING:,} steps behind")
 
     def _work(self, first_step: int) -> None:
         try:
             tracker = self._client(first_step)
-            while not self._given_up.is_set():
-                item = self._waiting.get()
-                if isinstance(item, _LoggedStep):
-                    tracker.log(item.step, item.numbers)
-                elif isinstance(item, _GoBack):
-                    tracker.finish(failed=False)
-                    tracker = self._client(item.steps)
+            while not self._given_up.is_set() and (entry := self._waiting.get()) is not None:
+                if isinstance(entry, int):
+                    tracker = self._client(entry)
                 else:
-                    tracker.finish(item.failed)
-                    return
+                    entry(tracker)
         except Exception as error:  # Clients raise all kinds of network and file errors.
             self._give_up(f"{type(error).__name__}: {error}")
 

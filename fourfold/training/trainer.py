@@ -238,7 +238,8 @@ class Trainer:
         if self.record is not None:
             more = {**taken.preferences, **validation}
             self.record.step(taken.number, taken.figures, taken.seconds, more, skipped=not taken.is_updated)
-        taken.verdict.raise_stop()
+        if taken.verdict.action == "stop":
+            raise UserError(taken.verdict.reason)
         if taken.verdict.action == "roll_back":
             self._roll_back()
             return

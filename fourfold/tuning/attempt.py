@@ -13,7 +13,7 @@ from fourfold.exit_codes import HANG, REFUSED, ended_by
 from fourfold.planning.machines.machine import Machine
 from fourfold.tuning.result import Outcome, Result
 from fourfold.tuning.trial_process import LOG, SUBMISSION, TrialProcess, kernel_kills
-from fourfold.tuning.trial_run import hopeless, measured, step_seconds_of
+from fourfold.tuning.trial_run import hopeless, measured, memory_used, step_seconds_of
 
 RAN_OUT = re.compile(rb"OutOfMemoryError|out of memory|Cannot allocate memory|can't allocate memory|oom[-_]kill", re.I)
 """Texts that PyTorch, memory allocators, or SLURM print when memory runs out."""
@@ -47,7 +47,7 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self._started: float | None = None
-        self._held, self._kills = 0.0, kernel_kills()
+        self._kills = kernel_kills()
 
     def result(self, best: float | None, longest: float | None) -> Result | None:
         """Return the result, or None if the trial is still running. End the trial if it exceeds a limit or is far
@@ -60,20 +60,21 @@ class Attempt:
         if self._started is None and self.process.has_started():
             self._started = time.monotonic()
         code = self.process.exit_code()
-        if code is None:
-            found = self._over_a_limit(longest) or hopeless(self.folder, best)
-            if found is None:
-                return None
-            self.process.end()
+        used = memory_used(self.folder, self.run, self.machine, self.on_gpu)
+        if self.memory_limit is not None and used is not None and used > self.memory_limit:
+            limit = f"--memory-limit allows {self.memory_limit / 1e9:.2f} GB"
+            found: Result | None = Result("out of memory", reason=f"it used {used / 1e9:.2f} GB, and {limit}")
+        elif code is None:
+            found = self._hung(longest) or hopeless(self.folder, best)
         else:
             found = self._ended(code)
-        return replace(found, wall_seconds=self._taken(), memory_bytes=found.memory_bytes or self._held or None)
+        if found is None:
+            return None
+        if code is None:
+            self.process.end()
+        return replace(found, wall_seconds=self._taken(), memory_bytes=used)
 
-    def _over_a_limit(self, longest: float | None) -> Result | None:
-        if not self.on_gpu:
-            self._held = max(self._held, self.process.held_bytes() or 0.0)
-        if self.memory_limit is not None and self._held > self.memory_limit:
-            return self._out_of_memory(self._held)
+    def _hung(self, longest: float | None) -> Result | None:
         taken = self._taken()
         limit = self.timeout if longest is None else min(self.timeout, TIMES_AS_LONG * longest + AT_LEAST)
         if taken > limit:
@@ -85,11 +86,8 @@ class Attempt:
         return 0.0 if self._started is None else time.monotonic() - self._started
 
     def _ended(self, code: int) -> Result:
-        found = measured(self.folder, self.run, self.machine, self.on_gpu, self._held or None) if code == 0 else None
+        found = measured(self.folder, self.run, self.machine, self.on_gpu) if code == 0 else None
         if found is not None:
-            if self.memory_limit is not None and (found.memory_bytes or 0) > self.memory_limit:
-                assert found.memory_bytes is not None
-                return self._out_of_memory(found.memory_bytes)
             return found
         reason = reason_in(self.folder / LOG) or reason_in(self.folder / SUBMISSION) or f"exit code {code}"
         return Result(self._why(code), reason=reason)
@@ -100,11 +98,6 @@ class Attempt:
         if RAN_OUT.search(log) or (was_killed and kernel_kills() != self._kills):
             return "out of memory"
         return "refused" if code == REFUSED else "hung" if code == HANG else "crashed"
-
-    def _out_of_memory(self, held: float) -> Result:
-        assert self.memory_limit is not None
-        reason = f"a process held {held / 1e9:.2f} GB, and --memory-limit allows {self.memory_limit / 1e9:.2f} GB"
-        return Result("out of memory", memory_bytes=held, reason=reason)
 
 
 def reason_in(log: Path) -> str:

@@ -7,9 +7,8 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,9 +43,6 @@ class MeasuredRates:
     """Seconds of an all-reduce, by number of ranks and then by number of bytes."""
     all_gather: dict[int, dict[int, float]] = field(default_factory=dict)
     """Seconds of an all-gather, by number of ranks and then by number of bytes of the gathered tensor."""
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure(place: Place) -> MeasuredRates:

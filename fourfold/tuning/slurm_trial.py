@@ -43,9 +43,6 @@ class SlurmTrial:
     def exit_code(self) -> int | None:
         return self._process.poll()
 
-    def held_bytes(self) -> float | None:
-        return None
-
     def end(self) -> None:
         cancel(self._folder)
         self._process.kill()

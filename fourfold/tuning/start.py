@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import Any
 
 from fourfold.environment import read_environment
@@ -16,12 +17,9 @@ def microbenchmark(processes: int | None) -> dict[str, Any] | None:
     Returns:
         The measured rates. Under a launcher, None on every process except the first.
     """
-    place = read_environment(os.environ)
-    if place is not None:
-        processes = place.world_size
-    elif processes is None:
-        import torch
+    import torch
 
-        processes = torch.cuda.device_count() or 2
-    measured = run_on_grid("fourfold.tuning.microbenchmark:measure", [], processes)
-    return measured.record() if place is None or place.rank == 0 else None
+    place = read_environment(os.environ)
+    count = place.world_size if place is not None else processes or torch.cuda.device_count() or 2
+    measured = run_on_grid("fourfold.tuning.microbenchmark:measure", [], count)
+    return asdict(measured) if place is None or place.rank == 0 else None

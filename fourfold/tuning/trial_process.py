@@ -18,7 +18,6 @@ LOG = "log.txt"
 SUBMISSION = "submission.txt"
 """Name of the file in the trial's folder that gets the batch system's error messages, for example if it refuses a
 job."""
-PROC = Path("/proc")
 
 
 class TrialProcess(Protocol):
@@ -30,10 +29,6 @@ class TrialProcess(Protocol):
 
     def exit_code(self) -> int | None:
         """Return the exit code, or None while the trial runs."""
-        ...
-
-    def held_bytes(self) -> float | None:
-        """Return the most bytes that any running process of the trial has held so far, or None if unknown."""
         ...
 
     def end(self) -> None:
@@ -63,9 +58,6 @@ class LocalTrial:
     def exit_code(self) -> int | None:
         return self._process.poll()
 
-    def held_bytes(self) -> float | None:
-        return max(map(_resident_bytes, _members(self._process.pid)), default=None)
-
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -75,27 +67,7 @@ class LocalTrial:
 def kernel_kills() -> int | None:
     """Return how many processes the kernel has killed since boot because memory ran out, or None if unknown."""
     with contextlib.suppress(OSError):
-        for line in (PROC / "vmstat").read_text(encoding="ascii").splitlines():
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return None
-
-
-def _members(group: int) -> list[int]:
-    """Return the ids of the processes in a process group. The result is empty on a machine without /proc."""
-    found = []
-    for entry in PROC.iterdir() if PROC.is_dir() else ():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # The process has ended.
-                if os.getpgid(int(entry.name)) == group:
-                    found.append(int(entry.name))
-    return found
-
-
-def _resident_bytes(process: int) -> float:
-    """Return the peak resident memory of a process in bytes, or 0 if the process has ended."""
-    with contextlib.suppress(OSError):
-        for line in (PROC / str(process) / "status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
-                return float(line.split()[1]) * 1024
-    return 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,24 +42,31 @@ def trial_run(run: RunConfig, folder: Path, steps: int) -> RunConfig:
 
 def step_seconds_of(folder: Path) -> list[float]:
     """Return the seconds of each step that a trial has taken so far, including the warm-up."""
-    path = folder / RUN_FOLDER / METRICS_FILE
-    return [record["step_seconds"] for record in read_metrics(path)] if path.is_file() else []
+    return [record["step_seconds"] for record in _metrics_of(folder)]
 
 
-def measured(folder: Path, run: RunConfig, machine: Machine, on_gpu: bool, held: float | None) -> Result | None:
-    """Return the result of a trial that took all its steps, or None if some are missing.
+def memory_used(folder: Path, run: RunConfig, machine: Machine, on_gpu: bool) -> float | None:
+    """Return the largest number of bytes that a device has needed so far (on a CPU, that a process has held).
 
-    Args:
-        held: On a CPU, the most bytes that any process of the trial was observed to hold.
+    Return None before the first step.
     """
+    peak: float | None = max((record["peak_memory_bytes"] for record in _metrics_of(folder)), default=None)
+    if peak is None or not on_gpu:
+        return peak
+    return float(runtime_bytes(workload_of(run), machine)) + (1 + UNUSABLE) * peak
+
+
+def _metrics_of(folder: Path) -> list[dict[str, Any]]:
+    path = folder / RUN_FOLDER / METRICS_FILE
+    return read_metrics(path) if path.is_file() else []
+
+
+def measured(folder: Path, run: RunConfig, machine: Machine, on_gpu: bool) -> Result | None:
+    """Return the result of a trial that took all its steps, or None if some are missing."""
     seconds = step_seconds_of(folder)
     if len(seconds) < run.training.train_steps:
         return None
-    kept = seconds[WARM_UP:]
-    memory = held
-    if on_gpu:
-        allocated = max(record["peak_memory_bytes"] for record in read_metrics(folder / RUN_FOLDER / METRICS_FILE))
-        memory = float(runtime_bytes(workload_of(run), machine)) + (1 + UNUSABLE) * allocated
+    kept, memory = seconds[WARM_UP:], memory_used(folder, run, machine, on_gpu)
     return Result("done", float(np.median(kept)), error_of_median(kept), memory)
 
 

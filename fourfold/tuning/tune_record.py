@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
@@ -38,8 +36,6 @@ class TrialRecord:
     knobs: dict[str, float]
     predicted_seconds: float
     """Predicted step time in seconds, with the constants that the search started with."""
-    predicted_bytes: float
-    """Predicted bytes that the rank with the most memory needs."""
     result: Result
     why: str
     """Why the trial was proposed."""
@@ -73,18 +69,11 @@ class TuneRecord:
     layout is not a candidate."""
     end: Proposal
     """The last proposal, which says why the search ended."""
-    error_before: float
-    """Standard deviation of log(measured / predicted) over the finished trials. A constant factor does not count,
-    because it does not change the order of the layouts."""
     held_out_error: float | None
     """Mean absolute relative error of the calibrated planner on trials that were held out of its fit. None if no trial
     was held out."""
     files: dict[str, str]
     """Paths of the written files, by what they are."""
-
-    def record(self) -> dict[str, Any]:
-        """Return the record as JSON values."""
-        return asdict(self)
 
 
 def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
@@ -101,7 +90,9 @@ def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
     best = best_of(search.subject.candidates, trials)
     if best is None:
         raise UserError(_nothing_done(search, trials, end))
-    fitted = _calibrated(search, base, [trial.number for trial in trials if trial.result.outcome == "done"])
+    done = [f"{trial.number:04d}" for trial in trials if trial.result.outcome == "done"]
+    metrics = [search.folder / TRIALS / number / RUN_FOLDER / METRICS_FILE for number in done]
+    fitted = fit_machine(metrics, base, search.folder.name)
     files = {"run file": search.folder / BEST_FILE, "machine file": search.folder / MACHINE_FILE}
     record = _record(search, trials, best, end, fitted, {name: str(path) for name, path in files.items()})
     comment = (
@@ -111,7 +102,7 @@ def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
     write_output(files["run file"], comment + to_toml(search.subject.run(best)))
     title = f"{base.name}, calibrated on {fitted.rows} trials of `fourfold tune`"
     write_output(files["machine file"], machine_toml(fitted.machine, title, base))
-    write_output(search.folder / RECORD_FILE, json.dumps(record.record(), indent=1) + "\n")
+    write_output(search.folder / RECORD_FILE, json.dumps(asdict(record), indent=1) + "\n")
     return record
 
 
@@ -151,7 +142,6 @@ def _record(
         own="" if own is None else layout_of(candidates, own),
         own_seconds=None if own is None else float(np.exp(belief.mean[own])),
         end=end,
-        error_before=_error_of_order(candidates, done),
         held_out_error=fitted.held_out["mean_abs_error"],
         files=files,
     )
@@ -165,7 +155,6 @@ def _trial_records(search: Search, trials: Sequence[Trial]) -> list[TrialRecord]
             layout_of(candidates, trial.index),
             {name: float(values[trial.index]) for name, values in candidates.knobs.items()},
             float(candidates.seconds[trial.index]),
-            float(candidates.needed[trial.index]),
             trial.result,
             search.ledger.reason(trial.number),
         )
@@ -184,12 +173,6 @@ def layout_of(candidates: Candidates, index: int) -> str:
     return describe_layout(candidates.point(index))
 
 
-def _calibrated(search: Search, base: Machine, numbers: list[int]) -> FittedMachine:
-    """Fit the machine's constants to the finished trials, given by their numbers."""
-    folders = [search.folder / TRIALS / f"{number:04d}" / RUN_FOLDER for number in numbers]
-    return fit_machine([folder / METRICS_FILE for folder in folders], base, search.folder.name)
-
-
 def _own_index(search: Search) -> int | None:
     """Return the index of the run file's layout among the candidates, or None if it is not a candidate."""
     own, candidates = search.subject.request.own, search.subject.candidates
@@ -199,10 +182,3 @@ def _own_index(search: Search) -> int | None:
     for name, values in candidates.knobs.items():
         same &= values == getattr(own.layout, name)
     return int(np.argmax(same)) if same.any() else None
-
-
-def _error_of_order(candidates: Candidates, done: Sequence[Trial]) -> float:
-    ratios = [
-        math.log(trial.result.seconds / candidates.seconds[trial.index]) for trial in done if trial.result.seconds
-    ]
-    return float(np.std(ratios))

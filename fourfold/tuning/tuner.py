@@ -146,7 +146,7 @@ class Search:
         for number, index in self.ledger.unfinished():
             folder = self._folder_of(number)
             run = trial_run(self.subject.run(index), folder, self.settings.steps)
-            result = measured(folder, run, self.subject.machine, self.subject.on_gpu, None)
+            result = measured(folder, run, self.subject.machine, self.subject.on_gpu)
             if result is not None:
                 self._note(number, index, result)
             else:

@@ -1,4 +1,4 @@
-"""Compare an audit's scores of random documents with one process."""
+"""Compare a memorization audit's scores of random documents on the grid with the scores on one process."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from fourfold.verification.one_process import Reference
 from fourfold.verification.parity_report import Deviation
 
 SAMPLING = AttackSampling(temperature=0.7)
-"""The attacker's sampling. It uses neither top-k nor top-p, because rounding may move a token across their limit."""
+"""The attacker's sampling. It uses neither top-k nor top-p, because rounding may move a token across their cutoff."""
 
 PREDICTED = FIELDS.index("predicted")
 
 
 def audit_deviations(job: Job, references: list[Reference], amplification: float) -> list[Deviation]:
-    """Score random documents of several lengths as an audit does. Every process calls this.
+    """Score random documents of several lengths as an audit does, and compare the scores with the references. Every
+    process must call this.
 
     Args:
         job: The job to audit.
-        references: On rank 0, the same model on one process in float32 and in float64. Elsewhere none.
+        references: On rank 0, the same model on one process in float32 and in float64. Empty on other ranks.
         amplification: See ``deviation.amplification``.
 
     Returns:
-        On rank 0, the deviation of each field of the scores. Elsewhere nothing.
+        On rank 0, the deviation of each field of the scores. Empty on other ranks.
     """
     documents = _documents(job)
     scored = GridScorer(job, SAMPLING).score(documents)
@@ -43,7 +44,8 @@ def audit_deviations(job: Job, references: list[Reference], amplification: float
     found: tuple[list[Tensor], ...] = ([], [], [])
     for tokens, fields, one_TV, exact_TV in zip(documents, scored, logits_of_one, exact_logits, strict=True):
         targets_T = torch.from_numpy(tokens[1:]).to(job.device)
-        padded = F.pad(torch.from_numpy(fields), (0, len(targets_T)))  # A faulty audit can score too few tokens.
+        # A faulty audit can score too few tokens. Pad its scores, so that the comparison reports a deviation.
+        padded = F.pad(torch.from_numpy(fields), (0, len(targets_T)))
         of_grid = padded[:, : len(targets_T)].to(job.device, torch.float64)
         # If two tokens are equally likely, either may be predicted. So compare the exact score of the token that the
         # grid predicted.

@@ -1,4 +1,4 @@
-"""Draw random samples for verification. Documents have random lengths, and some tokens are left out of the loss."""
+"""Draw random samples for verification. Documents have random lengths, and the loss skips some tokens."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class RandomSamples:
     The samples are as uneven as real data can be:
 
     - Sequences and micro-batches have very different numbers of labels in the loss (see ``kept``).
-    - One token in sixteen is the first or last token of an eighth of the vocabulary. The tensor axis x may split the
-      vocabulary at these places.
+    - One token in sixteen is the first or last token id of an eighth of the vocabulary. The tensor axis x may split the
+      vocabulary at these ids.
     - Documents have random lengths. Every fourth sequence has several consecutive documents of only one token. In
       another fourth of the sequences, a document starts at every eighth of the sequence. The context axis cp may split
       the sequence there.
     - Every second sequence ends in padding, so the two answers of a pair differ in length. If documents are masked from
       each other, every fourth sequence also has a document of padding between its other documents.
-    - One micro-batch of a step repeats a single token, so a few experts get all its rows and all other experts get
-      none.
+    - If a step has more than three micro-batches, each sequence of one micro-batch repeats a single token. So a few
+      experts get all rows of this micro-batch, and all other experts get none.
     """
 
     def __init__(self, run: RunConfig) -> None:
@@ -65,13 +65,14 @@ class RandomSamples:
         return Windows(tokens, documents, numbers, self.look_back, answers, self._reference(numbers, kept), ~is_padding)
 
     def kept(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return the labels that neither padding nor a mask of the run file leaves out, [samples, S].
+        """Choose at random which labels are in the loss, [samples, S]. Padding and the masks of the run file may drop
+        more labels.
 
         In the first sequence of a batch all labels are in the loss, and in the last sequence only one label in twenty.
-        Two micro-batches of each batch are special, and every step chooses two different ones:
-            - One has no labels at all.
-            - One has labels only in the last eighth of its sequences. So some cp or x ranks have none, and a mean over
-              a rank's own tokens would divide by zero.
+        Two micro-batches are special, and their positions change from step to step:
+            - If a batch has several micro-batches, one of them has no labels at all.
+            - If a batch has more than two micro-batches, one of them has labels only in the last eighth of its
+              sequences. So some cp or x ranks have no label, and a mean over a rank's own tokens would divide by zero.
 
         If a batch has only two or three micro-batches, one of them has all its labels, so no step is empty.
         """
@@ -92,8 +93,8 @@ class RandomSamples:
         return np.where(generator.random(length) < 1 / 16, borders, anywhere)
 
     def _is_micro_batch(self, numbers: NDArray[np.int64], place: int) -> NDArray[np.bool_]:
-        """For each sample, return whether it is in micro-batch ``place`` + s of its step. Here s is the number of the
-        step."""
+        """Return for each sample whether it is in micro-batch (``place`` + s) mod n of its step, where s is the index
+        of the step and n is the number of micro-batches in a step."""
         step, micro_batch = numbers // self.batch, numbers % self.batch // self.micro_batch
         found: NDArray[np.bool_] = micro_batch == (step + place) % (self.batch // self.micro_batch)
         return found
@@ -112,7 +113,8 @@ class RandomSamples:
         return documents - documents[:, self.look_back, None]
 
     def _is_padding(self, numbers: NDArray[np.int64], documents: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Choose the padding of each window, [samples, S + 1], and make padding at the end a separate document."""
+        """Choose the padding of each window, [samples, S + 1]. In ``documents``, make the padding at the end a separate
+        document."""
         most = self.seq_length + 1
         data = np.array([np.random.default_rng((4, number)).integers(most // 2, most + 1) for number in numbers])
         is_end = (numbers % 2 == 1)[:, None] & (np.arange(most) >= data[:, None])
@@ -122,8 +124,8 @@ class RandomSamples:
         return found
 
     def _reference(self, numbers: NDArray[np.int64], kept: NDArray[np.bool_]) -> NDArray[np.float32] | None:
-        """Return reference log-probabilities close to those of an untrained model, so that no margin is far from
-        zero."""
+        """Return random log-probabilities for the DPO reference model, or None without DPO. They are close to the
+        log-probabilities of an untrained model, so that no margin is far from zero."""
         if not self.beta:
             return None
         even = -np.log(self.vocab_size) * kept.sum(1)
@@ -133,7 +135,7 @@ class RandomSamples:
 
 
 def random_micro_batches(run: RunConfig, step: int, grid: Grid, device: torch.device) -> list[MicroBatch[Tensor]]:
-    """Return this process's part of a step's random samples. They are divided among the processes in the same way as in
+    """Return this process's micro-batches of a step with random samples. Samples are divided among the processes as in
     training."""
     samples, training = RandomSamples(run), run.training
     sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)

@@ -16,8 +16,7 @@ from fourfold.data.files import write_output
 from fourfold.verification.step_times import Span
 
 OPERATOR = re.compile(r"(?!c10d::|autograd::|torch::)[a-z]\w*::|## Call CompiledFxGraph")
-"""Names of CPU computation: operators such as ``aten::mm``, and graphs that the compiler built from several
-operators."""
+"""Matches the names of CPU computation: operators such as ``aten::mm``, and graphs that torch.compile built."""
 
 PROCESS_OF_FLIGHTS = 1 << 30
 """In the written trace, the tracks of collectives have this process id. No real process has it."""
@@ -54,10 +53,10 @@ class ChromeTrace:
         return [_span(event) for event in self._of_category("kernel") if not _is_nccl(event)]
 
     def nccl_kernels(self, axis_of: Mapping[str, str]) -> list[NamedSpan]:
-        """Return the collectives on the GPU.
+        """Return NCCL's kernels. If no known range has launched a kernel, its axis is "other".
 
         Args:
-            axis_of: Maps the name of each range that issues a collective to its axis.
+            axis_of: Maps the name of each profiler range in which a collective is issued to the collective's axis.
         """
         ranges: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
         for event in self._of_category("user_annotation"):
@@ -78,7 +77,7 @@ class ChromeTrace:
         return found
 
     def write(self, path: Path, flights: Iterable[NamedSpan]) -> None:
-        """Write the compressed trace. For each axis, it has additional tracks that show the collectives in flight."""
+        """Write the compressed trace, with additional tracks that show the collectives in flight on each axis."""
         lanes: dict[tuple[str, int], float] = {}  # The events of one track must not overlap.
         events: list[dict[str, Any]] = []
         for axis, name, (start, end) in sorted(flights, key=lambda flight: flight.span):
@@ -109,6 +108,6 @@ def _is_nccl(kernel: Mapping[str, Any]) -> bool:
 
 
 def _around(ranges: list[tuple[float, float, str]], moment: float) -> str | None:
-    """Return the name of the last range that began before ``moment``, or None if it had already ended."""
+    """Return the name of the last range that began before ``moment``, or None if this range had already ended."""
     place = bisect_right(ranges, moment, key=lambda each: each[0]) - 1
     return ranges[place][2] if place >= 0 and moment <= ranges[place][1] else None

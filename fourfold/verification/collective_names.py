@@ -20,8 +20,8 @@ class CollectiveNames:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._axis_of_group: dict[str, str] = {}
-        # An ep group can have the same ranks as another axis's group, and _axis_of, which compares ranks, would then
-        # return that axis.
+        # Register the ep group by its name. It can have the same ranks as another axis's group, and _axis_of, which
+        # compares ranks, would then return that axis.
         if grid.ep.size > 1:
             self._axis_of_group[grid.ep.group.group_name] = "ep"
         for levels in grid.levels.values():
@@ -31,10 +31,10 @@ class CollectiveNames:
                 self._axis_of_group[inside.group.group_name] = f"{axis} inside nodes"
 
     def line(self, operation: str, group: dist.ProcessGroup) -> Line:
-        """Name the collective that is being issued.
+        """Return the axis, operation, and purpose of the collective that is being issued.
 
         Args:
-            operation: The operation that torch runs. It may implement another operation.
+            operation: The operation that torch runs. If ``PURPOSE`` names another operation, the result has this one.
         """
         axis, purpose = self._axis_of(group), PURPOSE.get()
         if purpose is not None:
@@ -44,7 +44,7 @@ class CollectiveNames:
 
     def _axis_of(self, group: dist.ProcessGroup) -> str:
         if group.group_name not in self._axis_of_group:
-            # Compare ranks, because FSDP2 creates its own groups along our axes.
+            # Compare ranks, because FSDP2 creates its own groups along the grid's axes.
             axes, ranks = [*self._grid.axes(), *self._grid.neighbors.values()], dist.get_process_group_ranks(group)
             names = (axis.name for axis in axes if dist.get_process_group_ranks(axis.group) == ranks)
             self._axis_of_group[group.group_name] = next(names, "world")

@@ -40,15 +40,19 @@ from fourfold.verification.uneven_experts import skew_router_biases
 
 OF_GRADIENTS = 4.0
 """In preference training (the section [dpo]), ``amplification`` overestimates the errors of gradients, because the
-errors of a step's pairs partly cancel. So the limit for gradients is lower by this factor. If a gradient deviates
-further, random rounding measures how large its errors can be."""
+errors of a step's pairs partly cancel. So ``amplification`` is divided by this number for gradients. If a gradient
+deviates further, runs with random rounding measure how large its errors can be."""
 
 
 class Comparison:
     """Gathers a job's results on rank 0, where the reference models take the same steps."""
 
     def __init__(self, job: Job, against: Against) -> None:
-        """Start the references from the job's weights."""
+        """Skew the job's router biases, and start the references from the job's weights.
+
+        Raises:
+            UserError: ``against`` is "transformers", and the transformers library is missing or has no such model.
+        """
         self.deviations: dict[str, list[Deviation]] = {}
         self.replicas = self.initial = 0.0
         self.amplification = amplification(job.run)
@@ -76,7 +80,11 @@ class Comparison:
         self.references = self._references(job.run, job.device, weights)
 
     def step(self, job: Job, step: int) -> None:
-        """Take one step and compare everything in it."""
+        """Take one step on the grid and with the references, and compare all results.
+
+        Raises:
+            UserError: The loss has no label in this step.
+        """
         micro_batches = random_micro_batches(job.run, step, job.grid, job.device)
         kept = job.count_kept(micro_batches)
         if kept.item() == 0:
@@ -108,19 +116,26 @@ class Comparison:
 
     def resumed(self, run: RunConfig, other: ParallelConfig, place: Place, overflows: bool) -> None:
         """Train a run with the trainer itself, resume it on another grid, and compare its record and its weights
-        with the references. If ``overflows``, one of its steps overflows."""
+        with the references. If ``overflows`` is True, one of the steps overflows.
+
+        If the trainer stops with an error after parity has found a deviation, report the error as a deviation.
+
+        Raises:
+            UserError: The trainer stopped with an error, and parity has found no deviation so far.
+            WriteFailed: The run's folder cannot be written.
+        """
         try:
             job, recorded = train_and_resume(run, other, place, overflows)
             weights = self.gather(job.shards, [shard.local for shard in job.shards])
             if weights is not None:
-                # Keep ``update_noise``. It also holds for this run.
+                # Keep ``update_noise``, because it also holds for this run.
                 self.references = self._references(run, job.device, self.start)
                 self._add("resumed", compare_records(run, recorded, self.references))
                 self._compare_weights("resumed", weights)
             self._compare_averages("resumed", job)
         except WriteFailed:
             raise
-        except UserError as refusal:  # Maybe the trainer stopped because of a fault that parity has found.
+        except UserError as refusal:  # If parity has found a fault, the fault may have stopped the trainer.
             if decided_by_rank_0(self._is_within_limit):
                 raise
             self._add("resumed", [Deviation(f"the trainer stopped: {refusal}", math.inf, 0.0)])
@@ -145,7 +160,7 @@ class Comparison:
             job.update(step, math.inf)
 
     def _validated(self, job: Job, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Deviation]:
-        """Compute the first step's samples as validation does, and compare the results."""
+        """Evaluate the first step's samples as validation does, and compare the loss."""
         loss = job.evaluate(micro_batches)
         batch = random_batch(job.run, 0, job.device) if self.references else None
         of_references = [reference.evaluate(batch)["loss"] for reference in self.references if batch is not None]
@@ -170,13 +185,14 @@ class Comparison:
         self._add(quantity, deviations(weights, one, exact, self._noise()))
 
     def _noise(self) -> dict[str, float]:
-        """Return the deviation of one process in float32, measured before Lion's sign clips the updates.
+        """Return, for each tensor that Lion or AdamW updates, how far rounding in float32 can move its weights.
 
-        The sign hides the noise of most entries, both on the grid and on one process. How much noise the few other
-        entries show depends on chance.
+        For Lion, this is the deviation of one process, measured before the updates are limited to ±1. This limit hides
+        the noise of most entries, both on the grid and on one process. How much noise the few other entries show
+        depends on chance.
 
-        AdamW also hides the noise of most entries: if a gradient is far above eps, its update does not depend on its
-        size. If a gradient is far below eps, AdamW multiplies its noise by lr / eps.
+        For AdamW, this is ``update_noise``. AdamW also hides the noise of most entries: if a gradient is far above eps,
+        its update does not depend on its size. If a gradient is far below eps, AdamW multiplies its noise by lr / eps.
         """
         one, exact = (reference.uncut_weights() for reference in self.references)
         return {**self.update_noise, **largest_differences(one, exact)}
@@ -204,7 +220,7 @@ class Comparison:
         self.deviations.setdefault(quantity, []).extend(found)
 
     def gather(self, shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict[str, Tensor] | None:
-        """Compare the replicas, and return whole tensors on rank 0."""
+        """Compare the replicas, and return full tensors by name on rank 0. Return None on other ranks."""
         parts = gather_parts(shards, tensors)
         if parts is None:
             return None

@@ -1,9 +1,10 @@
 """Compute the trace of a large run from the traces of a few small runs: choose the small runs, and extrapolate their
 results linearly.
 
-All layers are alike, and all micro-batches are alike, so the bytes sent are linear in the numbers of both. Memory is
-linear in the number of layers and in the number of micro-batches in flight. With 1F1B, a stage holds one additional
-micro-batch for each stage after it. ``tests/verification/test_trace.py`` shows that the extrapolation is exact.
+All layers are alike, and all micro-batches are alike, so the bytes sent are linear in the number of layers and in the
+number of micro-batches. Memory is linear in the number of layers and in the number of micro-batches in flight. With
+1F1B, a stage holds one additional micro-batch for each stage after it. ``tests/verification/test_trace.py`` shows that
+the extrapolation is exact.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from fourfold.config.stages import rank_of_stage, stage_layers, stages_per_rank
 
 
 class ContinuedRun(NamedTuple):
-    """The size of one pipeline rank's part of a run: the layers of each of its stages, the number of micro-batches, and
-    the number of layers before its first stage."""
+    """The size of one pipeline rank's part of a run: the number of layers in each of its stages, the number of
+    micro-batches, the size of the pipeline, the rank, and the number of layers before the rank's first stage."""
 
     layers: int
     micro_batches: int
@@ -29,7 +30,7 @@ class ContinuedRun(NamedTuple):
 
 
 def point_of(run: RunConfig, pp_rank: int) -> ContinuedRun:
-    """Return the point that stands for the whole run."""
+    """Return the size of a pipeline rank's part of the run itself, with the number of layers of its largest stage."""
     stages = layers_of_rank(run, pp_rank)
     layers = max(len(layers) for layers in stages)
     return ContinuedRun(layers, run.gradient_accumulation_steps, run.parallel.pp, pp_rank, stages[0].start)
@@ -42,13 +43,15 @@ def layers_of_rank(run: RunConfig, pp_rank: int) -> list[range]:
 
 
 def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[ContinuedRun]:
-    """Return the one, two, or four points to trace instead of a rank's part of the run. If the run is small, return the
-    run itself.
+    """Return the one, two, or four sizes to trace instead of a rank's part of the run. If the run is small, return its
+    own size.
+
+    With Muon, every layer is traced if the job has several ranks per stage, because each matrix has one owner.
 
     Args:
-        timed: Whether seconds are needed too. With whole weights, the step waits for the gradient sums over replicas
-            only at its end. The backlog of these sums is not linear in the number of layers, so every layer is traced.
-            Muon also needs every layer, because each owner has whole matrices.
+        timed: Whether seconds are needed too. If weights are replicated, the step waits for the gradient sums over
+            replicas only at its end. The backlog of these sums is not linear in the number of layers, so every layer is
+            traced.
     """
     target, grid = point_of(run, pp_rank), run.parallel
     pipelines = [target]
@@ -91,10 +94,11 @@ def _type_period(run: RunConfig) -> int:
 
 
 def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]:
-    """Return small 1F1B pipelines that stand for the rank's pipeline.
+    """Return small 1F1B pipelines to trace instead of the rank's pipeline.
 
-    If many stages follow the rank, there are two small pipelines: in one, two stages follow the rank, and in the other,
-    three. Middle ranks share their points if their stages begin at the same position in the pattern of layers.
+    If many stages follow the rank, return two shorter pipelines: in one, two stages follow the rank, and in the other,
+    three. Otherwise keep the number of stages, and only reduce the number of micro-batches. Middle ranks share their
+    results if their stages begin at the same position in the pattern of layers.
     """
     behind = target.pp - 1 - target.pp_rank
     if behind <= 3 or target.micro_batches < behind + 3:
@@ -107,7 +111,7 @@ def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]
 
 
 def run_at(run: RunConfig, point: ContinuedRun) -> RunConfig:
-    """Return the run at the size of a point."""
+    """Return the run with the number of layers, micro-batches, and stages of a point."""
     training, grid, model = run.training, run.parallel, run.model
     if point != point_of(run, point.pp_rank)._replace(micro_batches=point.micro_batches):
         split = _split(run, point)

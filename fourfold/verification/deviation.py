@@ -1,6 +1,6 @@
-"""Measure how far a result is from the exact one, in units of the deviation of one process in float32.
+"""Measure how far the grid's results are from the exact results, and how far one process in float32 is.
 
-The gathered result is on the CPU. The references are on the job's device.
+The grid's gathered results are on the CPU. The results of the references are on the job's device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def deviation(name: str, grid: Tensor, one_process: Tensor, exact: Tensor, ampli
         exact: The result of one process in float64.
         amplification: See the function ``amplification``.
     """
-    # Numbers below float32's smallest normal number have fewer bits, so their relative error says nothing.
+    # Allow errors up to float32's smallest normal number. Smaller numbers have fewer bits, so their relative errors can
+    # be large.
     ulp = amplification * torch.finfo(torch.float32).eps * float(exact.abs().max()) + torch.finfo(torch.float32).tiny
     return Deviation(name, _difference(grid, exact), max(_difference(one_process, exact), ulp))
 
@@ -57,7 +58,7 @@ def deviations(
 
     Args:
         amplification: See the function ``amplification``.
-        noise: Lower limits for the deviation of one process, by tensor name. Tensors without an entry have no limit.
+        noise: Lower bounds for the deviation of one process, by tensor name. Tensors without an entry have no bound.
     """
     missing = [Deviation(name, math.inf, 0.0) for name in sorted(grid.keys() ^ exact.keys())]
     least = noise or {}
@@ -67,12 +68,12 @@ def deviations(
 
 
 def largest_differences(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the largest difference of each tensor."""
+    """Return the largest absolute difference between the entries of ``a`` and ``b``, for each tensor."""
     return {name: _difference(a[name], b[name]) for name in a}
 
 
 def replica_difference(parts: list[Part]) -> float:
-    """Return the largest difference between two processes' copies of the same part of a tensor."""
+    """Return the largest absolute difference between two processes' copies of the same part of a tensor."""
     first: dict[str, Tensor] = {}
     worst = 0.0
     for name, shape, slices, part in parts:
@@ -87,12 +88,12 @@ def replica_difference(parts: list[Part]) -> float:
 def relative_differences(
     got: Mapping[str, Tensor], exact: Mapping[str, Tensor], negligible: float = ROUNDING
 ) -> dict[str, float]:
-    """Return the tensors' relative differences, each in the 2-norm.
+    """Return ‖got − exact‖ / ‖exact‖ of each tensor, with 2-norms.
 
     Args:
         got: The tensors, by name.
         exact: The same tensors without rounding errors.
-        negligible: Leave out a tensor if its norm is at most this fraction of the norm of all tensors.
+        negligible: Skip a tensor if its norm is at most this fraction of the norm of all tensors together.
     """
     norms = {name: float(tensor.norm()) for name, tensor in exact.items()}
     least = negligible * math.hypot(*norms.values())

@@ -23,7 +23,7 @@ from fourfold.planning.run_workload import workload_of
 
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_scaled_mm"}
 PICOSECOND = 1e-12
-"""The unit of durations, in seconds. Durations are whole numbers, so their sums are exact."""
+"""One picosecond, in seconds. Durations are integers in picoseconds, so their sums are exact."""
 
 
 class _Matrix(NamedTuple):
@@ -34,13 +34,13 @@ class _Matrix(NamedTuple):
 
 
 class Durations:
-    """Durations of operations on a machine, in picoseconds."""
+    """Computes the durations of operations on a machine, in picoseconds."""
 
     def __init__(self, run: RunConfig, machine: Machine) -> None:
         """Prepare the machine's rates for a run.
 
         Raises:
-            UserError: The planner does not support the run (LoRA).
+            UserError: The planner does not support the run (LoRA or [dpo]).
         """
         work, self._machine = workload_of(run), machine
         self._constants = constants_for(machine)
@@ -48,10 +48,11 @@ class Durations:
         self._item, self._seq = float(work.step.item_bytes), int(work.step.seq_length)
         self._gpus = run.parallel.world_size
         self._capped = float(capped_scores(work).computed) if caps_scores(work) else 0.0
-        """Number of scores per query and head that attention with soft-capping computes, because there is no fused
-        kernel for it. 0 if scores are not soft-capped."""
+        """Number of scores that attention with soft-capping computes for each query and head. 0 if scores are not
+        soft-capped. Soft-capping has no fused kernel, so its time depends on this number."""
         self.exposed = float(self._constants.exposed)
-        """A hidden collective slows down concurrent computation by this fraction of its own duration."""
+        """The time by which a hidden collective slows down concurrent computation, as a fraction of the collective's
+        duration."""
         # Cache the results, because the same shapes occur in every layer.
         self._product, self._attention = cache(self._of_matmul), cache(self._of_attention)
         self._collective = cache(self._of_collective)
@@ -66,7 +67,9 @@ class Durations:
         if is_attention(name):
             backward = "backward" in name
             queries, keys = tensors[1:3] if backward else tensors[:2]
-            if "documents" in name:  # Our layout is [B, S, N, D]. Assume one document per sequence.
+            # ``attend_documents`` takes [B, S, N, D]. Torch's kernels take [B, N, S, D]. The lengths of documents are
+            # unknown here, so assume one document per sequence.
+            if "documents" in name:
                 queries, keys = queries.transpose(1, 2), keys.transpose(1, 2)
             sequences, heads, tokens, width = queries.shape
             if self._capped and "documents" in name:
@@ -86,7 +89,8 @@ class Durations:
     def _of_matmul(self, first: _Matrix, second: _Matrix, in_float8: bool) -> int:
         """Return a matmul's picoseconds.
 
-        The forward of a linear layer transposes the second operand, and its weight gradient transposes the first.
+        The rate depends on which operand is transposed. In a linear layer, the forward pass transposes the second
+        operand, and the weight gradient transposes the first operand.
         """
         rates = self._rates
         layout = rates.tn if first.transposed else rates.nt if second.transposed else rates.nn

@@ -12,8 +12,9 @@ Line = tuple[str, str, str]
 class IssuedCollective(NamedTuple):
     """A collective that has been issued.
 
-    ``matmuls`` is the number of matmuls that were issued before it, and ``computed`` is their time. ``duration`` is the
-    collective's own time, without waiting for earlier collectives on its axis. ``end`` is the time when it finishes.
+    ``matmuls`` is the number of matmuls that were issued before the collective, and ``computed`` is their total time.
+    ``duration`` is the collective's own time, without waiting for earlier collectives on its axis. ``end`` is the time
+    when the collective finishes.
     """
 
     line: Line
@@ -28,17 +29,17 @@ class Flights:
     """Tracks collectives from their issue to the moment when the step needs their results.
 
     On a GPU, a collective overlaps all computation that is issued between its start and its wait. If this computation
-    contains no matmul, the collective is *exposed*, because only matmuls take enough time to hide it. If durations are
-    known, a collective is exposed for the time that the step waits for it. Collectives of one axis run one after the
-    other, and collectives of different axes run concurrently. Pointwise operations are much shorter than matmuls and
-    hide nothing.
+    contains no matmul (or attention, which counts as a matmul here), the collective is *exposed*. Pointwise operations
+    are much shorter than matmuls and hide nothing. If durations are known, a collective is exposed for the time that
+    the step waits for it. Collectives of one axis run one after the other, and collectives of different axes run
+    concurrently. Times are in picoseconds.
     """
 
     def __init__(self, slowed: float = 0.0) -> None:
         """Start with an empty record.
 
         Args:
-            slowed: A hidden collective slows down concurrent computation. The lost time is this fraction of the
+            slowed: The time by which a hidden collective slows down concurrent computation, as a fraction of the
                 collective's duration.
         """
         self.exposed: Counter[Line] = Counter()

@@ -1,5 +1,5 @@
-"""Compare a model that fourfold has imported with the same model in the transformers library. Both open the same
-folder, so this tests how fourfold reads config.json, the weights, and the tokenizer."""
+"""Compare a model that fourfold has imported with the same model in the transformers library. Both libraries open the
+same folder, so this tests how fourfold reads config.json, the weights, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ TEXTS = ("def main():\n    return 3.14\n", "  Zwei Äpfel,\t„zwei“ Euro € 
 
 
 def compare_import(job: Job) -> list[Deviation]:
-    """Fill a job with the model that its run file imports, and compare its losses with the losses of the library's
-    model.
+    """Load the model that the run file imports into a job, and compare its losses with the losses of the model in
+    transformers.
 
-    Every process calls this. The job has the imported weights afterwards.
+    Every process must call this. The job has the imported weights afterwards.
 
     Returns:
-        On rank 0, the deviations of losses on random batches, and of the tokens of some texts. Empty on other ranks.
+        On rank 0, the deviations of losses on random batches. If the folder has a tokenizer, also a deviation that is
+        infinite if fourfold tokenizes some texts differently. Empty on other ranks.
 
     Raises:
         UserError: The folder cannot be opened. Every process raises it.
     """
     name, found = job.run.model.from_hf, list[Deviation]()
     assert name is not None, "only imported models are compared"
-    # To mask documents, parity would have to pass an attention mask to transformers. That mask would replace the
-    # model's own sliding windows.
+    # Do not mask documents. Parity would have to pass an attention mask to transformers, and that mask would replace
+    # the model's own sliding windows.
     run = job.run.model_copy(update={"data": job.run.data.model_copy(update={"mask_documents": False})})
     load_pretrained(job, name)
     losses = [job.evaluate(random_micro_batches(run, step, job.grid, job.device)) for step in range(BATCHES)]
@@ -65,7 +66,7 @@ def compare_import(job: Job) -> list[Deviation]:
 
 
 def _logits(folder: Path, device: torch.device, dtype: torch.dtype) -> Logits:
-    """Return the logits function of the model that transformers opens from a folder, with that model's own weights."""
+    """Open a folder's model with transformers, and return a function that computes its logits with its own weights."""
     model = load_model(folder, "fp32", str(device)).to(dtype)
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")

@@ -15,10 +15,10 @@ from fourfold.training.job import build_model
 
 
 def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> float:
-    """Return the largest deviation of a first, second, or fourth moment from its distribution, in standard errors.
+    """Return the largest deviation of a first, second, or fourth moment from its expected value, in standard errors.
 
-    It compares the moments of each tensor. It also compares the moments of all tensors with the same name in different
-    layers, taken together.
+    This compares the moments of each tensor, and also the joint moments of all tensors that have the same name in
+    different layers.
 
     The result is infinite in four cases: the weights of the grid and of one process differ, a constant has a wrong
     value, rows repeat (in one tensor or in two), or another seed gives the same weights.
@@ -37,19 +37,24 @@ def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> floa
     rows = [tuple(row[:4].tolist()) for matrix in matrices for row in matrix]
     if min(weight.shape[-1] for weight in drawn.values()) >= 4 and len(set(rows)) < len(rows):
         return math.inf
-    constants = [weights[name] == _constant(name, run) for name in weights if name not in drawn]
+    rates = {name: weights[name].double() for name in weights if name.endswith("A_log")}
+    constants = [weights[name] == _constant(name, run) for name in weights if name not in drawn | rates]
     if not all(bool(is_right.all()) for is_right in constants):
         return math.inf
     kinds = {name: re.sub(r"\d+", "", name) for name in drawn}
     pooled = [torch.cat([drawn[n].flatten() for n in drawn if kinds[n] == kind]) for kind in set(kinds.values())]
-    return max(_standard_errors(weight) for weight in (*drawn.values(), *pooled))
+    # The rates are uniform between 0 and 16, so their quantiles in a normal distribution are standard normal.
+    normal = [torch.special.ndtri(torch.cat([rate.exp() / 16 for rate in rates.values()]))] if rates else []
+    return max(_standard_errors(weight) for weight in (*drawn.values(), *pooled, *normal))
 
 
 def _is_zero(name: str) -> bool:
-    return name.endswith(("bias", "sinks", "lora_B"))
+    return name.endswith(("bias", "sinks", "lora_B")) and not name.endswith("dt_bias")
 
 
 def _constant(name: str, run: RunConfig) -> float:
+    if name.endswith(("dt_bias", "core.norm.weight")):
+        return 1.0
     return 0.0 if _is_zero(name) or run.model.zero_centered_norm else 1.0
 
 

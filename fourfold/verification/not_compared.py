@@ -37,9 +37,9 @@ OWN_TYPES = ("optimizer.stochastic_rounding", *(f"training.{name}" for name in _
 def in_own_types(run: RunConfig) -> bool:
     """Return whether parity also runs the file in its own dtypes.
 
-    It does not in three cases. Float8 cannot be emulated on one process. In a model with experts, rounding changes a
-    router's choices. With LoRA and Muon, the gradient of A is only rounding noise while B is zero, and Muon turns this
-    noise into full steps.
+    Parity does not if the file's precision is fp32 anyway, and in three other cases. Float8 cannot be emulated on one
+    process. In a model with experts, rounding changes a router's choices. With LoRA and Muon, the gradient of A is only
+    rounding noise while B is zero, and Muon turns this noise into full steps.
     """
     chooses = run.model.num_experts > run.model.num_experts_per_tok
     is_noise = run.lora.rank > 0 and run.optimizer.name == "muon"

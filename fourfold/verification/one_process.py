@@ -53,7 +53,7 @@ class Reference:
     """A model that one process trains, in float32 or float64."""
 
     loss_scale = 1.0
-    """Factor on the loss in the backward pass. Gradients are divided by this factor afterwards."""
+    """The factor that the loss is multiplied by before the backward pass. Gradients are divided by it afterwards."""
 
     def __init__(
         self, run: RunConfig, logits: Logits, weights: Parameters, device: torch.device, dtype: torch.dtype
@@ -72,8 +72,8 @@ class Reference:
 
     @torch.no_grad()
     def evaluate(self, batch: Sequences, averaged: bool = False) -> dict[str, Tensor]:
-        """Return the mean loss of a batch as ``loss``, and with [dpo] its metrics. As in validation, experts have no
-        capacity limit.
+        """Return the mean loss of a batch as ``loss``, and with [dpo] also the metrics of its pairs. As in validation,
+        experts have no capacity limit.
 
         Args:
             batch: The sequences.
@@ -100,7 +100,7 @@ class Reference:
             return self.logits(self.parameters(), batch).to(self.dtype)[0]
 
     def step(self, step: int, batch: Sequences, max_grad_norm: float) -> Figures:
-        """Train one step on its samples, and return the results."""
+        """Take one training step on a batch, and return its results."""
         size = self.run.training.micro_batch_size
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
         with self._precision():
@@ -140,16 +140,17 @@ class Reference:
             self.averages[name] = decay * before + (1 - decay) * weight.detach()
 
     def uncut_weights(self) -> dict[str, Tensor]:
-        """Return Lion's weights as they would be if its updates had not been limited to ±1."""
+        """Return the weights as they would be if Lion's updates had not been limited to ±1. Empty for other
+        optimizers."""
         return {name: self.trained[name].detach() - cut for name, cut in self.optimizer.cut.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return a copy of all weights."""
+        """Return all weights. Trained weights are copied."""
         return {**self.frozen, **{name: p.detach().clone() for name, p in self.trained.items()}}
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Compute in the reference's precision, as in validation."""
+        """Compute in the reference's precision and in evaluation mode while the block runs."""
         with self._precision(), self.logits.evaluating() if isinstance(self.logits, PlainLogits) else nullcontext():
             yield
 
@@ -161,7 +162,7 @@ class Reference:
         return batch.kept_BS.sum() if batch.reference_B is None else len(batch.kept_BS) // 2
 
     def _loss(self, batch: Sequences, parameters: Parameters) -> Tensor:
-        """Return the sum of the losses of the sequences."""
+        """Return the sum of the losses: of the kept tokens, or with [dpo], of the pairs of sequences."""
         if batch.reference_B is not None:
             answers_B = self._answers(batch, parameters)
             gains_B = self.run.dpo.beta * (answers_B - batch.reference_B.to(answers_B.dtype))
@@ -223,9 +224,9 @@ class PlainLogits:
 
 
 class RouterLosses:
-    """The auxiliary losses and the biases of routers.
+    """Computes the auxiliary losses of routers, and updates their biases.
 
-    Padding is not counted. The losses use the load of the previous step.
+    Padding is not counted. The losses use the experts' load in the previous step.
     """
 
     def __init__(self, run: RunConfig, device: torch.device) -> None:
@@ -235,7 +236,7 @@ class RouterLosses:
 
     def of(self, logits: Logits, batch: Sequences, sequences: slice) -> Tensor:
         """Return the router losses of the last sequences that the decoder has read, divided by the number of tokens in
-        the whole step."""
+        the whole step that are not padding. Also count these sequences' rows."""
         run, model = self.run, self.run.model
         all_BS = torch.ones_like(batch.tokens_BS, dtype=torch.bool) if batch.is_data_BS is None else batch.is_data_BS
         is_data_T = all_BS[sequences].flatten()
@@ -265,7 +266,7 @@ class RouterLosses:
 
 
 def learning_rate(step: int, run: RunConfig) -> float:
-    """Return the learning rate: warm-up to the peak, then a decay that ends at the last step."""
+    """Return the learning rate: warm-up to the peak, then constant or a decay that ends at the last step."""
     peak, plan, last = run.optimizer.lr, run.lr_scheduler, run.training.train_steps - 1
     if step < plan.warmup_steps:
         return peak * (step + 1) / plan.warmup_steps

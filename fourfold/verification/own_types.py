@@ -1,8 +1,9 @@
 """Train on the grid in the dtypes that the run file names, and compare the rounding errors with one process in the same
 dtypes.
 
-In low precision, every operation rounds, so single values say little. But the error over several steps should be
-similar on the grid and on one process. The grid's error may be 50 % larger, because the grid also rounds partial sums.
+In low precision, every operation rounds, so the error of a single value says little. But the error over several steps
+should be similar on the grid and on one process. The grid's error may be 50 % larger, because the grid also rounds
+partial sums.
 """
 
 from __future__ import annotations
@@ -35,21 +36,22 @@ FP16_SCALE = 1024.0
 """The first loss scale. In most small models, gradients neither overflow nor underflow with it."""
 
 LESS = 16.0
-"""After an overflow, the loss scale is divided by this number. With a smaller number, one process or a later step might
-overflow again. If the grid overflows with some scale, one process must overflow with four times this scale."""
+"""After an overflow, the loss scale is divided by this number. After a smaller reduction, one process or a later step
+might overflow again. If the grid overflows with some scale, one process must overflow with four times this scale."""
 
 OVERFLOWS_AT = 2.0**60
 """A loss scale so large that every gradient overflows."""
 
 OF_ONE_TENSOR = 2.0
-"""Factor on the limit of the worst gradient, because the rounding errors of one tensor are a matter of chance."""
+"""The limit for the worst tensor's gradients is higher by this factor, because the rounding errors of one tensor depend
+on chance."""
 
 
 Taken = tuple[float, list[LocalShard], list[Tensor], set[torch.dtype]]
 """The result of ``_step``."""
 
 Gather = Callable[[Sequence[LocalShard], Sequence[Tensor]], dict[str, Tensor] | None]
-"""Compares the replicas, and returns whole tensors on rank 0."""
+"""Compares the replicas, and returns full tensors by name on rank 0, and None on other ranks."""
 
 
 class SameTypes(Reference):
@@ -84,13 +86,15 @@ class SameTypes(Reference):
 
 
 def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: Gather) -> list[Deviation]:
-    """Train a few steps on the grid in the run's own dtypes. Every process calls this.
+    """Train a few steps on the grid in the run's own dtypes, and compare the errors with one process. Every process
+    must call this.
 
     With fp16, one additional step overflows on purpose. It must change nothing.
 
     Returns:
-        On rank 0, the relative errors of gradients and weights of the grid and of one process, and an infinite error
-        for every other mistake. The result on other ranks has no meaning.
+        On rank 0, the relative errors of gradients and weights on the grid and on one process. With stochastic
+        rounding, also its error in standard errors. If the grid overflows too early, sums gradients in a wrong dtype,
+        or computes with stale weights, also an infinite error. The result on other ranks has no meaning.
     """
     job = Job(run, grid, device)
     job.initialize(run.training.seed)
@@ -136,10 +140,10 @@ def _errors(one: Parameters, grid: Parameters, exact: Parameters, negligible: fl
 
 
 def _negligible(run: RunConfig) -> float:
-    """Return the size of the gradients that are left out, relative to all gradients.
+    """Return the norm below which a tensor's gradient is not compared, relative to the norm of all gradients.
 
     In low precision, attention kernels compute small gradients of queries and keys as differences of large numbers, so
-    their error depends on the kernel.
+    the errors of these gradients depend on the kernel.
     """
     return torch.finfo(DTYPES[run.training.precision]).eps / 16
 
@@ -150,7 +154,8 @@ def _root_mean_square(name: str, errors: Iterable[Deviation]) -> Deviation:
 
 
 def _worst_of(gradients: list[Deviation]) -> list[Deviation]:
-    """Return the tensor whose gradients have the largest error, compared with one process or with other tensors."""
+    """Return the errors of the tensor with the worst gradients, in a list. A tensor's limit depends on its error on one
+    process, or on the error of all tensors on one process if this is larger."""
     typical = _root_mean_square("", gradients).one_process
     names = dict.fromkeys(error.tensor for error in gradients)
     each = [_root_mean_square(name, [e for e in gradients if e.tensor == name]) for name in names]
@@ -163,8 +168,8 @@ def _sums_in_another_dtype(
 ) -> bool:
     """Return whether the grid sums gradients in another dtype than the run file's ``reduce_dtype``.
 
-    Ranks must send gradients in this dtype. The rounding of a sum shows its dtype too, if it has at least two summands.
-    This function ignores the sums of norms, biases, and tied embeddings over other axes, which may have another dtype.
+    Ranks must send gradients in this dtype. A sum of at least two summands also shows its dtype by how it is rounded.
+    This ignores norms, biases, and tied embeddings, whose sums over other axes may have another dtype.
     """
     low, dtype = DTYPES[job.run.training.precision], DTYPES[job.run.training.reduce_dtype]
     names = {shard.name for shard in job.trained if not shard.tile.partial_over} & gradients.keys() & of_one.keys()
@@ -179,9 +184,9 @@ def _sums_in_another_dtype(
 
 
 def _is_published(job: Job) -> bool:
-    """Return whether this process's working copies are its stored weights, rounded to the dtype of the step.
+    """Return whether this process's working copies equal its stored weights, rounded to the dtype of the step.
 
-    Sharded weights have no working copies. They are rounded each time they are gathered.
+    Sharded weights have no working copies, because they are rounded each time they are gathered.
     """
     whole = [stage for stage in job.stages.values() if isinstance(stage, Replicated)]
     pairs = [(weight.working, weight.stored) for stage in whole for weight in stage.weights.values()]
@@ -197,7 +202,8 @@ def _stays_finite(run: RunConfig, weights: Parameters, device: torch.device, ste
 
 
 def _is_published_again(job: Job) -> bool:
-    """Change all weights, publish them, and return ``_is_published``. Updates of norms can be too small to show."""
+    """Change all weights, publish them, and return ``_is_published``. Without this, the updates of norms could be too
+    small to change the working copies."""
     with job.replacing_weights():
         for shard in job.shards:
             shard.local.mul_(1.5)
@@ -205,11 +211,12 @@ def _is_published_again(job: Job) -> bool:
 
 
 def _step(job: Job, step: int, scale: float, smallest: float = 1.0) -> Taken:
-    """Take a step on its random samples with a loss scale. If gradients overflow, take it again with a smaller scale.
+    """Take a step on random samples with a loss scale. If gradients overflow, repeat the step with a smaller scale.
 
     Returns:
         The last loss scale, the shards that have gradients, these gradients, and the dtypes in which this process sent
-        gradients to be summed. If gradients overflow with a scale below ``smallest``, they are infinite or NaN.
+        gradients to be summed. If gradients overflow with a scale below ``smallest``, the step is not repeated, and the
+        gradients are infinite or NaN.
     """
     while True:
         if job.loss_scale is not None:
@@ -225,6 +232,6 @@ def _step(job: Job, step: int, scale: float, smallest: float = 1.0) -> Taken:
 
 
 def _stored(run: RunConfig) -> torch.dtype:
-    """Return the dtype that holds the weights. Stochastic rounding computes in float32, and the weights are stored in
-    bfloat16."""
+    """Return the dtype that holds the reference's weights. With stochastic rounding it is float32, although the values
+    are rounded to bfloat16."""
     return torch.float32 if run.optimizer.stochastic_rounding else DTYPES[run.training.master_weights]

@@ -33,25 +33,24 @@ from fourfold.verification.random_corpora import can_write
 from fourfold.verification.trained_run import trained_run
 
 LEARNING_RATE = 1e-3
-"""Learning rate and weight decay for parity. They are large, so that a missing update or a missing decay shows in the
-weights."""
+"""Learning rate for parity. It is large, so that a missing update or a missing weight decay shows in the weights."""
 
 ADAM_EPS = 1e-3
 """Adam's eps for parity. Adam divides by √v + eps. If a gradient is nearly zero and eps is small, rounding noise alone
-moves the weight by a full step, and by another step on each machine."""
+moves the weight by a full step, in a different direction on each machine."""
 
 LION_EPS = 1e-4
 """Lion's eps for parity. Between -eps and eps, Lion's update is linear instead of a sign. Rounding noise is far smaller
-than eps. Without it, noise would flip signs."""
+than eps. With eps = 0, noise would flip signs."""
 
 WARMUP_STEPS = 2
 """Smallest number of steps in which a warm-up has an effect."""
 
 MAX_GRAD_NORM = 0.1
-"""Clipping limit. It is below any model's initial gradient norm, so that clipping has an effect."""
+"""Clipping limit. It is below the initial gradient norm of any model, so clipping has an effect."""
 
 UNREACHED_GRAD_NORM = 1e6
-"""Clipping limit in the last step. It is never reached, so that a step without clipping is tested too."""
+"""Clipping limit in the last step. It is never reached, so a step without clipping is tested too."""
 
 
 def parity_of_place(place: Place, run: RunConfig, steps: int, against: Against) -> ParityReport | None:
@@ -62,20 +61,24 @@ def parity_of_place(place: Place, run: RunConfig, steps: int, against: Against) 
 def parity(
     run: RunConfig, device: torch.device, steps: int = 3, against: Against = "plain", place: Place | None = None
 ) -> ParityReport | None:
-    """Compare the grid with one process. Every process of the grid calls this.
+    """Compare the grid with one process. Every process of the grid must call this.
 
     Args:
         run: The run whose layout is checked.
         device: The device of this process.
         steps: Number of training steps to compare. After these, a dropped step and one more step follow.
-        against: The reference: "plain" is our decoder in plain PyTorch, "transformers" is the library's model.
-        place: This process's place in the job (default: all processes are on one machine).
+        against: The reference: "plain" is fourfold's decoder in plain PyTorch, and "transformers" is the model in
+            transformers.
+        place: This process's position in the job (default: all processes are on one machine).
 
     Returns:
         The report on rank 0, and None on all other processes.
 
     Raises:
-        UserError: The transformers library is not installed, or it has no such model.
+        UserError: The transformers library is not installed or has no such model, the grid cannot be created
+            (``Grid``), the loss has no label in a step, or the trainer stops with an error although parity has found no
+            deviation.
+        WriteFailed: The run's output folder cannot be written.
     """
     asked, run = run, as_verified(run, steps)
     job = Job(run, Grid(run.parallel, device.type), device)
@@ -140,7 +143,7 @@ def resharded(run: RunConfig) -> RunConfig:
     """Return the same run on another grid with the same number of processes.
 
     The new grid exchanges or merges axes, or changes ``zero`` or ``ep``. If possible, it splits experts over another
-    number of ranks. For one process, there is no other grid.
+    number of ranks. If there is no other legal grid, or only one process, return the run itself.
     """
     now = run.parallel
     sizes = {axis: getattr(now, axis) for axis in AXES}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 LIMIT = 10.0
 """The largest allowed ratio of the grid's rounding error to one process's rounding error. The two errors differ because
-the grid adds in another order."""
+the grid sums in a different order."""
 
 INITIAL_LIMIT = 10.0
 """Largest allowed error of the moments of initial weights, in standard errors. It is generous because the fourth moment
@@ -22,7 +22,7 @@ sums."""
 
 
 class Deviation(NamedTuple):
-    """The largest absolute difference of one tensor from the float64 reference."""
+    """The largest absolute difference of one tensor from the float64 reference, on the grid and on one process."""
 
     tensor: str
     grid: float
@@ -45,8 +45,10 @@ class ParityReport:
     """The deviations of the grid and of one float32 process from the float64 reference."""
 
     deviations: dict[str, list[Deviation]]
-    """Deviations per quantity: loss, grad_norm (before clipping), gradients, and weights of every step. "resumed"
-    has the record and the weights of a short run that the trainer resumed on another grid."""
+    """Deviations by quantity. "loss", "grad_norm" (before clipping), "gradients", "weights", and "averages" (moving
+    averages of weights) have every step. "validation" and "audit" have the first step. "resumed" has the record and the
+    weights of a short run that the trainer resumed on another grid. "imported" has the losses and tokens of an imported
+    model."""
 
     replicas: float
     """The largest difference between two processes that hold the same part of a weight or a gradient. It must be 0."""
@@ -55,6 +57,7 @@ class ParityReport:
     """The largest deviation of the initial weights from their distributions, in standard errors."""
 
     resumed_on: str
+    """A description of the grid that the short run was resumed on."""
 
     not_compared: dict[str, str]
     """Keys and sections of the run file that parity replaces or leaves out, each with a reason."""
@@ -81,7 +84,7 @@ class ParityReport:
         return within and self.replicas == 0 and self.initial <= self.initial_limit
 
     def record(self) -> dict[str, object]:
-        """Return the report as JSON values."""
+        """Return the report as JSON values, with the worst deviation of each quantity."""
         worst = {quantity: self.worst(quantity) for quantity in self.deviations}
         quantities = {name: {**each._asdict(), "ratio": each.ratio} for name, each in worst.items()}
         return {"ok": self.ok, "limit": self.limit, **quantities, "replicas": self.replicas, "initial": self.initial,

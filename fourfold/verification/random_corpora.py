@@ -14,7 +14,7 @@ from fourfold.data.tokenizer import ByteTokenizer
 
 
 def can_write(run: RunConfig) -> bool:
-    """Return whether the model's vocabulary has the tokens that conversations need."""
+    """Return whether the run reads texts, or the model's vocabulary has the tokens that conversations need."""
     return run.data.format == "text" or run.model.vocab_size >= ByteTokenizer.vocab_size
 
 
@@ -26,14 +26,14 @@ def are_answers(tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
 
 
 def end_token(run: RunConfig) -> int:
-    """Return the token that ends each document and occurs nowhere else. For texts, the vocabulary may have no such
-    token."""
+    """Return the token that ends each document and occurs nowhere else. For texts it is 0, because a small vocabulary
+    has no special token."""
     return 0 if run.data.format == "text" else ByteTokenizer.eod_id
 
 
 def write_corpus(prefix: Path, run: RunConfig, seed: int) -> None:
-    """Write a corpus of about two global batches. Its documents have at least one token, and only a few fill a
-    window."""
+    """Write a corpus of about two global batches, and mark the tokens of answers. Documents have random lengths below
+    the length of a window."""
     draw = np.random.default_rng((5, seed))
     length, is_text = run.training.seq_length, run.data.format == "text"
     split = CorpusSplit(prefix, trained=None if is_text else 0)

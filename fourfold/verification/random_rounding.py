@@ -27,9 +27,9 @@ SAMPLES = 4
 
 
 class RandomRounding(TorchDispatchMode):
-    """Multiplies every float64 result by 1 + u. Draws u uniformly between -eps and eps of float32.
+    """Multiplies every float64 result by 1 + u, with u drawn uniformly between -eps and eps of float32.
 
-    Operations in place are not rounded.
+    Results of in-place operations are not rounded.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -51,14 +51,14 @@ class RandomRounding(TorchDispatchMode):
 
 
 class RandomlyRounded(Reference):
-    """One process that rounds at random."""
+    """The reference on one process, with random rounding."""
 
     def __init__(self, run: RunConfig, logits: Logits, weights: Parameters, device: torch.device, seed: int) -> None:
         super().__init__(run, logits, weights, device, torch.float64)
         self.rounding = RandomRounding(seed, device)
 
     def step(self, step: int, batch: Sequences, max_grad_norm: float) -> Figures:
-        # Use the plain kernel of attention, because a fused kernel would be rounded as one operation.
+        # Compute attention with separate operations, because a fused kernel would be rounded only once.
         with sdpa_kernel(SDPBackend.MATH), self.rounding:
             return super().step(step, batch, max_grad_norm)
 
@@ -66,8 +66,8 @@ class RandomlyRounded(Reference):
 def gradient_noise(
     first: Reference, weights: Parameters, steps: Mapping[int, float], exact: Figures
 ) -> dict[str, float]:
-    """Return the largest distance that rounding moves each gradient of the last step, in ``SAMPLES`` runs with random
-    rounding.
+    """Run the steps ``SAMPLES`` times with random rounding. Return the largest difference of each gradient of the last
+    step from its exact value.
 
     Args:
         first: A reference that has taken the steps. The runs use its model and its device.

@@ -41,7 +41,7 @@ OPERATIONS = {
 class Recorder(TorchDispatchMode):
     """Records a job's operations from ``start`` until the context closes.
 
-    The bytes of a storage are counted from its first appearance until Python frees it or FSDP2 shrinks it to nothing.
+    A storage's bytes are counted from its first appearance until Python frees it or FSDP2 resizes it to 0.
     """
 
     def __init__(self, grid: Grid, durations: Durations | None = None, is_for_gpu: bool = False) -> None:
@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
 
     def own(self, job: Job) -> None:
-        """Tag the parameters and the optimizer state of a job."""
+        """Tag the parameters, the optimizer states, and the weight averages of a job, and count their bytes."""
         self._job = job
         for shard in job.shards:
             self._tag(shard.local, "parameters")
@@ -89,13 +89,13 @@ class Recorder(TorchDispatchMode):
                     self._storages[storage._cdata] = ("batch", storage.nbytes())
 
     def start(self) -> None:
-        """Clear the collectives and memory peaks that were recorded during construction."""
+        """Clear the collectives and memory peaks that were recorded while the job was built."""
         self.collectives.clear()
         self.flights.start()
         self.peaks.clear()
 
     def watch(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Record two peaks: the peak before the end of the last layer's backward ("early"), and the peak after it
+        """Record two peaks: the peak before the end of the last layer's backward pass ("early"), and the peak after it
         ("late").
 
         In the early part, the activations of all layers are in memory. In the late part, gradients accumulate. Each
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
         def enter_late_in_the_backward(
             module: torch.nn.Module, inputs: tuple[Any, ...], out: Tensor | list[Tensor]
         ) -> None:
-            first = out if isinstance(out, Tensor) else out[0]  # The backward of the first batch part runs last.
+            first = out if isinstance(out, Tensor) else out[0]  # The first batch part runs backward last.
             first.register_hook(lambda _: enter("late"))
 
         if len(layers) > 1:
@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
             layers[-2].register_forward_hook(enter_late_in_the_backward)
 
     def __enter__(self) -> Self:
-        # FSDP2 frees and restores gathered weights by resizing their storage. A dispatch mode does not see this.
+        # FSDP2 resizes the storage of gathered weights. A dispatch mode does not see this, so replace the method.
         setattr(torch.UntypedStorage, "resize_", self._counting_resize())  # noqa: B010 (mypy: a method is replaced)
         super().__enter__()  # type: ignore[no-untyped-call]
         self._notified = ON_WAIT.set(lambda out: self.flights.land(out.untyped_storage()._cdata))
@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _watched(self, operations: Callable[[], Any]) -> Any:
-        """Treat several operations as one, and count its memory."""
+        """Run several operations as parts of one operation, and count their memory."""
         self._inside = True
         super().__enter__()  # type: ignore[no-untyped-call]
         try:
@@ -183,8 +183,8 @@ class Recorder(TorchDispatchMode):
         entry = self.collectives.setdefault(line, [0, 0])
         entry[0] += 1
         entry[1] += whole.nbytes
-        # FSDP2 waits for the gradient sum of each unit before it issues the next sum. By then, the result may have been
-        # freed.
+        # FSDP2 waits for a unit's gradient sum just before it issues the next sum. By then, the result may have been
+        # freed. So such a sum has its line as the key, not its storage, and lands when the next sum is issued.
         is_sum_of_fsdp = purpose is None and operation != "all_gather"
         duration = 0
         if self._durations is not None:
@@ -194,7 +194,7 @@ class Recorder(TorchDispatchMode):
         self._sent = (purpose, storage) if operation == "send" and purpose is not None else None
 
     def _receive(self, tensor: Tensor) -> None:
-        """Assign the collective of a ring step to the data that it receives, because the step waits for this data."""
+        """Identify a ring step by the tensor that it receives, because the rank waits for that tensor."""
         if self._sent is not None and self._sent[0] is PURPOSE.get():
             self.flights.move(self._sent[1], tensor.untyped_storage()._cdata)
         self._sent = None
@@ -206,7 +206,7 @@ class Recorder(TorchDispatchMode):
                 self.flights.land(tensor.untyped_storage()._cdata)
 
     def _find_gradients_and_weights(self) -> None:
-        """Tag gradients and gathered weights. They appear on parameters and in FSDP2 without an operation."""
+        """Tag gradients and gathered weights. No operation shows when a parameter or FSDP2 gets such a tensor."""
         if self._job is None:
             return
         total = 0
@@ -291,9 +291,9 @@ class Recorder(TorchDispatchMode):
 
 
 def capped_in_turn(name: str, args: tuple[Any, ...]) -> Callable[[], Any] | None:
-    """Return the operations that compute attention with soft-capped scores, because there is no kernel for it.
+    """Return a function that runs soft-capped attention as separate operations, so that their memory is counted.
 
-    Return None for any other operation.
+    Return None for any other operation, and for attention inside documents.
     """
     if name == "attend_documents" and len(args) > 6 and args[6] and args[3] is None:
         q, k, v, _, scale, window, softcap = args[:7]
@@ -307,14 +307,14 @@ def capped_in_turn(name: str, args: tuple[Any, ...]) -> Callable[[], Any] | None
 
 
 def workspace_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> int:
-    """Return the bytes that attention's backward allocates on a GPU and frees before it returns.
+    """Return the bytes that attention's backward pass allocates on a GPU and frees before it returns.
 
     Return 0 for any other operation.
 
     On Hopper, torch uses cuDNN unless sequences are packed or windowed. cuDNN reports its workspace only at run time,
     so this assumes FlashAttention's workspace. Attention under a mask or in float32 uses torch's memory-efficient
-    kernel. The workspace of its backward is not counted, because it is small: at most about one float32 copy of the
-    queries of one block.
+    kernel. The workspace of this kernel's backward pass is not counted, because it is small: at most about one float32
+    copy of the queries of one block.
     """
     if options.get("attn_mask") is not None:
         return 0
@@ -332,10 +332,10 @@ def workspace_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> i
 def flash_backward_bytes(
     sequences: int, tokens: int, keys: int, heads: int, key_heads: int, width: int, documents: int | None = None
 ) -> int:
-    """Return the bytes that FlashAttention 2's backward allocates in addition to the gradients of q, k, and v.
+    """Return the bytes that FlashAttention 2's backward pass allocates in addition to the gradients of q, k, and v.
 
-    These are a float32 sum of dQ and a float32 number per query. With grouped heads, dK and dV for each query head are
-    added. The rule follows ``mha_bwd`` and ``mha_varlen_bwd`` in torch's
+    They hold a float32 accumulator for dQ and one float32 value per query and head. With grouped heads, they also hold
+    dK and dV for each query head. The rule follows ``mha_bwd`` and ``mha_varlen_bwd`` in torch's
     aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
 
     Args:

@@ -1,5 +1,5 @@
-"""Create the batches of the reference: whole steps on one process, with labels and positions that the reference
-computes itself."""
+"""Create the batches of the reference: all samples of a step on one process, with labels and positions that the
+reference computes itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from fourfold.verification.reference_labels import kept_tokens, positions
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of one step. ``documents_BS`` is None if attention may cross documents."""
+    """The sequences of one step. ``kept_BS`` is True for targets in the loss. ``documents_BS`` is None if attention may
+    cross documents."""
 
     tokens_BS: Tensor
     targets_BS: Tensor
@@ -54,7 +55,7 @@ def batch_of(samples: Samples, run: RunConfig, step: int, device: torch.device, 
     """
     size, apart, goldfish = run.training.global_batch_size, run.data.mask_documents, run.masks.goldfish
     windows = samples.read(np.arange(step * size, (step + steps) * size))
-    if isinstance(samples, SourceMixture):  # Find documents and answers from the tokens alone.
+    if isinstance(samples, SourceMixture):  # Find documents and answers independently of the loader, from the tokens.
         is_end = windows.stream == end_token(run)
         windows = replace(windows, stream_documents=is_end.cumsum(axis=1) - is_end)
         if windows.is_data is not None:

@@ -20,7 +20,7 @@ def kept_tokens(windows: Windows, goldfish: GoldfishConfig, is_masked: Sequence[
     """Return, as bool [B, S], whether the loss includes the prediction of token i + 1 from token i.
 
     Args:
-        windows: The samples. Only tokens of their answers are in the loss.
+        windows: The samples. If they have answers, only the tokens of answers are in the loss.
         goldfish: The goldfish mask.
         is_masked: For each sample, whether the goldfish mask is already in effect.
     """
@@ -56,7 +56,8 @@ def document_ends(documents_BS: Tensor) -> Tensor:
 def _dropped(
     goldfish: GoldfishConfig, tokens: list[int], documents: list[int], target: int, ahead: int, number: int
 ) -> bool:
-    """Return whether the goldfish rule drops one token of a stream. The sequence begins at index ``ahead``."""
+    """Return whether the goldfish mask drops the token at index ``target`` of a stream. The sequence begins at index
+    ``ahead``. Its index in the data is ``number``."""
     k, h, place = goldfish.k, goldfish.h, target - ahead - 1
     if goldfish.strategy == "static":
         return place % k == 0

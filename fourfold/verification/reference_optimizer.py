@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from fourfold.config.run import RunConfig
 
 NOT_OF_MUON = re.compile(r"mlp\.(gate|shared_expert_gate)\.weight$|_bias$")
-"""Matrices that AdamW updates even with Muon: a router's weight and the gate of a shared expert."""
+"""Matrices that AdamW updates even with Muon: the weights of routers, the gates of shared experts, and the stacked
+biases of experts."""
 
 
 class ReferenceOptimizer:
-    """Updates whole parameters in their own dtype."""
+    """Updates unsharded parameters in their own dtype."""
 
     matmul_dtype: torch.dtype | None = None
     """The dtype of Muon's matmuls, if it is not the dtype of the parameters."""
@@ -60,9 +61,10 @@ class ReferenceOptimizer:
             parameter.grad = None
 
     def _lion(self, mean: Tensor, gradient: Tensor) -> Tensor:
-        """Return u / eps, with Lion's interpolated momentum u (arXiv 2302.06675, algorithm 2), and update its mean.
+        """Return u / eps, with Lion's interpolated momentum u (arXiv 2302.06675, algorithm 2), and update the running
+        mean in place.
 
-        ``step`` clips u / eps to ±1. The result is the sign of u if |u| ≥ eps, and u / eps otherwise.
+        ``step`` clips u / eps to ±1. The clipped value is the sign of u if |u| ≥ eps, and u / eps otherwise.
         """
         beta1, beta2 = self.run.optimizer.betas
         between = beta1 * mean + (1 - beta1) * gradient
@@ -70,7 +72,8 @@ class ReferenceOptimizer:
         return between / self.run.optimizer.eps
 
     def _muon(self, mean: Tensor, gradient: Tensor) -> Tensor:
-        """Return Muon's direction with Nesterov momentum for every matrix of a stack, and the next running mean."""
+        """Return Muon's direction with Nesterov momentum for a matrix or for each matrix of a stack, and update the
+        running mean in place."""
         momentum = self.run.optimizer.momentum
         mean.copy_(momentum * mean + (1 - momentum) * gradient)
         ahead = momentum * mean + (1 - momentum) * gradient

@@ -23,12 +23,14 @@ class AxisTimes:
     hidden: float
     """Time during which at least one collective is in flight while the process computes."""
     exposed: float
-    """On a CPU: time spent issuing or waiting. On a GPU: time with a collective in flight and no computation."""
+    """On a CPU, the time spent issuing collectives or waiting for them. On a GPU, the time with a collective in flight
+    and no computation."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How a span of time is divided, in seconds on one process. The parts add up to the whole span."""
+    """How the time of a step is divided, in seconds on one process. ``compute``, ``exposed``, and ``idle`` add up to
+    ``seconds``."""
 
     seconds: float
     compute: float

@@ -13,7 +13,7 @@ from fourfold.verification.one_process import learning_rate
 from fourfold.verification.reference_optimizer import ReferenceOptimizer
 
 STANDARD_ERRORS = 6.0
-"""Size of an error that is rare with random rounding."""
+"""With correct random rounding, an error is hardly ever larger than this number of standard errors."""
 
 
 def rounding_error(
@@ -33,8 +33,8 @@ def rounding_error(
         after: The weights after this step.
 
     Returns:
-        The larger error of the mean and the correlation, if all processes draw the same random numbers. It is infinite
-        if a weight is not a neighbor of its exact value.
+        The larger of the two errors. The standard errors allow for the worst case, that all processes draw the same
+        random numbers. The result is infinite if a weight is not a neighbor of its exact value.
     """
     exact = {name: nn.Parameter(before[name].double()) for name in gradients}
     optimizer = ReferenceOptimizer(exact, run)
@@ -46,7 +46,7 @@ def rounding_error(
     for name, weight in exact.items():
         if name in optimizer.own and run.optimizer.name == "muon":
             continue
-        upper_half = weight.detach().float().view(torch.int32) & -(1 << 16)  # This is a bfloat16.
+        upper_half = weight.detach().float().view(torch.int32) & -(1 << 16)  # These bits are a bfloat16.
         low, high = (bits.view(torch.float32).double() for bits in (upper_half, upper_half + (1 << 16)))
         share, is_high = ((each.detach() - low) / (high - low) for each in (weight, after[name].double()))
         error, variance, slope = is_high - share, share * (1 - share), 2 * share - 1

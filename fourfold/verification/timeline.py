@@ -44,7 +44,11 @@ class Timeline:
             shutil.rmtree(self.file.parent, ignore_errors=True)
 
     def after_step(self, steps: int) -> None:
-        """Start, continue, or stop recording, and write the trace at the end. Every process of the job calls this."""
+        """Start, continue, or stop recording, and write the trace at the end. Every process must call this.
+
+        Raises:
+            UserError: A process cannot write its trace, or rank 0 cannot write the record.
+        """
         self._taken += 1
         if self._taken == WARM_UP:
             self._start()
@@ -61,7 +65,7 @@ class Timeline:
     def _start(self) -> None:
         on_device = [ProfilerActivity.CUDA] if self.on_gpu else []
         self._profile = self._recording.enter_context(profile(activities=[ProfilerActivity.CPU, *on_device]))
-        dist.barrier()  # Processes take different amounts of time to start recording.
+        dist.barrier()  # Processes take different times to start the profiler, so wait for all of them.
         self._collectives = self._recording.enter_context(WatchedCollectives(self.job.grid, self.on_gpu))
         self._started = self._now()
 
@@ -89,7 +93,7 @@ class Timeline:
         return time.time_ns()
 
     def _write(self, path: Path, ended: int, steps: int) -> dict[str, Any]:
-        """Write the trace of this process. Return the times and the traffic of one step."""
+        """Write the trace of this process. Return the mean times and traffic of one step."""
         temporary = temporary_name(path)
         with writing(path):
             path.parent.mkdir(exist_ok=True)

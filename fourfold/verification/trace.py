@@ -54,6 +54,7 @@ class Memory:
     """Number of bytes of the stored shards' gradients when the optimizer steps."""
 
     optimizer: int
+    """Number of bytes of the optimizer's states and of the weight averages."""
 
     activations_peak: int
     """Peak number of bytes of saved activations and workspaces."""
@@ -78,12 +79,12 @@ class Collective:
     """Sum of the sizes of the full tensors: after a gather, or before a reduction."""
 
     exposed_bytes: int
-    """Number of bytes that no matmul hides, because none is issued between the collective and the wait for its
+    """Number of bytes that no matmul hides, because no matmul is issued between the collective and the wait for its
     result."""
 
     seconds: float | None = None
-    """Sum of the collectives' durations on a machine, if no collective waits for another one. None if no machine is
-    given."""
+    """Sum of the collectives' durations on a machine, without the time that they wait for each other. None if no
+    machine is given."""
 
     exposed_seconds: float | None = None
     """Number of seconds that the step waits for the collectives or is slowed down by them. None if no machine is
@@ -142,6 +143,9 @@ def trace(
         whole: Whether to run every layer and micro-batch instead of extrapolating from a few.
         machine: A machine on which to report seconds too.
         expert_load: Relative number of rows of each expert. By default all experts have the same number.
+
+    Raises:
+        UserError: A machine is given, and the planner does not support the run.
     """
     traced: dict[ContinuedRun, Sample] = {}
     ranks = [_trace_rank(run, pp_rank, whole, machine, traced, expert_load) for pp_rank in range(run.parallel.pp)]
@@ -160,7 +164,7 @@ def _trace_rank(
     """Trace one pipeline rank.
 
     Args:
-        traced: The steps that were traced so far. Ranks in the middle of a pipeline share them.
+        traced: The results so far, which ranks in the middle of a pipeline share. New results are added.
     """
     target = point_of(run, pp_rank)
     points = [target] if whole else small_points(run, pp_rank, timed=machine is not None)
@@ -210,8 +214,8 @@ def _trace_step(run: RunConfig, pp_rank: int, machine: Machine | None, expert_lo
 
 def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_load: Sequence[float] | None) -> Sample:
     stages = meta_stages(run, grid)
-    # Use the chunks, the loss, and the attention of the machine that will run the step, not of the machine that traces
-    # it.
+    # Use the chunk size, the loss, and the attention of the machine that will run the step, not of the machine that
+    # traces it.
     is_for_gpu = run.training.device != "cpu"
     for module in (module for stage in stages.values() for module in stage.model.modules()):
         if isinstance(module, ParallelHead):

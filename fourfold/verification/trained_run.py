@@ -42,12 +42,12 @@ from fourfold.verification.reference_batches import Sequences, batch_of
 
 STEPS, RESUMES_AFTER = 3, 2
 OVERFLOWS = 1
-"""Index of the step that overflows if the run file's precision is fp16. The first step is 0."""
+"""Index of the step that overflows on purpose, if one should. The first step is 0."""
 
 VALIDATION_STEPS = 2
 
 AT_DEFAULTS = ("checks", "fault_tolerance", "loss_scaling", "metrics", "evaluation", "audit", "sample")
-"""Sections of the run file that the trained run leaves at their defaults."""
+"""Sections of the run file that are reset to their defaults for the trained run."""
 
 Record = dict[str, float | None]
 """The metrics that the trainer records for a step. NaN is stored as None."""
@@ -74,12 +74,12 @@ def trained_run(run: RunConfig, folder: Path, device: torch.device) -> RunConfig
 
 
 def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place, overflows: bool) -> tuple[Job, list[Record]]:
-    """Train a run in an empty folder, and resume it on another grid. Every process calls this.
+    """Train a run in an empty folder, and resume it on another grid. Every process must call this.
 
     Args:
         run: The run.
         other: The other grid.
-        place: This process's place in the job.
+        place: This process's position in the job.
         overflows: Whether the gradients of the step ``OVERFLOWS`` are infinite, so that the trainer skips it.
 
     Returns:
@@ -105,8 +105,8 @@ def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place, overfl
     if dist.get_rank() > 0:
         return trainer.job, []
     lines = (folder_of(run) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    # If the trainer has left steps out, the records are too few. Append empty ones, so that parity reports this instead
-    # of failing.
+    # If the trainer has skipped steps, there are too few records. Append empty records, so that parity reports this
+    # instead of crashing.
     return trainer.job, [*map(json.loads, lines), *[{}] * STEPS]
 
 
@@ -130,7 +130,8 @@ def compare_records(run: RunConfig, recorded: list[Record], references: list[Ref
         if step == OVERFLOWS and recorded[step].get("skipped"):
             continue  # The references do not take a step that overflows.
         one, exact = (_figures(reference, step, batch, held_out) for reference in references)
-        # In the first step, the model equals the DPO reference. All margins are zero, and rounding decides their sign.
+        # In the first step, the model equals the DPO reference. All margins are zero, and rounding decides their sign,
+        # so do not compare them.
         is_undecided = step == 0
         ties = {name.replace("ties", "accuracy"): float(exact.pop(name)) for name in [*exact] if name.endswith("ties")}
         names = [name for name in exact if not (is_undecided and name.endswith(("margin", "reward", "accuracy")))]

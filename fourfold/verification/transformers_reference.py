@@ -44,7 +44,7 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
     def masks(documents_BS: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """Return the mask for transformers, or one mask per attention type if the model has several types.
 
-        In most families, a mask that is passed in replaces the model's own windows.
+        In most families, a mask that is passed in replaces the model's own windows, so the mask includes them.
         """
         windows = {kind: run.model.sliding_window * (kind == SLIDING) for kind in (FULL, SLIDING)}
         by_kind = {kind: _block_diagonal(documents_BS, dtype, window) for kind, window in windows.items()}

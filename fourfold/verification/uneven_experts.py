@@ -12,7 +12,7 @@ OUTWEIGHS_SCORES = 4.0
 
 
 def skew_router_biases(job: Job) -> None:
-    """Set the biases of the job's routers. Every process calls this.
+    """Set the biases of the job's routers. Every process must call this.
 
     The biases make each router never choose one expert. If tokens choose several experts, they also make the router
     always choose another expert. These experts differ from layer to layer. With LoRA, the biases stay zero, because

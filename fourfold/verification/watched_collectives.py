@@ -37,7 +37,7 @@ OPERATIONS = {
 
 @dataclass
 class TimedCollective:
-    """A collective that has been issued. Times are in ns since the start of 1970."""
+    """A collective that has been issued. Times are in ns since the Unix epoch."""
 
     axis: str
     name: str
@@ -54,7 +54,7 @@ class TimedCollective:
 class WatchedCollectives:
     """Watches every collective while the context is open, including FSDP2's, and names it in the profiler's trace.
 
-    On a GPU, the ends of collectives are not known here. The profiler's own trace has them.
+    On a GPU, this class does not know when a collective ends. The profiler's trace does.
     """
 
     def __init__(self, grid: Grid, on_gpu: bool) -> None:
@@ -65,8 +65,8 @@ class WatchedCollectives:
         """The dtypes of the tensors that were sent for each purpose."""
         self.flights: list[TimedCollective] = []
         self.held: list[tuple[str, int, int]] = []
-        """Axis, start, and end (ns since the start of 1970) of each time span that this process spent issuing or
-        waiting."""
+        """Axis, start, and end (ns since the Unix epoch) of each time span that this process spent issuing a collective
+        or waiting for it."""
         self._step_thread = get_ident()
         self._flight_of: WeakKeyDictionary[dist.Work, TimedCollective] = WeakKeyDictionary()
         self._replaced: list[tuple[type, str, Any]] = []
@@ -136,7 +136,7 @@ class WatchedCollectives:
         return wait
 
     def _hold(self, axis: str, start: int) -> None:
-        """Record how long the step's thread has been waiting. The waits of other threads (see
+        """Record that the step's thread has been busy with a collective since ``start``. Other threads' waits (see
         ``parallel.data.fsdp_on_gloo``) are not recorded."""
         if get_ident() == self._step_thread:
             self.held.append((axis, start, time.time_ns()))

@@ -218,8 +218,8 @@ def test_prepare_refuses(
     assert not list(tmp_path.glob("out/a.*[nx]"))  # no .bin, no .idx, no .json
 
 
-def test_generate_refuses_loki_without_its_attention(cli: Cli) -> None:
-    assert "--loki d=4 is for --attention loki" in one_sentence(
+def test_generate_refuses_loki_without_a_basis(cli: Cli) -> None:
+    assert "--loki d=4 needs --basis" in one_sentence(
         cli("generate", "--model", "none", "--prompt", "a", "--loki", "d=4")
     )
 

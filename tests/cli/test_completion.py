@@ -42,7 +42,7 @@ def offered(cli: Cli, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]
         ("plan --prec", ["--precision"]),
         ("plan scaling --we", ["--weak"]),
         ("train --pro", ["--profile"]),
-        ("generate --attention l", ["loki"]),
+        ("parity --against p", ["plain"]),
     ],
 )
 def test_words_are_offered(cli: Cli, monkeypatch: pytest.MonkeyPatch, line: str, words: list[str]) -> None:
@@ -60,12 +60,12 @@ def test_a_real_shell_completes_after_the_installation(tmp_path: Path) -> None:
     program.chmod(0o755)
     script = (
         "fourfold --install-completion; source ~/.bashrc\n"
-        "COMP_WORDS=(fourfold generate --attention l); COMP_CWORD=3\n"
+        "COMP_WORDS=(fourfold parity --against p); COMP_CWORD=3\n"
         '$(complete -p fourfold | sed "s/.* -F \\(\\S*\\) .*/\\1/") fourfold; echo "offered: ${COMPREPLY[*]}"\n'
     )
     environment = os.environ | {"HOME": str(tmp_path), "PATH": f"{program.parent}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert "offered: loki\n" in done.stdout, done.stdout + done.stderr
+    assert "offered: plain\n" in done.stdout, done.stdout + done.stderr
     assert f"source '{tmp_path}/.bash_completions/fourfold.sh'" in (tmp_path / ".bashrc").read_text()
 
 
@@ -83,19 +83,19 @@ def completions(cli: Cli, monkeypatch: pytest.MonkeyPatch, shell: str, line: str
 
 
 @pytest.mark.parametrize(
-    ("shell", "commands", "attention"),
+    ("shell", "commands", "reference"),
     [
-        ("bash", r"trace\ntrain", "loki"),
-        ("zsh", r"""_arguments '\*: :\(\("trace":"[^"]+"\n"train":"[^"]+"\)\)'""", """_arguments '*: :(("loki"))'"""),
-        ("fish", r"trace\t\S.*\ntrain\t\S.*", "loki"),
+        ("bash", r"trace\ntrain", "plain"),
+        ("zsh", r"""_arguments '\*: :\(\("trace":"[^"]+"\n"train":"[^"]+"\)\)'""", """_arguments '*: :(("plain"))'"""),
+        ("fish", r"trace\t\S.*\ntrain\t\S.*", "plain"),
     ],
 )
 def test_each_shell_gets_completions_in_its_own_format(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, shell: str, commands: str, attention: str
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, shell: str, commands: str, reference: str
 ) -> None:
     found = completions(cli, monkeypatch, shell, "fourfold tr")
     assert re.fullmatch(commands, found), found
-    assert completions(cli, monkeypatch, shell, "fourfold generate --attention l") == attention
+    assert completions(cli, monkeypatch, shell, "fourfold parity --against p") == reference
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

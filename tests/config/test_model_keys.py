@@ -32,7 +32,7 @@ def test_kinds_of_layers_repeat(given: list[str], kept: list[str]) -> None:
     model = ModelConfig(**SIZES, sliding_window=8, layer_types=given)
     assert model.layer_types == kept
     expected = ((given or [S]) * 6)[:6]
-    assert [model.is_sliding(layer) for layer in range(6)] == [kind == S for kind in expected]
+    assert [model.type_of(layer) for layer in range(6)] == expected
     assert model.sliding_layers == expected.count(S)
 
 

@@ -97,7 +97,7 @@ def completions(tmp_path: Path, lengths: list[tuple[int, int]], **options: float
 
 def test_prompts_are_masked_and_whole_conversations_share_a_window(tmp_path: Path) -> None:
     lengths = [(3, 4), (1, 2), (5, 1), (2, 8), (30, 4), (2, 30)]
-    samples = PackedConversations.open(completions(tmp_path, lengths), 16, seed=0, look_back=3)
+    samples = PackedConversations(completions(tmp_path, lengths), 16, seed=0, look_back=3)
     windows = samples.read(np.arange(len(samples)))
     labels = labels_of(windows, [document_boundary, answers_only])
     seen: list[str] = []
@@ -135,13 +135,13 @@ def test_every_epoch_has_every_conversation_once_in_another_order(tmp_path: Path
 
 def test_validation_rows_are_held_out(tmp_path: Path) -> None:
     prefix = completions(tmp_path, [(2, 3)] * 200, validation_fraction=0.2)
-    train, held_out = (PackedConversations.open(p, 64, 0).corpus.documents for p in (prefix, f"{prefix}-validation"))
+    train, held_out = (PackedConversations(p, 64, 0).corpus.documents for p in (prefix, f"{prefix}-validation"))
     assert train + held_out == 200 and 20 < held_out < 60
 
 
 def test_a_corpus_without_answers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no conversation of .*c\.bin has an answer within training\.seq_length = 4"):
-        PackedConversations.open(completions(tmp_path, [(9, 3)]), 4, 0)
+        PackedConversations(completions(tmp_path, [(9, 3)]), 4, 0)
 
 
 def test_templated_conversations_become_training_samples(tmp_path: Path) -> None:

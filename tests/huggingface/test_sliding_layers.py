@@ -64,7 +64,7 @@ def test_layers_slide_as_in_transformers(kind: str, keys: dict[str, Any]) -> Non
     config = {"model_type": kind, **SIZES, **keys}
     model = model_of(config, "config.json")
     theirs = transformers.AutoConfig.for_model(**config)
-    assert [S if model.is_sliding(layer) else F for layer in range(8)] == theirs.layer_types
+    assert [model.type_of(layer) for layer in range(8)] == theirs.layer_types
     ropes = theirs.rope_parameters
     assert model.rope_theta == ropes.get(F, ropes)["rope_theta"]
     assert (model.rope_local_base_freq or model.rope_theta) == ropes.get(S, ropes)["rope_theta"]

@@ -15,18 +15,16 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from fourfold.errors import UserError
 from fourfold.inference.loki import LokiBasis, disable_loki, enable_loki
-from fourfold.inference.loki.cache import LokiLayer, RotatedLayer
+from fourfold.inference.loki.cache import LokiLayer
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
-@pytest.mark.parametrize("cache", ["proxy", "rotated"])
-def test_a_cache_is_cropped_copied_and_reordered(llama: tuple[Any, LokiBasis], cache: str) -> None:
+def test_a_cache_is_cropped_copied_and_reordered(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     tokens = prompt(2)
-    enable_loki(model, basis, changed(SPARSE, cache=cache))
+    enable_loki(model, basis, SPARSE)
     expected = step_by_step(model, tokens, 45)[:, 45]
     held = DynamicCache(config=model.config)
     step_by_step(model, tokens, 45, cache=held)
@@ -78,43 +76,19 @@ def test_a_cache_that_was_filled_before(llama: tuple[Any, LokiBasis]) -> None:
     assert held.get_seq_length() == 50
 
 
-def test_keys_beside_a_proxy_are_rotated_by_another_basis(llama: tuple[Any, LokiBasis]) -> None:
-    """The cache continues with rotated keys. The result equals a cache that held rotated keys from the beginning."""
+def test_a_cache_continues_with_another_basis(llama: tuple[Any, LokiBasis]) -> None:
+    """The result equals a cache that had the other basis from the beginning."""
     model, basis = llama
-    tokens, rotated = prompt(), changed(SPARSE, cache="rotated")
-    enable_loki(model, basis.random(), rotated)
+    tokens = prompt()
+    enable_loki(model, basis.random(), SPARSE)
     expected = step_by_step(model, tokens[:, :43], 40)[:, 40:]
     enable_loki(model, basis, SPARSE)
     held = DynamicCache(config=model.config)
     model(tokens[:, :40], **with_cache(held))
-    enable_loki(model, basis.random(), rotated)
+    enable_loki(model, basis.random(), SPARSE)
     found = [model(tokens[:, i : i + 1], **with_cache(held)).logits for i in range(40, 43)]
     disable_loki(model)
-    assert isinstance(held.layers[0], RotatedLayer)
     torch.testing.assert_close(torch.cat(found, 1), expected)
-
-
-def test_rotated_keys_are_refused_by_an_attention_that_does_not_know_them(llama: tuple[Any, LokiBasis]) -> None:
-    model, basis = llama
-    tokens = prompt()
-    enable_loki(model, basis, changed(SPARSE, cache="rotated"))
-    held = DynamicCache(config=model.config)
-    model(tokens[:, :40], **with_cache(held))
-    assert isinstance(held.layers[0], RotatedLayer)
-    row = tokens[:, 40:41]
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(UserError, match="start a new cache"):
-        model(row, **with_cache(held))
-    model.set_attn_implementation("loki")
-    enable_loki(model, basis.random(), changed(SPARSE, cache="rotated"))
-    with pytest.raises(UserError, match="another basis"):
-        model(row, **with_cache(held))
-    enable_loki(model, basis, SPARSE)
-    with pytest.raises(UserError, match="start a new cache"):
-        model(row, **with_cache(held))
-    disable_loki(model)
-    with pytest.raises(UserError, match="keys rotated for Loki"):
-        model(row, **with_cache(held))
 
 
 def test_the_cache_does_not_move_at_every_token(llama: tuple[Any, LokiBasis]) -> None:

@@ -51,7 +51,7 @@ def test_planted_directions_are_found() -> None:
     torch.testing.assert_close(found, buffer @ buffer.transpose(-1, -2), rtol=1e-3, atol=1e-3)
     query = torch.randn(1, 8, 300, 16, generator=generator)
     probe, config = Probe(), LokiConfig(k=30, min_seq=0)
-    simulate(query, keys, keys, vectors_KDD[..., :3], 3, config, 0.25, None, probe)
+    simulate(query, keys, keys, vectors_KDD[..., :3], config, 0.25, None, probe)
     assert torch.cat(probe.recall).min() > 0.95
 
 
@@ -103,9 +103,8 @@ def test_a_file_gives_the_same_basis(llama: tuple[Any, LokiBasis], tmp_path: Pat
     for kind in ("pre", "post"):
         assert torch.equal(again.components[kind].vectors_LKDD, basis.components[kind].vectors_LKDD)
     enable_loki(model, again, LokiConfig(basis="pre"))
-    assert torch.equal(
-        model.model.layers[1].self_attn.loki.recipe.basis.whole_KDD, basis.components["pre"].vectors_LKDD[1]
-    )
+    used_KDd = model.model.layers[1].self_attn.loki.recipe.basis_KDd
+    assert torch.equal(used_KDd, basis.components["pre"].vectors_LKDD[1, ..., :2])
 
 
 def test_another_model_is_refused(llama: tuple[Any, LokiBasis]) -> None:
@@ -187,7 +186,6 @@ def test_architectures_that_cannot_have_it(kind: str) -> None:
         ({"min_seq": -1}, "≥ 0"),
         ({"kernels": "cuda"}, "'auto', 'torch', 'triton' or 'numba'"),
         ({"prefill": "sparse"}, "'dense' or 'simulate'"),
-        ({"cache": "small"}, "'proxy' or 'rotated'"),
         ({"basis": "worst"}, "'best', 'pre' or 'post'"),
         ({"k": 2.5}, "k = 2.5: must be an integer"),
         ({"min_seq": float("nan")}, "min_seq = nan: must be an integer"),

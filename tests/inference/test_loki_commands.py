@@ -102,20 +102,12 @@ def test_generate(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
 
     file = tmp_path / "prompt.txt"
     file.write_text("grid axis tile")
-    loki = ("--attention", "loki", "--basis", basis, "--loki", "min_seq=0")
-    for cache, size in (("proxy", 1 + 1 / 8), ("rotated", 1)):
-        options = ("--loki", "k_f=1.0", "--loki", f"cache={cache}", "--json")
-        same = json.loads(cli(*begin, "--prompt-file", file, *loki, *options)[1])
-        assert same["text"] == record["text"]
-        assert same["cache_bytes"] == size * record["cache_bytes"]
+    loki = ("--basis", basis, "--loki", "min_seq=0")
+    same = json.loads(cli(*begin, "--prompt-file", file, *loki, "--loki", "k_f=1.0", "--json")[1])
+    assert same["text"] == record["text"]
+    assert same["cache_bytes"] == (1 + 1 / 8) * record["cache_bytes"]
     few = json.loads(cli(*begin, "--prompt-file", file, *loki, "--loki", "k=2", "--loki", "d=1", "--json")[1])
     assert few["text"] != record["text"]
-    length = few["prompt_tokens"] + few["new_tokens"] - 1
-    assert few["full_step_bytes"] == 2 * 2 * length * 2 * 8 * 4
-    assert few["step_bytes"] == 2 * 2 * (length * 1 + 2 * 2 * 8) * 4
-    assert (record["step_bytes"], same["step_bytes"]) == (None, same["full_step_bytes"])
-    line = cli(*begin, "--prompt-file", file, *loki, "--loki", "k=2", "--loki", "d=1")[1].splitlines()[-1]
-    assert "reads 928 B of it, and full attention reads 6.50 KiB" in line
     drawn = [cli(*begin, "--prompt", "grid", "--temperature", 1, "--seed", seed, "--json")[1] for seed in (1, 1, 2)]
     texts = [json.loads(each)["text"] for each in drawn]
     assert texts[0] == texts[1] != texts[2]
@@ -160,7 +152,7 @@ def test_from_a_run_of_ours(cli: Cli, tmp_path: Path) -> None:
 
 def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path) -> None:
     generate = ("generate", "--model", model, "--prompt", "grid")
-    loki = (*generate, "--attention", "loki", "--basis", basis)
+    loki = (*generate, "--basis", basis)
     damaged = tmp_path / "damaged.safetensors"
     damaged.write_bytes(basis.read_bytes()[:100])
     other = make_model(tmp_path / "other", "llama gqa tied", vocab_size=300, max_position_embeddings=512)
@@ -180,11 +172,10 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
         ((*loki, "--loki", "kf=0.5"), "there is no key kf; use k_f"),
         ((*loki, "--loki", "k"), "is not KEY=VALUE"),
         ((*loki, "--loki", "k=many"), "k = 'many': must be an integer ≥ 1, such as 1"),
-        ((*generate, "--attention", "loki", "--basis", damaged), "damaged"),
-        ((*generate, "--attention", "loki", "--basis", tmp_path / "none"), "cannot read"),
-        (("generate", "--model", other, "--prompt", "a", "--attention", "loki", "--basis", basis), "of another model"),
+        ((*generate, "--basis", damaged), "damaged"),
+        ((*generate, "--basis", tmp_path / "none"), "cannot read"),
+        (("generate", "--model", other, "--prompt", "a", "--basis", basis), "of another model"),
         (("generate", "--model", gpt2, "--tokenizer", "bytes", *loki[3:]), "'gpt2' are not supported"),
-        ((*generate, "--attention", "loki"), "--basis"),
         ((*generate, "--prompt-file", text), "give --prompt or --prompt-file"),
         ((*generate, "--max-new-tokens", 300), "256 positions"),
         ((*generate, "--temperature", -1), "--temperature -1.0 must be finite and at least 1e-06, such as 1"),
@@ -195,7 +186,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
         ((*calibrate, "--seq-len", 300), "--seq-len 256 works"),
         (("loki", "calibrate", "--model", model, "--text", tmp_path / "no", "--out", "x"), "--text"),
         (evaluate, "--text and --tasks are missing"),
-        ((*generate, "--attention", "loki", "--basis", tmp_path), "is a folder"),
+        ((*generate, "--basis", tmp_path), "is a folder"),
         ((*generate, "--temperature", "nan"), "must be finite and at least 1e-06, such as 1"),
         ((*generate, "--seed", 2**64), "--seed"),
         ((*generate, "--top-k", 5), "--top-k 5 needs --temperature, such as"),
@@ -207,10 +198,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
         ((*evaluate, "--text", text, "--seq-len", 64, "--loki", "k=64"), "nothing would be chosen"),
     ):  # fmt: skip
         assert words in refused(cli(*arguments)), arguments
-    for arguments, choices in (
-        ((*generate, "--attention", "sparse"), ("full", "loki")),
-        ((*generate, "--dtype", "int8"), ("auto", "fp32", "bf16", "fp16")),
-    ):
+    for arguments, choices in (((*generate, "--dtype", "int8"), ("auto", "fp32", "bf16", "fp16")),):
         code, output, errors = cli(*arguments)
         assert (code, output) == (2, "") and all(f"'{choice}'" in errors for choice in choices), errors
 

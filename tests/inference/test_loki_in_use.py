@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_loki import SPARSE, changed, loki_model, prompt, windows, with_cache
+from tiny_loki import SPARSE, changed, prompt, windows, with_cache
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -36,12 +36,11 @@ def test_a_sample_of_a_large_matrix() -> None:
     assert (len(sample), sample[0].item(), sample[-1].item()) == (32, 2.0, 3.0)
 
 
-def test_dropout_meets_rotated_keys(llama: tuple[Any, LokiBasis]) -> None:
-    """Attention is then dense, and its queries are rotated like the keys."""
+def test_attention_with_dropout_is_dense(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     tokens = prompt()
     expected = model(tokens).logits
-    enable_loki(model, basis, changed(SPARSE, cache="rotated"))
+    enable_loki(model, basis, SPARSE)
     model.train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 1e-9
@@ -69,32 +68,10 @@ def test_an_evaluation_begins_without_loki(llama: tuple[Any, LokiBasis]) -> None
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("switch", ["other model", "disable"])
-def test_an_interrupted_pass_leaves_rotated_keys_refused(switch: str) -> None:
-    model = loki_model(num_hidden_layers=1)
-    enable_loki(model, calibrate(model, windows()), changed(SPARSE, cache="rotated"))
-    tokens, held = prompt(), DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(tokens[:, :40], **with_cache(held))
-        projection = model.model.layers[0].self_attn.k_proj
-
-        def interrupt(*_: Any) -> None:
-            raise InterruptedError
-
-        hook = projection.register_forward_pre_hook(interrupt)
-        with pytest.raises(InterruptedError):
-            model(tokens[:, 40:41], **with_cache(held))
-        hook.remove()
-        dense = disable_loki(model) if switch == "disable" else loki_model(num_hidden_layers=1)
-        with pytest.raises(UserError, match="rotated"):
-            dense(tokens[:, 40:41], **with_cache(held))
-
-
-@pytest.mark.parametrize("cache", ["proxy", "rotated"])
-def test_a_cache_is_offloaded_before_the_attention_reads_it(llama: tuple[Any, LokiBasis], cache: str) -> None:
+def test_a_cache_is_offloaded_before_the_attention_reads_it(llama: tuple[Any, LokiBasis]) -> None:
     """Replace the copy on the device with NaN, because transformers frees it after each update."""
     model, basis = llama
-    enable_loki(model, basis, changed(SPARSE, cache=cache))
+    enable_loki(model, basis, SPARSE)
     tokens, found = prompt(), []
     with torch.no_grad():
         for is_offloaded in (False, True):
@@ -333,15 +310,15 @@ def test_attention_to_a_cache_of_fixed_size_is_dense(
     model, basis = llama
     tokens, found = prompt(), []
     with torch.no_grad():
-        for kind in ("dense", "proxy", "rotated"):
-            if kind != "dense":
-                enable_loki(model, basis, changed(SPARSE, cache=kind))
+        for is_loki in (False, True):
+            if is_loki:
+                enable_loki(model, basis, SPARSE)
             held = StaticCache(config=model.config, max_cache_len=90)
             model(tokens[:, :40], **with_cache(held))
             found.append(model(tokens[:, 40:41], **with_cache(held)).logits)
             disable_loki(model)
-    torch.testing.assert_close(found[1:], found[:1] * 2)
-    assert caplog.text.count("a cache of type StaticLayer is dense") == 2
+    torch.testing.assert_close(found[1], found[0])
+    assert caplog.text.count("a cache of type StaticLayer is dense") == 1
 
 
 def test_a_benchmark_of_a_short_context() -> None:

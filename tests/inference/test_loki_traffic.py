@@ -7,11 +7,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks.cache_traffic import CacheTraffic
+from benchmarks.cache_traffic import CacheTraffic, dense_bytes, floor_bytes
 from fourfold.inference.loki import LokiConfig
 from fourfold.inference.loki.attend import decode
 from fourfold.inference.loki.cache import LokiLayer
-from fourfold.inference.loki.traffic import dense_bytes, floor_bytes
 
 
 @pytest.mark.parametrize(("length", "k", "batch"), [(2000, 500, 1), (2000, 500, 2), (20_000, 1000, 1)])

@@ -39,14 +39,13 @@ def test_it_is_the_model_that_was_trained(trained: Trained) -> None:
     assert sum(losses) / len(losses) == pytest.approx(0.617, abs=5e-4)
 
 
-@pytest.mark.parametrize("cache", ["proxy", "rotated"])
-def test_all_keys_write_the_same_story(trained: Trained, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_keys_write_the_same_story(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     model, basis, held = trained
     monkeypatch.setattr(LokiConfig, "is_dense_at", lambda *_: False)
     prompt = torch.tensor([held[0][:40]])
     options = {"max_new_tokens": 200, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     expected = model.generate(prompt, **options)
-    enable_loki(model, basis, LokiConfig(k_f=1.0, cache=cache))
+    enable_loki(model, basis, LokiConfig(k_f=1.0))
     found = model.generate(prompt, **options)
     disable_loki(model)
     assert len(set(expected[0].tolist())) > 20  # a text, not one repeated letter

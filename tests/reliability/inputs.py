@@ -171,7 +171,7 @@ def rows_of(content: bytes) -> Any:
 RUN = any_of(one_file("run.toml", toml, as_toml))
 STATE = one_file("step_1/state.json", json.loads)
 VERIFY, DAMAGED = ("checkpoint", "verify", "step_1"), (0, 1, 2)
-GENERATE = ("generate", "--model", "model", "--prompt", "grid", "--max-new-tokens", 2, "--attention", "loki",
+GENERATE = ("generate", "--model", "model", "--prompt", "grid", "--max-new-tokens", 2,
             "--basis", "basis.safetensors", "--loki", "min_k=1", "--loki", "min_seq=0")  # fmt: skip
 TRAIN = ("train", "run.toml", "--set", "validation.steps=1", "--set", "sample.max_new_tokens=2",
          "--set", "training.global_batch_size=4", "--set")  # fmt: skip

@@ -23,7 +23,7 @@ LIMITS = ["pp=4", "cp<=2", "schedule=1F1B,Interleaved1F1B,ZBVZeroBubble"]
 
 def planned(model: str, machine: str, gpus: int, batch: int, limits: list[str]) -> PlanRecord:
     request = request_from_options(model, gpus=gpus, batch=batch)
-    return plan_request(request, machine, limits, 10, 1e12, explained=True, for_page=True)
+    return plan_request(request, machine, limits, 10, 1e12, explained=True)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_the_page_is_legible(result: PlanRecord, page_file: Path, browser: Brows
     best = result.plan.best
     with opened(browser, page_file, width, scheme) as page:
         drawn = check_looks(page)
-        assert drawn.keys() == chart_specs(page_file.read_text(encoding="utf-8")).keys() and len(drawn) == 3
+        assert drawn.keys() == chart_specs(page_file.read_text(encoding="utf-8")).keys() and len(drawn) == 2
         assert page.locator(".facts dd").first.inner_text() == f"{best.seconds:.4g} s"
         assert page.locator("table.search tbody tr").first.locator("td").first.inner_text() == "1"
         assert page.locator("table.search thead tr").first.locator("th").nth(1).inner_text() == "s/step"

@@ -280,10 +280,10 @@ def test_goldfish_masks_training_and_not_validation(prefix: str) -> None:
             assert (one.tokens == other.tokens).all()  # the model still reads masked tokens
         labels, before = (np.concatenate([b.labels for b in c.validation.step(step)]) for c in (masked, plain))
         assert (labels == before).all()
-    statistics = masked.goldfish_statistics()
+    statistics = masked.preview().statistics
     assert statistics.k == 4
     assert 0.15 < statistics.drop_rate < 0.3
-    assert plain.goldfish_statistics() is None
+    assert plain.preview().statistics is None
 
 
 def only_spaces(windows: Windows) -> np.ndarray:

@@ -34,7 +34,7 @@ from fourfold.errors import UserError
 from fourfold.exit_codes import CRASH, HANG, STOPPED
 from fourfold.run_file.load import load_run
 from fourfold.training.attempts import note_start
-from fourfold.training.bad_steps import read_bad_steps
+from fourfold.training.bad_steps import BadSteps
 from fourfold.training.job import Job
 from fourfold.training.metrics import read_metrics
 
@@ -99,7 +99,7 @@ def test_a_step_that_always_fails_is_found(tmp_path: Path, prefix: str, start: S
     assert process.returncode == 0 and f"{named}: its batch is left out; see" in errors, errors
     records = read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")
     assert [record["step"] for record in records if record.get("skipped")] == [4]
-    (line,) = read_bad_steps(tmp_path / "runs" / "run")
+    (line,) = BadSteps(tmp_path / "runs" / "run").read()
     assert (line["action"], line["samples"], line["skips"]) == ("leave_out", [12, 13, 14, 15], [4])
     (tmp_path / "without").mkdir()
     without = load_run(run_file(tmp_path / "without", prefix, **changes))
@@ -116,7 +116,7 @@ def test_a_step_that_fails_again_ends_the_job(tmp_path: Path, prefix: str, answe
     with pytest.raises(UserError, match=f"step 1 failed {message}"):
         for restarts in range(4):
             note_start(tmp_path, restarts, run, 0)
-    assert [line["skips"] for line in read_bad_steps(tmp_path)] == [[1]] * (answer == "skip")
+    assert [line["skips"] for line in BadSteps(tmp_path).read()] == [[1]] * (answer == "skip")
 
 
 @pytest.mark.slow
@@ -238,18 +238,13 @@ def test_a_step_that_leaves_the_program_is_a_crash(
         exit_code("train", run_file(tmp_path, prefix))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_step_that_ends_the_process_is_a_crash(tmp_path: Path, prefix: str, start: Start, processes: int) -> None:
-    (tmp_path / "leaving.py").write_text(
-        "import os\n\ndef mask(windows):\n    if os.fork() == 0:\n        os._exit(0)\n    os._exit(0)\n"
-    )
-    path = run_file(
-        tmp_path, prefix, parallel__z=processes, masks__functions=["leaving:mask"], fault_tolerance__max_restarts=0
-    )
+def test_a_worker_that_ends_itself_is_a_crash(tmp_path: Path, prefix: str, start: Start) -> None:
+    (tmp_path / "leaving.py").write_text("import os\n\ndef mask(windows):\n    os._exit(0)\n")
+    path = run_file(tmp_path, prefix, parallel__z=2, masks__functions=["leaving:mask"], fault_tolerance__max_restarts=0)
     process = start(path, environ={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])})
     errors = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == CRASH, errors
-    assert "os._exit(0) before the job had finished" in errors and "leaving.py" in errors
+    assert "of 2 exited with code 0 before it had finished" in errors
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def test_a_run_from_beginning_to_end(finished: tuple[RunConfig, Outcome]) -> Non
     assert metrics[0]["loss"] == pytest.approx(math.log(257), abs=0.2)
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.5  # it learns
     assert metrics[-1]["validation_loss"] < metrics[3]["validation_loss"]
-    peak = peak_flops(torch.cuda.get_device_name(), torch.float32) if torch.cuda.is_available() else None
+    peak = peak_flops(torch.cuda.get_device_name(), "fp32") if torch.cuda.is_available() else None
     for record in metrics:
         assert record["grad_norm"] > 0
         assert record["tokens_per_second"] == pytest.approx(128 / record["step_seconds"])

@@ -67,7 +67,7 @@ def train(run: RunConfig) -> list[dict[str, Any]]:
 
 
 def test_a_pair_is_the_same_prompt_twice(corpus: str) -> None:
-    pairs = PreferencePairs.open(corpus, 32, 0)
+    pairs = PreferencePairs(corpus, 32, 0)
     assert len(pairs) == 22 and (pairs.cut, pairs.left_out) == (0, 0)
     windows = pairs.read(np.arange(44))
     seen = []
@@ -84,10 +84,10 @@ def test_a_pair_is_the_same_prompt_twice(corpus: str) -> None:
 
 
 def test_pairs_that_do_not_fit(corpus: str) -> None:
-    pairs = PreferencePairs.open(corpus, 10, 0)
+    pairs = PreferencePairs(corpus, 10, 0)
     assert pairs.left_out == 0 and pairs.cut == 5
     with pytest.raises(UserError, match=r"no pair of .* has both answers within training.seq_length = 4"):
-        PreferencePairs.open(corpus, 4, 0)
+        PreferencePairs(corpus, 4, 0)
 
 
 def by_hand(run: RunConfig, pairs: PreferencePairs) -> np.ndarray:
@@ -115,7 +115,7 @@ def reference_body(rank: int, world_size: int, run: RunConfig) -> np.ndarray:
 @pytest.mark.parametrize("grid", [{}, {"x": 2, "y": 2}, {"pp": 2, "z": 2}, {"cp": 2}], ids=str)
 def test_the_reference_is_the_initial_model(pool: Pool, corpus: str, tmp_path: Path, grid: dict[str, int]) -> None:
     run = run_of(corpus, tmp_path, grid)
-    expected = by_hand(run, PreferencePairs.open(corpus, 32, 0))
+    expected = by_hand(run, PreferencePairs(corpus, 32, 0))
     for found in pool.run(run.parallel.world_size, reference_body, run):
         assert np.allclose(found, expected, rtol=1e-5)
 
@@ -194,7 +194,7 @@ def test_chats_become_pairs(cli: Cli, tmp_path: Path) -> None:
     arguments = ("--out", tmp_path / "c", "--format", "preferences", "--tokenizer", folder)
     code, out, err = cli("prepare", write_rows(tmp_path / "rows.jsonl", rows), *arguments)
     assert code == 0 and "4 documents" in out, err
-    windows = PreferencePairs.open(tmp_path / "c", 64, 0).read([0, 1, 2, 3])
+    windows = PreferencePairs(tmp_path / "c", 64, 0).read([0, 1, 2, 3])
     assert np.array_equal(windows.tokens[:2], windows.tokens[2:]), "both ways to write a row are the same pair"
     assert not np.array_equal(windows.tokens[0], windows.tokens[1])
 
@@ -212,7 +212,7 @@ def test_only_the_last_answer_of_a_longer_talk_is_trained(cli: Cli, tmp_path: Pa
     arguments = ("--out", tmp_path / "c", "--format", "preferences", "--tokenizer", folder)
     code, _, err = cli("prepare", write_rows(tmp_path / "rows.jsonl", [row]), *arguments)
     assert code == 0, err
-    (batch,) = Loader(PreferencePairs.open(tmp_path / "c", 128, 0), 128, 2, 2, masks=MASKS).step(0)
+    (batch,) = Loader(PreferencePairs(tmp_path / "c", 128, 0), 128, 2, 2, masks=MASKS).step(0)
     tokenizer = open_tokenizer(str(folder))
     trained = [tokenizer.decode([t for t in row if t != IGNORE_INDEX]).strip() for row in batch.labels.tolist()]
     assert trained == [f"{answer['content']}<|im_end|>" for answer in answers.values()]

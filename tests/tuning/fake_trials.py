@@ -97,14 +97,14 @@ class FakeTrial:
             return None
         return self._exit()
 
-    def held_bytes(self) -> float | None:
-        return 2e9 * self.polls if self.what == "grows" else 3e8
-
     def end(self) -> None:
         self.ended = True
 
     def _exit(self) -> int | None:
-        if self.what in ("hang", "grows"):
+        if self.what == "hang":
+            return None
+        if self.what == "grows":
+            write_metrics(self.run_file, self.folder, self.seconds, peak=2e9 * self.polls)
             return None
         if self.what == "done":
             write_metrics(self.run_file, self.folder, self.seconds)
@@ -115,11 +115,11 @@ class FakeTrial:
         return {"crash": 1, "refused": 2, "out": 1, "killed": -signal.SIGKILL}[self.what]
 
 
-def write_metrics(run_file: Path, folder: Path, seconds: float) -> None:
+def write_metrics(run_file: Path, folder: Path, seconds: float, peak: float = 3e8) -> None:
     """Write the folder of a run that took all its steps, each in ``seconds``."""
     run, out = load_run(run_file), folder / RUN_FOLDER
     out.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"step": step + 1, "step_seconds": seconds, "peak_memory_bytes": 3e8})
+    lines = [json.dumps({"step": step + 1, "step_seconds": seconds, "peak_memory_bytes": peak})
              for step in range(run.training.train_steps)]  # fmt: skip
     (out / "run.toml").write_text(to_toml(run))
     (out / "metrics.jsonl").write_text("\n".join(lines) + "\n")

@@ -208,7 +208,7 @@ POSITIONS = [
     ),
     Mutant(
         "a pipeline stage counts its layers from 0 when it looks up which of them rotate",
-        "models.transformer:Block.__init__",
+        "models.transformer:attention_of",
         "config.rotates(number)",
         "config.rotates(number % 2)",
         SMOLLM3,

@@ -106,15 +106,15 @@ OPTIMIZERS = [
     Mutant(
         "Muon updates the embeddings",
         "config.optimizer_rules:rule_of",
-        'name.startswith("layers.") and is_matrix(name, dims) and not of_router',
-        "is_matrix(name, dims) and not of_router",
+        'name.startswith("layers.") and is_matrix(name, dims) and not by_row',
+        "is_matrix(name, dims) and not by_row",
         grid=Z2,
         sections=MUON,
     ),
     Mutant(
         "Muon updates the routers",
         "config.optimizer_rules:rule_of",
-        'name.startswith("layers.") and is_matrix(name, dims) and not of_router',
+        'name.startswith("layers.") and is_matrix(name, dims) and not by_row',
         'name.startswith("layers.") and is_matrix(name, dims)',
         MIXTURE,
         {},

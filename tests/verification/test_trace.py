@@ -162,7 +162,7 @@ def test_small_pipelines_have_layers_of_the_same_kinds(pp: int, schedule: str) -
 
 
 def kinds_of(run: RunConfig, layers: range) -> list[tuple[bool, bool]]:
-    return [(run.model.is_sliding(layer), run.model.is_sparse(layer)) for layer in layers]
+    return [(run.model.type_of(layer), run.model.is_sparse(layer)) for layer in layers]
 
 
 def recorded_body(rank: int, world_size: int, run: RunConfig) -> tuple[dict[tuple[str, str, str], int], int]:

@@ -98,7 +98,7 @@ def _their_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
 def _their_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     slides = model.sliding_layers > 0
     if "attention_types" in family.defaults:
-        kinds = ["local" if model.is_sliding(layer) else "global" for layer in range(model.num_hidden_layers)]
+        kinds = ["local" if model.type_of(layer) == SLIDING else "global" for layer in range(model.num_hidden_layers)]
         return {"attention_types": [[kinds, 1]]}
     # Models with layer_types need a window size even if no layer uses it, unless a window turns rotation off.
     is_kept = family.lists_layer_types and family.rotating_layers != "sliding"
@@ -109,6 +109,5 @@ def _their_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     if family.reads_local_theta:
         config["rope_local_base_freq"] = model.rope_local_base_freq or model.rope_theta
     if family.lists_layer_types:
-        kinds = [SLIDING if model.is_sliding(layer) else FULL for layer in range(model.num_hidden_layers)]
-        config["layer_types"] = kinds
+        config["layer_types"] = [model.type_of(layer) for layer in range(model.num_hidden_layers)]
     return config

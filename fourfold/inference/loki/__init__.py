@@ -10,9 +10,9 @@ from fourfold.data.transformers_tokenizer import import_transformers
 import_transformers()  # If transformers is missing, this error says how to install it.
 
 from fourfold.inference.loki.basis import LokiBasis  # noqa: E402
+from fourfold.inference.loki.cache_size import cache_bytes  # noqa: E402
 from fourfold.inference.loki.enable import disable_loki, enable_loki  # noqa: E402
 from fourfold.inference.loki.principal_components import calibrate  # noqa: E402
 from fourfold.inference.loki.settings import LokiConfig  # noqa: E402
-from fourfold.inference.loki.traffic import cache_bytes, step_bytes  # noqa: E402
 
-__all__ = ["LokiBasis", "LokiConfig", "cache_bytes", "calibrate", "disable_loki", "enable_loki", "step_bytes"]
+__all__ = ["LokiBasis", "LokiConfig", "cache_bytes", "calibrate", "disable_loki", "enable_loki"]

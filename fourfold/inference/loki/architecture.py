@@ -1,5 +1,4 @@
-"""List the models that Loki supports, find their attention modules, and give the reasons for refusing all other
-models."""
+"""List the models that Loki supports, find their attention modules, and say why Loki does not support other models."""
 
 from __future__ import annotations
 
@@ -29,7 +28,8 @@ SUPPORTED = (
     "smollm3",
     "starcoder2",
 )
-"""Model types whose attention is softmax(q·k) v, with one cache per layer and rotary embeddings in halves."""
+"""Model types whose attention is softmax(q·k) v, with a cache in each layer and a rotary embedding in the half-split
+layout."""
 
 LACKING = {
     "gemma2": "its attention caps the scores (softcap)",

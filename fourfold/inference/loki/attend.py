@@ -14,8 +14,8 @@ from fourfold.inference.loki.select import DecodeStep, choose_keys, combine_head
 from fourfold.inference.loki.settings import LokiConfig
 
 GATHER_BYTES = 1 << 21
-"""Number of bytes of keys that a CPU gathers at a time. It is about the size of the second-level cache. At least one
-head's keys are gathered."""
+"""Number of bytes of keys that a CPU gathers at a time, which is about the size of an L2 cache. If one head's keys take
+more, they are still gathered together."""
 
 
 def decode(
@@ -23,7 +23,7 @@ def decode(
     key_BKSD: Tensor,
     value_BKSD: Tensor,
     proxy_BKSd: Tensor,
-    basis_KDd: Tensor | None,
+    basis_KDd: Tensor,
     k: int,
     config: LokiConfig,
     scaling: float,
@@ -40,8 +40,7 @@ def decode(
         key_BKSD: Cached keys.
         value_BKSD: Cached values.
         proxy_BKSd: Leading rotated dims of the keys, which are used to rank the keys.
-        basis_KDd: The basis that rotates queries. None if queries and keys are already rotated, so that their own
-            leading dims rank the keys.
+        basis_KDd: The leading components, which project the queries.
         k: Number of keys to attend to.
         config: Loki's settings.
         scaling: Factor on the scores.
@@ -49,9 +48,7 @@ def decode(
         k_B: Number of keys that each sequence attends to, at most k, if this differs between sequences.
     """
     query_BKGD = query_BND.unflatten(1, (key_BKSD.shape[1], -1))
-    d = proxy_BKSd.shape[-1]
-    query_BKGd = query_BKGD[..., :d] if basis_KDd is None else project(query_BKGD, basis_KDd)
-    query_BKGd = (query_BKGd * scaling).to(proxy_BKSd.dtype)
+    query_BKGd = (project(query_BKGD, basis_KDd) * scaling).to(proxy_BKSd.dtype)
     step = DecodeStep(query_BKGD, query_BKGd, key_BKSD, value_BKSD, proxy_BKSd, k, config, scaling, visible_B1S, k_B)
     if not torch.is_grad_enabled():  # The compiled kernels have no backward.
         kernels = config.kernels_for(key_BKSD.device, key_BKSD.dtype, value_BKSD.dtype, proxy_BKSd.dtype)
@@ -73,14 +70,14 @@ def _compiled(step: DecodeStep, package: Literal["triton", "numba"]) -> Tensor:
     return numba_kernels.decode(step)
 
 
-def project(x_BKSD: Tensor, basis_KDd: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the leading rotated dims, [B, K, S, d]. The sums are computed in float32, and then rounded once, to
-    ``dtype`` or to the dtype of x."""
-    return torch.matmul(x_BKSD.float(), basis_KDd).to(dtype or x_BKSD.dtype)
+def project(x_BKSD: Tensor, basis_KDd: Tensor) -> Tensor:
+    """Return the leading rotated dims, [B, K, S, d]. The sums are computed in float32, and then rounded once."""
+    return torch.matmul(x_BKSD.float(), basis_KDd).to(x_BKSD.dtype)
 
 
 def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:
-    """Attend exactly to the chosen keys (only the first k_B keys of each sequence). Return [B, K, G, D]."""
+    """Attend exactly to the chosen keys. With ``k_B``, use only the first k_B chosen keys of each sequence. Return
+    [B, K, G, D]."""
     dtype = step.query_BKGD.dtype
     seen_BK1k = None
     if step.visible_B1S is not None:
@@ -102,8 +99,8 @@ def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:
 
 
 def _head_slices(x_BKSD: Tensor, chosen_BKk: Tensor, dtype: torch.dtype) -> list[slice]:
-    """Divide the KV heads into slices. On a CPU, a slice is so small that the keys that it gathers in ``dtype`` fit
-    into the caches."""
+    """Divide the KV heads into slices. On a CPU, the keys that a slice gathers in ``dtype`` fit into the L2 cache
+    (``GATHER_BYTES``)."""
     batch, heads, _, width = x_BKSD.shape
     if x_BKSD.device.type != "cpu":
         return [slice(0, heads)]
@@ -112,7 +109,7 @@ def _head_slices(x_BKSD: Tensor, chosen_BKk: Tensor, dtype: torch.dtype) -> list
 
 
 def _weights_of(scores_BhGk: Tensor, seen_Bh1k: Tensor | None) -> Tensor:
-    """Return the softmax over the visible keys. If there are none, return zeros without a gradient."""
+    """Return the softmax over the visible keys. If a sequence sees no key, its weights are zeros without a gradient."""
     if seen_Bh1k is None:
         return torch.softmax(scores_BhGk, -1)
     weights_BhGk = torch.softmax(scores_BhGk.masked_fill(~seen_Bh1k, torch.finfo(scores_BhGk.dtype).min), -1)

@@ -1,5 +1,5 @@
-"""Define a model's basis, which holds the principal components of its keys per layer and KV head, and its file
-format."""
+"""Define a model's basis, which holds the principal components of the keys of each layer and KV head. Save it to a
+file, and load it."""
 
 from __future__ import annotations
 
@@ -43,27 +43,6 @@ class Components:
         return ((explained_LKD < share - 1e-12).sum(-1) + 1).clamp(max=variances_LKD.shape[-1])
 
 
-@dataclass(eq=False)
-class LayerBasis:
-    """The basis of one layer, in float32."""
-
-    whole_KDD: Tensor
-    d: int
-    """Number of leading dims that are used to rank keys."""
-    leading_KDd: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.leading_KDd = self.whole_KDD[..., : self.d].contiguous()
-
-    def to(self, device: torch.device) -> None:
-        """Move the basis to the layer's device."""
-        if self.whole_KDD.device != device:
-            # The first pass may be in inference mode. Tensors that are made in inference mode cannot be used outside
-            # it.
-            with torch.inference_mode(False):
-                self.whole_KDD, self.leading_KDd = self.whole_KDD.to(device), self.leading_KDd.to(device)
-
-
 @dataclass(frozen=True)
 class LokiBasis:
     """The result of a calibration."""
@@ -97,8 +76,8 @@ class LokiBasis:
         """Return the number of KV heads."""
         return next(iter(self.components.values())).vectors_LKDD.shape[1]
 
-    def of_layer(self, layer: int, config: LokiConfig) -> LayerBasis:
-        """Return the basis of one layer, with the kind and the number of ranking dims that the settings select.
+    def of_layer(self, layer: int, config: LokiConfig) -> Tensor:
+        """Return the leading components of one layer [K, D, d], of the kind and the number that the settings select.
 
         Args:
             layer: Index of the layer.
@@ -109,7 +88,7 @@ class LokiBasis:
         d = config.dim_count(self.head_dim)
         if config.variance is not None:
             d = int(components.ranks_at(config.variance)[layer].max())
-        return LayerBasis(components.vectors_LKDD[layer], d)
+        return components.vectors_LKDD[layer, ..., :d].contiguous()
 
     def random(self, seed: int = 0) -> LokiBasis:
         """Return a basis of random directions for the same model. It is a control: a calibrated basis must be better.
@@ -148,7 +127,7 @@ class LokiBasis:
 
     @classmethod
     def load(cls, path: str | Path) -> LokiBasis:
-        """Return the basis in a file that ``save`` has written.
+        """Return the basis in a file that ``save`` has written for a calibrated basis.
 
         Args:
             path: Path of the file.
@@ -184,9 +163,9 @@ class LokiBasis:
         return basis
 
     def check_shape(self, layers: int, kv_heads: int, head_dim: int) -> None:
-        """Check that each layer and head has its own directions.
+        """Check that the basis has directions for each layer and head of a model.
 
-        The directions of a single head must not be broadcast to all heads of its layer.
+        Without this check, torch could broadcast the directions of a single head to all heads of its layer.
 
         Args:
             layers: Number of the model's layers.
@@ -206,7 +185,8 @@ class LokiBasis:
                 )
 
     def record(self) -> dict[str, Any]:
-        """Return the basis as JSON values: Rank@90 of every layer and head, and the kind that ranked better."""
+        """Return a summary of the basis as JSON values: Rank@90 of every layer and head, the recall of each kind, and
+        the kind that ranked better."""
         ranks = {kind: each.ranks_at(0.9) for kind, each in self.components.items()}
         return {
             "seq_length": self.seq_length,
@@ -220,8 +200,8 @@ class LokiBasis:
 
 
 def _check(components: Components, where: str) -> None:
-    """Raise ``UserError`` if the numbers are not a basis. With wrong numbers, the choice of keys would silently be
-    random."""
+    """Raise ``UserError`` if the vectors are not a finite orthonormal basis. With a wrong basis, the choice of keys
+    would silently be random."""
     vectors_LKDD = components.vectors_LKDD.double()
     if vectors_LKDD.ndim != 4 or vectors_LKDD.shape[-1] != vectors_LKDD.shape[-2]:
         raise UserError(f"{where}: directions of shape {tuple(vectors_LKDD.shape)} are not a basis; {AGAIN}")

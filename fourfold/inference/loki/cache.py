@@ -1,6 +1,6 @@
-"""Define cache layers with preallocated keys and values, and with the keys' leading rotated dims stored contiguously.
+"""Define cache layers with preallocated keys and values, and with the keys' leading rotated dims beside them.
 
-They replace the layers of a transformers cache and take over their contents.
+``replace_cache`` replaces the layers of a transformers cache by these layers, with the same contents.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from fourfold.errors import UserError
 from fourfold.inference.loki.attend import project
 from fourfold.inference.loki.growing_tensor import GrowingTensor
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values in storage that grows by doubling. transformers' own layer copies all of them for every token."""
+    """Keys and values in storage that grows by doubling. transformers' own layer would copy all keys and values for
+    each new token."""
 
     def __init__(self, capacity: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
@@ -27,9 +27,6 @@ class GrowingLayer(DynamicLayer):
     @property
     def buffers(self) -> tuple[GrowingTensor, ...]:
         return self.key_buffer, self.value_buffer
-
-    def release(self) -> None:
-        """Record that the attention pass that uses this layer has ended or failed."""
 
     @property
     def held_bytes(self) -> int:
@@ -90,64 +87,22 @@ class GrowingLayer(DynamicLayer):
 
 
 class LokiLayer(GrowingLayer):
-    """Unrotated keys and values, and a *proxy* of the keys: their leading rotated dims, [B, K, S, d]. To rank the keys,
+    """Keys and values, and a *proxy* of the keys: their leading rotated dims, [B, K, S, d]. To rank the keys,
     Loki reads only the proxy."""
 
-    def __init__(self, basis_KDd: Tensor, capacity: int = 0, proxy_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, basis_KDd: Tensor, capacity: int = 0) -> None:
         super().__init__(capacity)
         self.basis = basis_KDd
-        self.proxy_dtype = proxy_dtype
-        """Dtype of the proxy. None means the dtype of the keys."""
-
         self.proxy_buffer = GrowingTensor(capacity)
         self.proxy_BKSd: Tensor | None = None
         """The proxy during an attention pass, on the device of the keys that ``update`` returned. The attention reads
-        it from here, because the buffers of an offloaded cache have already moved to the CPU at that time."""
+        this attribute, because the buffers of an offloaded cache have already moved to the CPU at that time."""
 
     @property
     def buffers(self) -> tuple[GrowingTensor, ...]:
         return self.key_buffer, self.value_buffer, self.proxy_buffer
 
-    def release(self) -> None:
-        self.proxy_BKSd = None
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.proxy_buffer.append(project(key_states, self.basis, self.proxy_dtype))
+        self.proxy_buffer.append(project(key_states, self.basis))
         self.proxy_BKSd = self.proxy_buffer.filled
         return super().update(key_states, value_states)
-
-
-class RotatedLayer(GrowingLayer):
-    """A layer that holds only rotated keys.
-
-    It needs no more memory than a dense cache, but only attention that rotates its queries can read it.
-    """
-
-    def __init__(self, basis_KDD: Tensor, d: int, capacity: int = 0) -> None:
-        super().__init__(capacity)
-        self.basis, self.d = basis_KDD, d
-        self.expected = False
-        """Whether the attention of the current pass rotates its queries. If it does not, the cache refuses the
-        update."""
-
-        self.proxy_BKSd: Tensor | None = None
-        """The proxy during an attention pass, as in ``LokiLayer``."""
-
-    def release(self) -> None:
-        self.expected, self.proxy_BKSd = False, None
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Rotate the keys and append them. Raise ``UserError`` if the attention does not rotate its queries."""
-        if not self.expected:
-            raise UserError(
-                "this cache holds keys rotated for Loki, and the model now has another attention; enable Loki again "
-                'with the same basis, start a new cache, or use cache = "proxy", which fits any attention'
-            )
-        self.expected = False
-        keys, values = super().update(project(key_states, self.basis), value_states)
-        self.proxy_BKSd = keys[..., : self.d]
-        return keys, values
-
-
-RankedLayer = LokiLayer | RotatedLayer
-"""Layers whose keys can be ranked."""

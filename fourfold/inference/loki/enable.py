@@ -50,8 +50,8 @@ def enable_loki(
         The model that was passed.
 
     Raises:
-        UserError: The basis belongs to another model, the architecture is not supported, or the configuration does not
-            fit the model.
+        UserError: The basis belongs to another model, the architecture is not supported, the configuration does not fit
+            the model, or the configured kernels cannot run.
     """
     config = config or LokiConfig()
     attentions = attentions_of(model)
@@ -62,7 +62,7 @@ def enable_loki(
     if config.kernels_for(parameter.device, parameter.dtype) == "numba":
         from fourfold.inference.loki.numba_kernels import compile_for
 
-        compile_for(parameter.dtype, recipes[0].proxy_dtype or parameter.dtype)
+        compile_for(parameter.dtype)
     disable_loki(model)
     # Without a mask function under the same name, transformers would pass no mask, which would drop both causality and
     # padding.
@@ -82,10 +82,10 @@ def enable_loki(
 
 
 def disable_loki(model: PreTrainedModel) -> PreTrainedModel:
-    """Restore a model's own attention, and return the model. A cache of rotated keys is unusable afterwards.
+    """Restore a model's own attention, and return the model.
 
     If the program has set another attention since Loki was enabled, this attention is kept. Models that share a
-    configuration share the choice of attention. So another model with the same configuration becomes dense too.
+    configuration object share the choice of attention. So another model with this object becomes dense too.
     """
     before = None
     for module in model.modules():
@@ -118,7 +118,7 @@ def _recipes(
         )
         for number in range(len(attentions))
     ]
-    if len(config.skip_layers) and all(recipe.basis is None for recipe in recipes):
+    if len(config.skip_layers) and all(recipe.basis_KDd is None for recipe in recipes):
         raise UserError("loki: skip_layers leaves no layer to Loki; remove some from it, or use full attention")
     if len(windows) == len(attentions):
         raise UserError(

@@ -21,13 +21,15 @@ SAMPLES = 32
 """Number of values taken from each attention matrix."""
 
 TOLERANCE = 2**-6
-"""Relative tolerance, between one and two times the rounding error of bfloat16."""
+"""Relative tolerance: four times the largest relative rounding error of bfloat16, 2^-8."""
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 
 
 @dataclass(frozen=True)
 class Fingerprint:
+    """The properties of a model by which a basis recognizes it."""
+
     model: str
     """Type and sizes of the model."""
     rope: str
@@ -44,7 +46,7 @@ class Fingerprint:
             sample_matrix(parameter)
             for attention in attentions
             for name, parameter in sorted(attention.named_parameters())
-            if parameter.ndim == 2 and "lora_" not in name  # Adapters do not change the base weights.
+            if parameter.ndim == 2 and "lora_" not in name  # A basis also fits the model with an adapter.
         ]
         return cls(
             ", ".join([config.model_type, *sizes]), json.dumps(rope, sort_keys=True, default=str), torch.cat(parts)
@@ -79,7 +81,7 @@ def sample_matrix(parameter: Tensor) -> Tensor:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether values are equal up to a change of dtype. Such a change can round tiny values to anything near
-    zero."""
+    """Return whether values are equal up to the rounding of a change of dtype. The absolute tolerance is for tiny
+    values, which such a change can round to zero."""
     small = 1e-6 + 1e-4 * a.abs().mean()
     return bool(((a - b).abs() <= TOLERANCE * a.abs() + small).all())

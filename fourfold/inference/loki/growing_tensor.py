@@ -52,7 +52,7 @@ class GrowingTensor:
         self.storage, self.length = None, 0
 
     def select(self, indices: Tensor) -> None:
-        """Keep only these sequences of the batch, in this order, together with the unused memory."""
+        """Keep only these sequences of the batch, in this order. The unused memory is kept too."""
         if self.storage is not None:
             self.storage = self.storage[indices.to(self.storage.device)]
 

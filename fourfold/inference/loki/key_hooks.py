@@ -69,7 +69,7 @@ def _observed_attention(
 
 
 def undo_rotary(key_BKSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
-    """Return the keys before their rotary embedding. They are computed in float32 from the keys after it.
+    """Return the keys before their rotary embedding, computed in float32 from the keys after it.
 
     cos and sin may rotate only the first R dims of a head, and may be scaled, as in YaRN.
     """

@@ -18,8 +18,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fourfold.errors import UserError
 from fourfold.inference.loki.architecture import AttentionModule
-from fourfold.inference.loki.attend import decode, project
-from fourfold.inference.loki.cache import GrowingLayer, RankedLayer, RotatedLayer
+from fourfold.inference.loki.attend import decode
+from fourfold.inference.loki.cache import GrowingLayer, LokiLayer
 from fourfold.inference.loki.replace_cache import LayerRecipe, replace_layer
 from fourfold.inference.loki.select import keys_per_sequence
 from fourfold.inference.loki.simulate import Probe, simulate
@@ -42,10 +42,9 @@ class LayerState:
     """Records, for evaluation, which keys the simulated rows choose."""
 
     def release(self) -> None:
-        """Release the cache layer, so that the model does not keep it in memory. A layer of rotated keys then refuses
-        attention that does not rotate its queries."""
-        if isinstance(self.layer, RankedLayer):
-            self.layer.release()
+        """Release the cache layer, so that the model does not keep it in memory."""
+        if isinstance(self.layer, LokiLayer):
+            self.layer.proxy_BKSd = None
         self.layer = None
 
 
@@ -56,18 +55,21 @@ def state_of(module: nn.Module) -> LayerState | None:
 
 
 def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """Before a pass, find the module's cache layer, and replace it if it is transformers' own."""
+    """Find the module's cache layer before a pass, and replace it if it does not fit Loki's settings."""
     state = state_of(module)
     assert state is not None
     hidden_states = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
-    if state.recipe.basis is not None:
-        state.recipe.basis.to(hidden_states.device)
+    recipe = state.recipe
+    if recipe.basis_KDd is not None and recipe.basis_KDd.device != hidden_states.device:
+        # The first pass may be in inference mode. Tensors that are made in inference mode cannot be used outside it.
+        with torch.inference_mode(False):
+            recipe.basis_KDd = recipe.basis_KDd.to(hidden_states.device)
     state.release()
     cache = keywords.get("cache", keywords.get("past_key_values"))  # Before 5.24, transformers used the second name.
     if isinstance(cache, Cache):
         attention = cast(AttentionModule, module)
         is_loki = attention.config._attn_implementation == NAME
-        state.layer = replace_layer(cache, attention.layer_idx, state.recipe, is_loki)
+        state.layer = replace_layer(cache, attention.layer_idx, recipe, is_loki)
 
 
 def after_attention(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
@@ -102,26 +104,23 @@ def loki_attention(
         The output [B, Q, N, D], and None in place of the weights.
 
     Raises:
-        UserError: The model extends attention in a way that Loki does not support.
+        UserError: The model extends attention in a way that Loki does not support, or a simulation is not given a whole
+            prompt at once.
     """
     state = state_of(module)
-    basis = None if state is None else state.recipe.basis
+    basis_KDd = None if state is None else state.recipe.basis_KDd
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Either the layer stays dense, or its model only shares a configuration with a model that uses Loki.
-    if state is None or basis is None:
+    if state is None or basis_KDd is None:
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     for name in ("softcap", "s_aux"):
         if keywords.get(name) is not None:
             raise UserError(f"loki: this model's attention has {name}, which Loki does not compute; use full attention")
     config, layer = state.recipe.config, state.layer
-    is_rotated = isinstance(layer, RotatedLayer)
-    if is_rotated:
-        query = rotate_queries(query, basis.whole_KDD)
     if dropout:  # Training always uses dense attention.
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
-    basis_KDd = None if is_rotated else basis.leading_KDd
     length, is_simple = key.shape[2], _is_simple(attention_mask)
-    if query.shape[2] == 1 and isinstance(layer, RankedLayer) and is_simple and not config.is_dense_at(length):
+    if query.shape[2] == 1 and isinstance(layer, LokiLayer) and is_simple and not config.is_dense_at(length):
         assert layer.proxy_BKSd is not None
         visible_B1S = None if attention_mask is None else attention_mask[:, :, 0].expand(query.shape[0], -1, -1)
         k, k_B = config.key_count(length), None
@@ -131,7 +130,7 @@ def loki_attention(
         return out[:, None], None
     if config.prefill == "simulate" and query.shape[2] > 1 and not config.is_dense_at(length):
         if query.shape[2] == length and is_simple:  # The cache holds only this prompt.
-            out = simulate(query, key, value, basis_KDd, basis.d, config, scaling, attention_mask, state.probe)
+            out = simulate(query, key, value, basis_KDd, config, scaling, attention_mask, state.probe)
             return out.transpose(1, 2).contiguous(), None
         raise UserError(
             'loki: prefill = "simulate" needs a whole prompt at once, an empty dynamic cache, and no custom mask; '
@@ -140,16 +139,9 @@ def loki_attention(
     return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
 
 
-def rotate_queries(query_BNQD: Tensor, basis_KDD: Tensor) -> Tensor:
-    """Rotate each query head with the basis of its KV head, so that its dot products with rotated keys are
-    unchanged."""
-    query_BKXD = query_BNQD.unflatten(1, (basis_KDD.shape[0], -1)).flatten(2, 3)
-    return project(query_BKXD, basis_KDD).view(query_BNQD.shape)
-
-
 def _is_simple(mask: Tensor | None) -> bool:
-    """Return whether a mask is boolean and the same for all heads, like the masks of transformers' sdpa_mask. With any
-    other mask, torch's attention is used."""
+    """Return whether a mask is None, or boolean and the same for all heads, like the masks of transformers' sdpa_mask.
+    Loki supports only such masks."""
     return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
 
 

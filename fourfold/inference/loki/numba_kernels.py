@@ -68,7 +68,7 @@ def decode(step: DecodeStep) -> Tensor:
     """Run a step on a CPU, on caches in float32 or bfloat16."""
     batch, heads, group, width = step.query_BKGD.shape
     length, rows = step.key_BKSD.shape[2], batch * heads
-    # Compiled code does not check bounds.
+    # Compiled code does not check bounds, so check the shapes here.
     assert step.key_BKSD.shape == step.value_BKSD.shape == (batch, heads, length, width), "keys and values differ"
     assert step.proxy_BKSd.shape == (batch, heads, length, step.query_BKGd.shape[3]), "every key has its leading dims"
     k_B = np.full(batch, step.k) if step.k_B is None else step.k_B.clamp(max=step.k).numpy()
@@ -96,10 +96,10 @@ def decode(step: DecodeStep) -> Tensor:
     return out_RHD[:, :group].reshape(step.query_BKGD.shape).to(step.query_BKGD.dtype)
 
 
-def compile_for(dtype: torch.dtype, proxy_dtype: torch.dtype) -> None:
-    """Compile the step for caches of these dtypes now, or load it from disk, so that the first token does not wait."""
+def compile_for(dtype: torch.dtype) -> None:
+    """Compile the step for caches of this dtype now, or load it from disk, so that the first token does not wait."""
     query, keys = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 2, 4, dtype=dtype)
-    decode(DecodeStep(query, query, keys, keys, keys.to(proxy_dtype), 1, LokiConfig(k=1), 1.0))
+    decode(DecodeStep(query, query, keys, keys, keys, 1, LokiConfig(k=1), 1.0))
 
 
 def _padded_to_fours(query_BKGx: Tensor) -> np.ndarray:
@@ -163,7 +163,8 @@ def _score(query_Hd, proxy_Sx, scores_HS):
 
 @_compiled
 def _rank(scores_GS, visible_S, kept_S, ranks_S):
-    """Rank keys by combined score, as unsigned integers with the same order. Return the visible keys.
+    """Write each key's rank to ``ranks_S``, an unsigned integer with the order of the combined scores. Return the
+    number of visible keys.
 
     An invisible key has rank 0. A key has the largest rank if it is always chosen or if its combined score is NaN.
     """
@@ -200,7 +201,7 @@ def _rank(scores_GS, visible_S, kept_S, ranks_S):
 
 @_compiled
 def _choose(ranks_S, chosen_k):
-    """Return the positions of the largest ranks, ascending. Among ties, the leftmost are taken."""
+    """Fill ``chosen_k`` with the positions of the largest ranks, ascending. Among ties, take the leftmost."""
     least, wanted = _search(ranks_S, chosen_k.size)
     n = 0
     for s in range(ranks_S.size):
@@ -234,7 +235,7 @@ def _search(ranks_S, k):
 
 @_compiled
 def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD):
-    """Attend exactly to the chosen keys. The output is zero if there are none."""
+    """Attend exactly to the chosen keys, and write the output to ``out_HD``. It is zero if there are none."""
     k = chosen_k.size
     weights_4k, share_4 = np.empty((4, k), np.float32), np.empty(4, np.float32)
     out_HD[:] = 0

@@ -1,4 +1,4 @@
-"""Calibrate Loki: compute the principal components of a model's keys from statistics that are streamed over a text."""
+"""Calibrate Loki: compute the principal components of a model's keys from sums that are accumulated over a text."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Moments:
     def covariance_KDD(self) -> Tensor:
         """Return the covariance of the keys around their mean.
 
-        The mean of the keys adds the same value to all scores of a query, so it does not change the softmax or the
-        order of the keys. So a component along the mean would not help to rank keys.
+        The mean of the keys adds the same value to all scores of a query, so it changes neither the softmax nor the
+        order of the keys. A component along the mean would therefore not help to rank keys.
         """
         mean_KD = self.sum_KD / self.count
         return self.products_KDD / self.count - mean_KD[:, :, None] * mean_KD[:, None, :]
@@ -119,8 +119,8 @@ def _compare(
     components: dict[str, Components],
     held: Sequence[Sequence[int]],
 ) -> dict[str, list[float]]:
-    """Return the recall of each kind of components in each layer, if a quarter of the dims chooses a quarter of the
-    keys."""
+    """Return the recall of each kind of components in each layer, for a ranking with a quarter of the dims that chooses
+    a quarter of the keys."""
     config = LokiConfig(min_k=1, min_seq=0)
     probes = {kind: [Probe() for _ in attentions] for kind in components}
 
@@ -128,7 +128,7 @@ def _compare(
         key = keys["post"][:, :, :ROWS_COMPARED]
         for kind, each in components.items():
             basis_KDd = each.vectors_LKDD[number, ..., : config.dim_count(key.shape[-1])].to(key.device)
-            simulate(query[:, :, :ROWS_COMPARED], key, key, basis_KDd, 0, config, scaling, None, probes[kind][number])
+            simulate(query[:, :, :ROWS_COMPARED], key, key, basis_KDd, config, scaling, None, probes[kind][number])
 
     _observe(model, attentions, held, rank)
     return {kind: [float(torch.cat(probe.recall).mean()) for probe in each] for kind, each in probes.items()}

@@ -53,7 +53,7 @@ def measure_quality(model: PreTrainedModel, windows: Windows, basis: LokiBasis, 
         Perplexity, recall, and captured mass of Loki, the oracle, and the control, as JSON values.
 
     Raises:
-        UserError: ``enable_loki`` refuses the model, or a window has no more than k keys.
+        UserError: ``enable_loki`` refuses the model, or the longest window has no more than k keys.
     """
     length = max(map(len, windows))
     config = config.model_copy(update={"prefill": "simulate", "min_seq": 0})
@@ -72,16 +72,14 @@ def measure_quality(model: PreTrainedModel, windows: Windows, basis: LokiBasis, 
     }
     perplexity = {"dense": _perplexity(model, windows)}
     found: dict[str, list[dict[str, float] | None]] = {}
-    widths: dict[str, list[int | None]] = {}
     for name, (ranked_by, chosen_by) in variants.items():
-        with _probed(model, ranked_by, chosen_by) as (probes, dims):
+        with _probed(model, ranked_by, chosen_by) as probes:
             perplexity[name] = _perplexity(model, windows)
         found[name] = [_summary(probe) for probe in probes]
-        widths[name] = dims
-    layers = [
-        {"layer": number, "d": widths["loki"][number], **{name: found[name][number] for name in variants}}
-        for number in range(basis.layers)
-    ]
+    layers: list[dict[str, Any]] = []
+    for number, of_loki in enumerate(found["loki"]):
+        d = None if of_loki is None else basis.of_layer(number, config).shape[-1]
+        layers.append({"layer": number, "d": d, **{name: found[name][number] for name in variants}})
     return {
         "windows": len(windows),
         "seq_length": length,
@@ -113,8 +111,11 @@ def compare_tasks(
         basis: The result of ``calibrate``.
         config: Loki's settings.
         tasks: Names of tasks.
-        limit: Number of documents per task.
+        limit: Largest number of documents per task. None means all documents.
         folder: A folder with your own tasks.
+
+    Raises:
+        UserError: ``enable_loki`` refuses the model, lm-eval is not installed, or a task is unknown.
     """
     found: dict[str, dict[str, dict[str, float]]] = {task: {} for task in tasks}
     disable_loki(model)
@@ -131,32 +132,29 @@ def compare_tasks(
 
 
 def _with_as_many_dims(config: LokiConfig, basis: LokiBasis) -> LokiConfig:
-    """Return settings with the same number of ranking dims for a basis that has no variances.
+    """Return settings for the random basis with the same number of ranking dims.
 
-    These settings rank keys by the mean number of dims that the real basis uses.
+    With ``variance``, this number differs between layers, and a random basis has no variances. The settings then use
+    the mean number of dims over the layers of the calibrated basis.
     """
     if config.variance is None:
         return config.model_copy(update={"basis": "best"})
-    dims = [basis.of_layer(layer, config).d for layer in range(basis.layers)]
+    dims = [basis.of_layer(layer, config).shape[-1] for layer in range(basis.layers)]
     return config.model_copy(update={"variance": None, "d": round(sum(dims) / len(dims)), "basis": "best"})
 
 
 @contextmanager
-def _probed(
-    model: PreTrainedModel, basis: LokiBasis, config: LokiConfig
-) -> Iterator[tuple[list[Probe], list[int | None]]]:
-    """Enable Loki for the block. Yield each layer's probe and its number of ranking dims (None for a dense layer)."""
+def _probed(model: PreTrainedModel, basis: LokiBasis, config: LokiConfig) -> Iterator[list[Probe]]:
+    """Enable Loki for the block, and yield each layer's probe."""
     enable_loki(model, basis, config)
     probes: list[Probe] = []
-    dims: list[int | None] = []
     for attention in attentions_of(model):
         state = state_of(attention)
         assert state is not None
         state.probe = Probe()
         probes.append(state.probe)
-        dims.append(None if state.recipe.basis is None else state.recipe.basis.d)
     try:
-        yield probes, dims
+        yield probes
     finally:
         disable_loki(model)
 

@@ -1,7 +1,7 @@
 """Select the keys that a step attends to: combine the scores in each KV group, and take the best k keys.
 
 Shape letters: B sequences, K KV heads, G query heads per KV head, S keys, k chosen keys. In a simulation, the
-underscore before S or k is a dim with the rows of a prompt. In a decoding step, this dim is absent.
+underscore before S or k stands for a dim with the rows of a prompt. In a decoding step, this dim is absent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NEVER, ALWAYS = float("-inf"), float("inf")
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One step of attention from a token to the best keys of its cache. Kernels compute it as [B, K, G, D]."""
+    """One step of attention from a token to the best keys of its cache. Its output is [B, K, G, D]."""
 
     query_BKGD: Tensor
     query_BKGd: Tensor
@@ -86,12 +86,11 @@ def keys_per_sequence(counts_B: Tensor, config: LokiConfig) -> Tensor:
 def choose_keys(
     worth_BK_S: Tensor, k: int, config: LokiConfig, visible_B1_S: Tensor | None = None, k_B: Tensor | None = None
 ) -> Tensor:
-    """Return the positions of the k best keys, [B, K, …, k], unordered.
+    """Return the positions of the k best keys, [B, K, …, k]. They include the first ``sink`` keys and the last
+    ``recent`` keys.
 
-    These include the first ``sink`` keys and the last ``recent`` keys.
-
-    If ``k_B`` gives the number of keys for each sequence, the best keys come first. If fewer than k keys are visible,
-    the remaining positions are invisible, and attention must mask them.
+    The positions are unordered. But if ``k_B`` gives the number of keys for each sequence, the best keys come first. If
+    fewer than k keys are visible, the remaining positions are of invisible keys, and attention must mask them.
     """
     kept_B1_S = always_chosen(config, visible_B1_S, worth_BK_S.shape[-1], worth_BK_S.device)
     if kept_B1_S is not None:
@@ -106,7 +105,8 @@ def choose_keys(
 def always_chosen(
     config: LokiConfig, visible_B1_S: Tensor | None, length: int, device: torch.device | str
 ) -> Tensor | None:
-    """Return True for the first ``sink`` and the last ``recent`` visible keys, [S] or shaped like ``visible_B1_S``."""
+    """Return a mask of the first ``sink`` and the last ``recent`` visible keys, [S] or shaped like ``visible_B1_S``, or
+    None if both numbers are 0."""
     if not config.sink and not config.recent:
         return None
     if visible_B1_S is None:

@@ -29,7 +29,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 LayerNumbers = Annotated[
     tuple[int, ...], BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
 ]
-"""Numbers of layers, also as text: 0,1."""
+"""Indices of layers, also as text, such as "0,1"."""
 
 
 class LokiConfig(BaseModel):
@@ -45,8 +45,8 @@ class LokiConfig(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     d: Annotated[int, Field(ge=1)] | None = None
-    """Number of leading rotated dims that are used to rank keys. Set at most one of ``d``, ``d_f``, and
-    ``variance``."""
+    """Number of leading dims (after rotation by the basis) that are used to rank keys. Set at most one of ``d``,
+    ``d_f``, and ``variance``."""
     d_f: Share | None = None
     """The number of ranking dims as a fraction of head_dim (default 0.25)."""
     variance: Share | None = None
@@ -56,7 +56,7 @@ class LokiConfig(BaseModel):
     k_f: Share | None = None
     """The number of keys as a fraction of the context (default 0.25)."""
     min_k: int = Field(128, ge=1)
-    """Smallest number of keys if ``k_f`` sets it."""
+    """Smallest number of keys if ``k`` is not set."""
     sink: int = Field(0, ge=0)
     """Number of keys at the start that are always chosen."""
     recent: int = Field(0, ge=0)
@@ -70,12 +70,6 @@ class LokiConfig(BaseModel):
     basis: Literal["best", "pre", "post"] = "best"
     """Use components of the keys before ("pre") or after ("post") their rotary embedding. "best" uses, for each
     layer, the kind that ranked held-out keys better."""
-    cache: Literal["proxy", "rotated"] = "proxy"
-    """"proxy" stores the leading rotated dims in addition to the keys. "rotated" stores only rotated keys and takes no
-    more memory than dense attention."""
-    proxy_dtype: Literal["same", "bf16"] = "same"
-    """Dtype of the proxy, which is only used to rank keys. "bf16" halves its size if keys are float32, and many CPUs
-    multiply it several times faster."""
     kernels: Literal["auto", "torch", "triton", "numba"] = "auto"
     """"torch" uses torch's operations, "triton" compiled kernels on a GPU, and "numba" compiled kernels on a CPU
     (float32 and bfloat16). "auto" uses compiled kernels if they are installed and support the caches. While
@@ -100,8 +94,6 @@ class LokiConfig(BaseModel):
             if len(given) > 1:
                 one = "all but one" if given[2:] else "one"
                 raise ValueError(f"{' and '.join(given)} exclude each other; leave out {one}")
-        if self.proxy_dtype == "bf16" and self.cache == "rotated":
-            raise ValueError('proxy_dtype = "bf16" needs cache = "proxy"; a rotated cache has no proxy')
         name, least = ("min_k", self.min_k) if self.k is None else ("k", self.k)
         if self.sink + self.recent > least:
             raise ValueError(

@@ -1,8 +1,8 @@
 """Simulate Loki for all tokens of a prompt in one pass, by masking, as the paper does to measure perplexity.
 
-One pass over a text gives the same results as decoding it token by token, with one exception: k depends on the length
-of the whole text, so every row attends to the same number of keys as the last row. The paper does this too, so the
-numbers are comparable.
+One pass over a text gives the same results as decoding the text token by token, with one exception: k and the check of
+``min_seq`` depend on the length of the whole text. So a row attends to as many keys as the last row, or to all keys
+that it sees if there are fewer. The paper does this too, so the results are comparable.
 
 Shape letters: B sequences, N query heads, K KV heads, G = N / K, Q rows, S keys, D head_dim, d leading dims.
 """
@@ -24,8 +24,8 @@ CHUNK_SCORES = 1 << 24
 
 @dataclass
 class Probe:
-    """Records the quality of one layer's choices. It covers every row and KV head that sees more keys than it may
-    use."""
+    """Records the quality of one layer's choices, for every row and KV head that sees more keys than it may attend
+    to."""
 
     recall: list[Tensor] = field(default_factory=list)
     """Fraction of the k keys with the largest exact scores that were chosen."""
@@ -43,28 +43,22 @@ def simulate(
     query_BNQD: Tensor,
     key_BKSD: Tensor,
     value_BKSD: Tensor,
-    basis_KDd: Tensor | None,
-    d: int,
+    basis_KDd: Tensor,
     config: LokiConfig,
     scaling: float,
     mask_B1QS: Tensor | None = None,
     probe: Probe | None = None,
 ) -> Tensor:
-    """Return the attention of each row to the best of its preceding keys, [B, N, Q, D], with Q = S.
+    """Return the outputs of attention from each row to the best of its preceding keys, [B, N, Q, D], with Q = S.
 
     Args:
-        basis_KDd: The basis. None if queries and keys are already rotated.
-        d: Number of leading dims that are used to rank keys.
+        basis_KDd: The leading components, which rank the keys.
         mask_B1QS: True if a query may see a key. None for causal attention. k depends on the longest row of each
             sequence, without padding.
         probe: Records the quality of the choices.
     """
     query_BKGQD = query_BNQD.unflatten(1, (key_BKSD.shape[1], -1))
-    if basis_KDd is None:
-        query_BKGQd, key_BKSd = query_BKGQD[..., :d], key_BKSD[..., :d]
-    else:
-        query_BKGQd = project(query_BKGQD, basis_KDd[:, None])
-        key_BKSd = project(key_BKSD, basis_KDd)
+    query_BKGQd, key_BKSd = project(query_BKGQD, basis_KDd[:, None]), project(key_BKSD, basis_KDd)
     length = key_BKSD.shape[2]
     rows = max(1, CHUNK_SCORES // (query_BNQD.shape[0] * query_BNQD.shape[1] * length))
     k_B = None if mask_B1QS is None else keys_per_sequence(mask_B1QS[:, 0].sum(-1).amax(-1), config)

@@ -26,7 +26,8 @@ MOST_SPLITS = 256
 splits."""
 
 CHOSEN_SPLIT, CHOSEN_BLOCK = 128, 64
-"""The same limits for passes over chosen keys, whose rows are scattered."""
+"""Number of chosen keys per program, and largest number per iteration, when attending to the chosen keys. They are
+small, because the rows of chosen keys are scattered."""
 
 MERGED_BLOCK = 16
 """Number of parts of a head that are merged per iteration. This limits the number of registers for any context
@@ -132,7 +133,7 @@ def _score(
             scores + (row * G + g[:, None]) * length + s[None, :], scores_GPS, (g[:, None] < G) & (s[None, :] < length)
         )
         larger_GP = tl.maximum(largest_GP, tl.max(scores_GPS, 1))
-        safe_GP = tl.where(larger_GP == NEVER, 0.0, larger_GP)  # The head has not seen any visible key yet.
+        safe_GP = tl.where(larger_GP == NEVER, 0.0, larger_GP)  # Before the first visible key, −inf − (−inf) is NaN.
         total_GP = total_GP * tl.exp(largest_GP - safe_GP) + tl.sum(tl.exp(scores_GPS - safe_GP[:, None]), 1)
         largest_GP = larger_GP
     tl.store(maxima + (row * splits + split) * G + g, largest_GP, g < G)
@@ -289,7 +290,7 @@ def _merge(partial, maxima, sums, out, parts, G: tl.constexpr, D: tl.constexpr, 
         places_p = (row * parts + p) * G + g
         maxima_p = tl.load(maxima + places_p, p < parts, NEVER)
         larger = tl.maximum(largest, tl.max(maxima_p, 0))
-        safe = tl.where(larger == NEVER, 0.0, larger)  # No key has been visible yet.
+        safe = tl.where(larger == NEVER, 0.0, larger)  # Before the first visible key, −inf − (−inf) is NaN.
         shrink, weights_p = tl.exp(largest - safe), tl.exp(maxima_p - safe)
         total = total * shrink + tl.sum(tl.load(sums + places_p, p < parts, 0.0) * weights_p, 0)
         there_pDP = (p[:, None] < parts) & (c[None, :] < D)

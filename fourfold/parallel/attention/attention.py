@@ -100,7 +100,7 @@ class SharedAttentionCore(AttentionCore, Tiled):
         if self.cp.size > 1 and self.method == "ring":
             scores = AttentionScores(self.scale, self.softcap)
             return ring_attention(q_BSND, k_BSKD, v_BSKD, document_ends_BE, self.cp, scores, window, self.sinks)
-        q_BSnD, k_BSkD, v_BSkD = gather_sequence(q_BSND, k_BSKD, v_BSKD, self.cp)
+        q_BSnD, k_BSkD, v_BSkD = gather_sequence(self.cp, q_BSND, k_BSKD, v_BSKD)
         is_plain = document_ends_BE is None and not 0 < window < q_BSnD.shape[1] and not self.softcap
         if is_plain and self.sinks is None:
             out_BSnD = super().attend(q_BSnD, k_BSkD, v_BSkD, AttentionContext())

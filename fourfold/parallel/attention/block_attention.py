@@ -1,9 +1,9 @@
-"""Attend with some queries to some keys. The log-sum-exps let the caller merge the results of several blocks of keys,
-and the backward pass starts from the merged result.
+"""Compute attention to one block of keys, and its gradients. The log-sum-exps let the caller merge the results of
+several blocks. The backward pass of each block starts from the merged result.
 
-torch's public attention does not return the log-sum-exp, so this module calls its kernels by name. No kernel soft-caps
-scores, so attention with soft-capping runs as separate operations. Queries are [B, N, Q, D], keys and values [B, K, S,
-D], and K divides N.
+torch's public attention does not return the log-sum-exps, so this module calls torch's kernels by name. No kernel
+soft-caps scores, so attention with soft-capping runs as separate operations. Queries are [B, N, Q, D], keys and values
+[B, K, S, D], and K divides N.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from fourfold.models.softcap import softcapped
 ATEN = torch.ops.aten
 
 LSE_MULTIPLE = 32 if torch.version.hip is None else 1
-"""CUDA's kernel for masks pads the number of queries in its log-sum-exps to a multiple of this. AMD's kernel does
-not pad."""
+"""CUDA's memory-efficient kernel pads the number of queries in its log-sum-exps to a multiple of this. AMD's kernel
+does not pad."""
 
 
 BIAS_MULTIPLE = 16
-"""CUDA's kernel for masks requires that each row of a mask begins at a multiple of this many keys. torch's public
-attention also pads rows for this."""
+"""CUDA's memory-efficient kernel requires that each row of a mask begins at a multiple of this many entries. torch's
+public attention pads the rows too."""
 
 WIDTH_MULTIPLE, WIDEST_FLASH, WIDEST_CUDNN = 8, 256, 128
-"""CUDA's kernels need a head width that is a multiple of ``WIDTH_MULTIPLE``, so torch's public attention pads too.
-FlashAttention supports widths up to ``WIDEST_FLASH``, and this module gives cuDNN widths up to ``WIDEST_CUDNN``.
+"""CUDA's kernels need a head dim that is a multiple of ``WIDTH_MULTIPLE``. torch's public attention pads to it too.
+FlashAttention supports head dims up to ``WIDEST_FLASH``. This module uses cuDNN for head dims up to ``WIDEST_CUDNN``.
 
-torch 2.11 also gives cuDNN widths up to 256 on Hopper. Later versions need cuDNN 9.23 or newer for this. So wider
-heads use FlashAttention here.
+On Hopper, torch 2.11 uses cuDNN up to a head dim of 256, but later versions do so only with cuDNN 9.23 or newer. This
+module therefore uses FlashAttention above ``WIDEST_CUDNN``.
 """
 
 CUDNN = 91500
@@ -60,7 +60,7 @@ def attend_block(
         q_BNQD: Queries.
         k_BKSD: Keys. K divides N.
         v_BKSD: Values.
-        causal: Whether query i sees only keys up to i. The numbers of queries and keys must then be equal.
+        causal: Whether query i sees only keys up to i. There must then be as many queries as keys.
         mask_B1QS: True if a query may see a key. None means that a query sees all keys, or if ``causal``, all keys up
             to itself.
         scores: Scale and cap of the scores.
@@ -103,8 +103,8 @@ def join_sinks(lse_NT: Tensor, sinks_N: Tensor) -> tuple[Tensor, Tensor]:
         sinks_N: The sink of each head.
 
     Returns:
-        The factors on the outputs, and the log-sum-exps with the sinks. With these log-sum-exps and the new outputs,
-        ``attend_block_backward`` gives the exact gradients of q, k, and v.
+        The factors that the caller must multiply the outputs by, and the log-sum-exps with the sinks. With these
+        log-sum-exps and the multiplied outputs, ``attend_block_backward`` gives the exact gradients of q, k, and v.
     """
     all_NT = torch.logaddexp(lse_NT, sinks_N.to(lse_NT.dtype)[:, None])
     return (lse_NT - all_NT).exp_(), all_NT
@@ -128,7 +128,7 @@ def attend_block_backward(
     mask_B1QS: Tensor | None,
     scores: AttentionScores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the backward of attention for a block of keys.
+    """Compute the gradients of attention to a block of keys.
 
     Args:
         grad_BNQD: The gradient of the outputs over all keys.
@@ -192,7 +192,7 @@ def kernel_for(q_BNQD: Tensor, k_BNSD: Tensor, is_masked: bool) -> Literal["cpu"
 def prefers_cudnn(device: torch.device) -> bool:
     """Return whether torch's own attention prefers cuDNN on this GPU (Hopper and data center Blackwell).
 
-    The backward of cuDNN is not deterministic.
+    The backward pass of cuDNN is not deterministic. So this returns False if torch must use deterministic algorithms.
     """
     is_strict = (
         torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -205,7 +205,7 @@ def prefers_cudnn(device: torch.device) -> bool:
 
 
 def padded(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Pad each head with zeros if CUDA's kernels do not support its head width."""
+    """Pad the head dim with zeros to a multiple that CUDA's kernels support."""
     missing = -tensors[0].shape[-1] % WIDTH_MULTIPLE
     return tuple(torch.nn.functional.pad(tensor, (0, missing)) for tensor in tensors) if missing else tensors
 
@@ -215,7 +215,7 @@ def _attend_capped(
 ) -> tuple[Tensor, Tensor]:
     """Run ``attend_block`` as separate operations, with one key-value head per query head.
 
-    The softmax is in float32.
+    The softmax is in float32, or in float64 if the queries are float64.
     """
     precise = _precise(q)
     outs, lses = [], []
@@ -238,7 +238,7 @@ def _differentiate_capped(
     mask: Tensor | None,
     scores: AttentionScores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, and v, one block of rows at a time.
+    """Compute the gradients of q, k, and v, ``CAPPED_ROWS`` queries at a time.
 
     Args:
         tensors: The output's gradient, q, and the output.
@@ -265,7 +265,7 @@ def _rows(q: Tensor) -> list[slice]:
 
 
 def _weights(capped: Tensor, lse: Tensor) -> Tensor:
-    """Return the softmax weights. Rows that see no key are 0."""
+    """Return the softmax weights. If a query sees no key, its weights are 0."""
     return (capped - lse.masked_fill(lse.isneginf(), 0)[..., None]).exp()
 
 
@@ -274,7 +274,7 @@ def _precise(q: Tensor) -> torch.dtype:
 
 
 def _seen(q: Tensor, k: Tensor, rows: slice, causal: bool, mask: Tensor | None) -> Tensor:
-    """Return a mask of the keys that at least one of the queries may see."""
+    """Return the mask of the queries in ``rows``. It is True if a query sees a key."""
     if mask is not None:
         return mask[:, :, rows]
     seen = torch.ones(q[:, :, rows].shape[2], k.shape[2], dtype=torch.bool, device=q.device)
@@ -318,8 +318,8 @@ class _Masked(Function):
 
 
 def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Convert the mask to the form that all kernels take: 0 for visible keys and −∞ for hidden keys, in the queries'
-    dtype."""
+    """Convert the mask to the additive form that all kernels take: 0 for visible keys and −∞ for hidden keys, in the
+    queries' dtype. On a GPU, its rows are aligned (``BIAS_MULTIPLE``)."""
     if mask is None:
         return None
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)

@@ -51,10 +51,8 @@ def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[
 
 @dataclass(frozen=True)
 class DocumentContext(AttentionContext):
-    """Attention tables for this rank's tokens. They have no mask. Instead, they say which document each token of the
-    whole sequence belongs to."""
-
-    document_ends_BE: Tensor | None = None
+    """Attention tables for this rank's tokens. They have no mask. Instead, they say where the documents of the whole
+    sequence end."""
 
 
 def context_of_sequences(context: C, sequences: slice) -> C:
@@ -88,26 +86,24 @@ class DocumentTables(AttentionTables):
         )
 
 
-def gather_sequence(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, cp: Axis) -> tuple[Tensor, Tensor, Tensor]:
+def gather_sequence(cp: Axis, *of_tokens: Tensor) -> tuple[Tensor, ...]:
     """Exchange some tokens of all heads for all tokens of some heads (Ulysses, arXiv 2309.14509).
 
     Args:
-        q_BTND: Queries of this rank's tokens.
-        k_BTKD: Keys of this rank's tokens.
-        v_BTKD: Values of this rank's tokens.
         cp: The context axis.
+        of_tokens: Tensors of this rank's tokens, such as queries, keys, and values. Each is [B, T, heads, D] or, with
+            the features of all heads joined, [B, T, f].
 
     Returns:
-        Queries, keys, and values of all tokens, in order, for this rank's share of the heads.
+        The tensors of all tokens, in order, for this rank's share of the heads: [B, S, heads/cp, D] or [B, S, f/cp].
     """
     if cp.size == 1:
-        return q_BTND, k_BTKD, v_BTKD
-    heads = [t.unflatten(2, (cp.size, -1)) for t in (q_BTND, k_BTKD, v_BTKD)]
-    parts_nBThD = torch.cat(heads, dim=3).movedim(2, 0)
-    received_nBThD = exchange(parts_nBThD, cp, "attention: heads for tokens")
-    whole_BShD = in_order(received_nBThD, cp.size)
-    q_BShD, k_BShD, v_BShD = whole_BShD.split([t.shape[3] for t in heads], dim=2)
-    return q_BShD, k_BShD, v_BShD
+        return of_tokens
+    heads = [t.unflatten(2, (cp.size, -1)) for t in of_tokens]
+    parts_nBTh = torch.cat(heads, dim=3).movedim(2, 0)
+    received_nBTh = exchange(parts_nBTh, cp, "attention: heads for tokens")
+    whole: tuple[Tensor, ...] = in_order(received_nBTh, cp.size).split([t.shape[3] for t in heads], dim=2)
+    return whole
 
 
 def scatter_sequence(out_BShD: Tensor, cp: Axis) -> Tensor:

@@ -33,12 +33,12 @@ from fourfold.parallel.attention.block_attention import (
 Tensors = tuple[Tensor, ...]
 
 LEAST_QUERIES, MOST_QUERIES = 16, 512
-"""Smallest and largest number of queries in one piece. Pieces are small, because in a larger piece, each query computes
-more scores for keys outside its own window."""
+"""Smallest and largest number of queries in one piece, if there is a window or a soft-cap. The larger a piece is, the
+more scores it computes for keys that are outside a query's window."""
 
 
 class KeyLimits(NamedTuple):
-    """Limits on the keys that a query sees: keys in its document and in its window."""
+    """Limits on the keys that a query sees: the keys in its document and in its window."""
 
     document_ends_BE: Tensor | None
     window: int
@@ -59,8 +59,8 @@ def attend_documents(
 
     Args:
         document_ends_BE: the end of each document of a sequence, ascending. The last end is S, repeated in rows with
-            fewer documents. By default a sequence is one document.
-        window: the number of tokens that a query sees, including itself. 0 means all tokens before it.
+            fewer documents. None means that each sequence is one document.
+        window: the number of tokens that a query sees, including itself. 0 means no window.
         scale: factor on the scores.
         softcap: the soft-cap of the scores (``AttentionScores``). 0 means no soft-capping.
         sinks_N: the sink of each head (``join_sinks``), if there are sinks.
@@ -92,10 +92,10 @@ def attend_documents_backward(
 
 
 def _has_kernel(q: Tensor, softcap: float) -> bool:
-    """Return whether one kernel call can handle all documents. The kernel needs half precision and cannot soft-cap
-    scores.
+    """Return whether one kernel call can handle all documents. The kernel needs half precision and a head dim of at
+    most ``WIDEST_FLASH``, and it cannot soft-cap scores.
 
-    On AMD, the kernel pads its log-sum-exps to [documents, N, S], which can take more memory than a mask.
+    AMD's kernel is not used. It pads its log-sum-exps to [documents, N, S], which can take more memory than a mask.
     """
     is_half, fits = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1] <= WIDEST_FLASH
     return q.is_cuda and torch.version.hip is None and is_half and fits and not softcap
@@ -131,7 +131,8 @@ def differentiate_at_once(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, s
 
 
 def _options(limits: KeyLimits, scores: AttentionScores) -> dict[str, Any]:
-    """Return the kernel's options for the window, which limit how many earlier tokens a query sees."""
+    """Return the kernel's keyword arguments: the scale and, if there is a window, how many earlier tokens a query
+    sees."""
     return {"scale": scores.scale} | ({"window_size_left": limits.window - 1} if limits.window else {})
 
 
@@ -150,9 +151,9 @@ def attend_in_turn(
 
 
 def differentiate_in_turn(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, scores: AttentionScores) -> Tensors:
-    """Return the gradients of q, k, and v, computed one document at a time.
+    """Return the gradients of q, k, and v, computed one piece of queries at a time.
 
-    Args: See ``differentiate_at_once``.
+    The arguments are as in ``differentiate_at_once``.
     """
     grad_BSND, q_BSND, k_BSKD, v_BSKD, out_BSND = tensors
     dq, dk, dv = (torch.zeros_like(t, dtype=lse_NT.dtype) for t in tensors[1:4])
@@ -182,8 +183,8 @@ def _by_row(lse_NT: Tensor, q_BSND: Tensor) -> Tensor:
 
 
 def begins_of(limits: KeyLimits, q_BSND: Tensor) -> Tensor:
-    """Return the start of each document in the batch's flattened tokens, followed by the end of the last document, as
-    int32 [B·E + 1]."""
+    """Return the start of each document in the batch's flattened tokens, followed by the end of the last document, in
+    int32. The shape is [B·E + 1], or [B + 1] if each sequence is one document."""
     batch, length = q_BSND.shape[:2]
     row_begins_B1 = length * torch.arange(batch, device=q_BSND.device)[:, None]
     ends = length if limits.document_ends_BE is None else limits.document_ends_BE
@@ -191,7 +192,8 @@ def begins_of(limits: KeyLimits, q_BSND: Tensor) -> Tensor:
 
 
 def pieces_of(limits: KeyLimits, q_BSND: Tensor, scores: AttentionScores) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield each piece of work as rows of the batch, some queries of one document, and the keys that these queries see.
+    """Yield each piece of work as rows of the batch, some queries of one document, and the keys that at least one of
+    these queries sees.
 
     The last query of a piece is at the same position as the last key.
     """
@@ -252,7 +254,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if grad is None:  # The outputs of this pass are not used.
+    if grad is None:  # The loss does not depend on the outputs.
         return (None,) * 8
     *kept, sinks = ctx.saved_tensors
     d_sinks = None

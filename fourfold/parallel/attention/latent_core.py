@@ -34,7 +34,7 @@ class LatentLinear(Linear4D):
 
 
 def latent_projections(linears: nn.ModuleDict, grid: Grid, overlap: OverlapConfig) -> LinearGroup:
-    """Return the projections to the latents, on the grid."""
+    """Replace the projections to the latents by parallel layers."""
     return LinearGroup(linears, grid, "features", "latents", overlap, LatentLinear)
 
 
@@ -55,7 +55,7 @@ class SharedLatentCore(SharedAttentionCore):
         return without_padding(self.attend_share(q, k, v, context), self.widths)
 
     def _for_my_heads(self, k_rope: Tensor) -> Tensor:
-        """Return the key channels that all heads share, for the tokens of ``k_nope``.
+        """Gather the rotary key channels, which all heads share, for the tokens of ``k_nope``.
 
         The backward pass sums their gradients over the heads of all ranks.
         """

@@ -2,8 +2,8 @@
 a ring.
 
 This is ring attention (Liu et al. 2023, arXiv 2310.01889) with the head-tail layout of ``context``. Every rank attends
-to the keys and values of each rank in turn, while the next block is in flight. Partial results are merged by their
-log-sum-exp. The backward passes the blocks around again, together with their gradients.
+to the keys and values of each rank in turn, while the next block is in flight. Partial results are merged with their
+log-sum-exps. The backward pass sends the blocks around the ring again, together with their gradients.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def ring_attention(
         q_BTND: This rank's queries.
         k_BTKD: This rank's keys.
         v_BTKD: This rank's values.
-        document_ends_BE: The ends of documents, for attention within documents.
+        document_ends_BE: The end of each document of the whole sequences (``attend_documents``). None means that
+            each sequence is one document.
         cp: The context axis.
         scores: Scale and cap of the scores.
         window: Number of tokens that a query sees, including itself. 0 means all.
@@ -93,17 +94,19 @@ def block_of_step(
     if source == cp.rank:
         queries, keys = everything, everything
     elif source < cp.rank:
-        # The source's head chunk comes before both of our chunks. Its tail chunk comes after them.
+        # The source's head chunk comes before both chunks of this rank. Its tail chunk comes after them, so no query
+        # sees it.
         queries, keys = everything, slice(0, half)
     else:
-        # Our tail chunk comes after both chunks of the source. Our head chunk comes before them.
+        # This rank's tail chunk comes after both chunks of the source. Its head chunk comes before them, so it sees no
+        # key.
         queries, keys = slice(half, tokens), everything
     causal, length = source == cp.rank, tokens * cp.size
     if not causal and window:
         if (abs(source - cp.rank) - 1) * half + 1 >= window:
             return None
-        # The window may also hide the source's head chunk from our tail chunk, because these two are the furthest
-        # apart.
+        # The window may also hide the source's head chunk from this rank's tail chunk, because these two chunks are the
+        # furthest apart.
         if (2 * cp.size - 2 - source - cp.rank) * half + 1 >= window:
             queries, keys = (slice(0, half), keys) if source < cp.rank else (queries, slice(half, tokens))
     if documents_BS is None and not 0 < window < length:
@@ -119,7 +122,7 @@ def block_of_step(
 
 
 def _of_both(t_BS: Tensor, source: int, queries: slice, keys: slice, cp: Axis) -> tuple[Tensor, Tensor]:
-    """Return the entries of a block's queries and of its keys."""
+    """Return the entries of ``t_BS`` for a block's queries and for its keys."""
     return take_chunks(t_BS, cp.rank, cp.size)[:, queries], take_chunks(t_BS, source, cp.size)[:, keys]
 
 
@@ -184,13 +187,13 @@ class _Ring(Function):
             if following is not None:
                 kv = following.wait()
         assert dkv_coming is not None
-        dk, dv = dkv_coming.wait().to(q.dtype)  # After a full round, the gradients of our own keys and values are back.
+        dk, dv = dkv_coming.wait().to(q.dtype)  # After a full round, the gradients are back at their keys' rank.
         return dq.to(q.dtype), dk, dv, d_sinks, None, None, None, None
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge the result for another block of keys into the result so far, in place. The result so far includes the
-    rank's own keys. So every query has seen a key, and ``lse`` is finite."""
+    """Merge the result for another block of keys into the result so far, in place. The first block has the rank's own
+    keys. So every query sees a key in this block, and the merged log-sum-exp is always finite."""
     both = torch.logaddexp(lse, part_lse)
     out.mul_((lse - both).exp_()[..., None]).addcmul_(part, (part_lse - both).exp_()[..., None])
     lse.copy_(both)

@@ -1,1 +1,1 @@
-"""Data parallelism: whole or sharded weights, and sums of gradients over ranks."""
+"""Data parallelism: replicated or sharded weights, and gradients summed over ranks."""

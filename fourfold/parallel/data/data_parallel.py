@@ -23,14 +23,14 @@ class StepTypes:
     stored: torch.dtype
     """Dtype of the stored weights, which the optimizer updates."""
     working: torch.dtype
-    """Dtype of weights and activations in forward and backward."""
+    """Dtype of weights and activations in the forward and the backward pass."""
     reduced: torch.dtype
     """Dtype of gradients while they are summed over a step's micro-batches and over ranks."""
 
     @property
     def gradient(self) -> torch.dtype:
-        """Return the dtype of gradients after all sums. It is wide enough that clipping and unscaling do not round them
-        again."""
+        """Return the dtype of gradients after all sums. It is wide enough to clip and unscale gradients without
+        rounding the sums again."""
         return torch.promote_types(self.stored, self.reduced)
 
     @classmethod
@@ -44,7 +44,7 @@ class Units:
 
     The weights of a unit are gathered together, and its gradients are summed together.
 
-    Each block is a unit. The modules in ``last`` follow the blocks, and each of them is a unit too. Modules in no unit
+    Each block is a unit. The modules in ``last``, which follow the blocks, form one unit. Modules outside all units
     belong to the root.
     """
 
@@ -61,8 +61,8 @@ def units_of(model: Transformer) -> Units:
 
 
 class DataParallel(ABC):
-    """A model on the ranks that split the tokens. It defines what each rank stores, what is gathered, and how gradients
-    are summed."""
+    """A model on the ranks of dp·cp·z, which split the tokens. It defines what each rank stores, what is gathered, and
+    how gradients are summed."""
 
     def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
         """Wrap a model on the meta device. Its weights have the dtype ``types.stored``, except frozen weights."""
@@ -72,7 +72,7 @@ class DataParallel(ABC):
         """Allocate uninitialized memory for the model."""
         tied = tied_names(self.model)
         self.model.to_empty(device=device)
-        tie_again(self.model, tied)  # Materializing visits every module and unties tied weights.
+        tie_again(self.model, tied)  # to_empty replaces parameters one module at a time, which unties tied weights.
 
     def shards(self) -> list[LocalShard]:
         """Return every parameter as this process stores it, in the order of the model. A tied parameter appears
@@ -81,8 +81,8 @@ class DataParallel(ABC):
         return [self.shard(name, parameter, tiles[name]) for name, parameter in self.model.named_parameters()]
 
     def split_experts(self) -> set[nn.Parameter]:
-        """Return the experts that the axis ep splits. Only these parameters differ between the ranks that split the
-        tokens."""
+        """Return the expert weights that the axis ep splits. The ranks that split the tokens have equal values of all
+        other parameters."""
         tiles = tile_table(self.model)
         if self.grid.ep.size == 1:
             return set()
@@ -90,12 +90,12 @@ class DataParallel(ABC):
 
     @abstractmethod
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
-        """Return this process's part of a parameter of the model."""
+        """Return the shard of a parameter that this process stores."""
 
     @abstractmethod
     def begin_backward(self, last: bool) -> None:
-        """Prepare for the backward of a micro-batch. After the ``last`` backward of a step, the gradients are
-        complete."""
+        """Prepare for the backward pass of a micro-batch. ``last`` marks the last backward pass of a step, in which the
+        gradients are summed over ranks."""
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a weight gradient that was computed separately after the backward pass."""
@@ -106,12 +106,12 @@ class DataParallel(ABC):
 
     @abstractmethod
     def finish_gradients(self) -> None:
-        """Finish the gradients after a step's last backward pass. The shards then have the sums over all micro-batches
-        and token ranks."""
+        """Finish the gradients after a step's last backward pass. Each shard then has its gradient, summed over all
+        micro-batches and over the ranks that split the tokens."""
 
     @abstractmethod
     def publish(self) -> None:
-        """Make the next forward pass compute with the stored weights after they have changed."""
+        """Make the next forward pass use the updated stored weights."""
 
     @abstractmethod
     def free_gathered(self) -> None:

@@ -1,9 +1,9 @@
 """Run FSDP2's collectives in two levels, inside nodes and across nodes (PCCL, arXiv 2504.18658).
 
-A ring over n ranks takes n steps, and each step costs one latency. With two levels, the number of steps is only the
-number of ranks per node plus the number of nodes. An all-gather crosses nodes first, so all ranks of a node use the
-network adapters together, each for its own shard. A reduce-scatter crosses nodes last, when each rank of a node has one
-partial sum.
+A ring over n ranks takes about n steps, and each step costs one latency. With two levels, the number of steps is only
+about the number of ranks per node plus the number of nodes. An all-gather crosses nodes first, so all ranks of a node
+use the network adapters at the same time, each for its own shard. A reduce-scatter crosses nodes last, so each rank
+sends only its share of the node's sum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fourfold.parallel.grid.grid import TwoLevels
 
 
 class MeshWithGroups(DeviceMesh):
-    """A mesh that gives FSDP2 other groups for some of its dims. These groups have only the methods that FSDP2
+    """A mesh with other groups for some of its dims. These groups are objects with only the methods that FSDP2
     calls."""
 
     def __init__(self, mesh: DeviceMesh, groups: Mapping[int, Any]) -> None:
@@ -37,7 +37,8 @@ class MeshWithGroups(DeviceMesh):
 
 
 def in_levels(mesh: DeviceMesh, shards: dist.ProcessGroup | TwoLevels) -> DeviceMesh:
-    """Return a mesh whose last axis is ``shards``, in one level or two."""
+    """Return the mesh with ``shards`` as the group of its last dim if the group has two levels. Otherwise return the
+    mesh unchanged."""
     return MeshWithGroups(mesh, {mesh.ndim - 1: shards}) if isinstance(shards, TwoLevels) else mesh
 
 
@@ -63,8 +64,8 @@ class GatherInLevels(Allocation):
 
 
 class SumInLevels(Allocation):
-    """A reduce-scatter for ``set_custom_reduce_scatter``. It overwrites this rank's part of the input with the sums
-    inside the node."""
+    """A reduce-scatter for ``set_custom_reduce_scatter``. With two levels, it overwrites a part of the input with the
+    sum inside the node."""
 
     def __call__(
         self,

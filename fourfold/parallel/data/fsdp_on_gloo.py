@@ -1,7 +1,7 @@
-"""Run FSDP2's collectives on gloo in the background of the computation, as streams do on a GPU.
+"""Run FSDP2's collectives on gloo while the CPU computes, as CUDA streams do on a GPU.
 
-FSDP2 issues collectives on its own streams and continues. A CPU has no streams, so gloo's collectives would block at
-that point.
+FSDP2 issues collectives on its own streams and continues. A CPU has no streams, so gloo's collectives would block
+there.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ IN_FLIGHT = 2
 
 
 class GatherInBackground(Allocation):
-    """An all-gather for ``set_custom_all_gather``. FSDP2 waits for it before it reads the weights.
+    """An asynchronous all-gather for ``set_custom_all_gather``. FSDP2 waits for it before it reads the weights.
 
-    With two levels, a thread waits for the end of the first level and then starts the second.
+    With two levels, a thread waits until the first level is complete, and then starts the second level.
     """
 
     def __call__(
@@ -62,7 +62,7 @@ class OneAfterTheOther(dist.Work):
 
 
 class Exchange(NamedTuple):
-    """Parts that ranks are exchanging, and the tensor that receives their sum."""
+    """An all-to-all in flight, and the tensor that receives the sum of the parts from all ranks."""
 
     work: dist.Work
     received: Tensor
@@ -83,7 +83,7 @@ class Exchange(NamedTuple):
 
 
 class InsideNode(NamedTuple):
-    """An exchange inside a node. Its result is the sum over this node, which is then summed over all nodes."""
+    """An exchange inside a node. It gives this node's sum, which is then summed over the nodes into ``sum``."""
 
     exchange: Exchange
     nodes: dist.ProcessGroup
@@ -98,18 +98,19 @@ def _all_reduce(sum: Tensor, replicas: dist.ProcessGroup) -> dist.Work:
 
 
 class SumInBackground(Allocation):
-    """A reduce-scatter for ``set_custom_reduce_scatter`` that exchanges parts, and sums this rank's parts later.
+    """A reduce-scatter for ``set_custom_reduce_scatter``. It starts an all-to-all, and sums the received parts later.
 
-    With two levels, nodes then exchange the sums over their ranks. A sum over replicas follows in the background
-    (``all_reduce``). A sum may be returned before it is complete, because FSDP2 usually only makes views of it. If
-    FSDP2 casts the sum or adds to it, the sum must be complete (``at_once``).
+    With two levels, the nodes then exchange their sums. If there are replicas, an all-reduce over them follows in the
+    background (``all_reduce``). A sum may be returned before it is complete, because FSDP2 usually only makes views of
+    it. If FSDP2 casts the sum or adds to it, the sum must be complete (``at_once``).
     """
 
     def __init__(self) -> None:
         self.at_once = False
-        """Whether the sum is read as soon as it is returned."""
+        """Whether FSDP2 reads the sum as soon as it is returned."""
         self.at_once_over_shards = False
-        """Whether the sum over shards is read as soon as it is returned. The sum over replicas may be read later."""
+        """Whether FSDP2 reads the sum over the shard group as soon as it is returned. The sum over replicas may still
+        be in flight."""
         self._inside: deque[InsideNode] = deque()
         self._exchanges: deque[Exchange] = deque()
         self._all_reduces: list[dist.Work] = []
@@ -133,7 +134,8 @@ class SumInBackground(Allocation):
         self._finish(left=0 if self.at_once or self.at_once_over_shards else IN_FLIGHT)
 
     def all_reduce(self, sum: Tensor, replicas: dist.ProcessGroup) -> None:
-        """Schedule the all-reduce of the newest sum over its replicas. It starts when the sum is complete."""
+        """Schedule the all-reduce of the newest sum over the replicas. It starts when the reduce-scatter is
+        complete."""
         if self._inside and self._inside[-1].sum is sum:
             self._inside[-1] = self._inside[-1]._replace(replicas=replicas)
         elif self._exchanges and self._exchanges[-1].sum is sum:
@@ -151,7 +153,7 @@ class SumInBackground(Allocation):
         self._all_reduces.clear()
 
     def _finish(self, left: int) -> None:
-        """Wait until at most ``left`` sums over shards are in flight. An exchange inside a node counts as one."""
+        """Wait until at most ``left`` reduce-scatters are in flight. An exchange inside a node counts as one."""
         while len(self._inside) > min(left, 1):
             inside = self._inside.popleft()
             across = Exchange.start(inside.exchange.finish(), inside.nodes, inside.sum)
@@ -164,10 +166,10 @@ class SumInBackground(Allocation):
 
 
 class ReplicasInBackground:
-    """The group of a shard's replicas, with sums in the background. FSDP2 uses this object as a process group and calls
-    these methods.
+    """The group of a shard's replicas, whose all-reduces run in the background. FSDP2 uses this object as a process
+    group and calls these methods.
 
-    It compares equal to the real group, because torch looks up the group when it describes an error.
+    It compares equal to the real group, because torch looks up the group when it formats an error message.
     """
 
     def __init__(self, group: dist.ProcessGroup, sums: SumInBackground) -> None:

@@ -1,5 +1,5 @@
-"""Shard weights with torch's FSDP2. Weights are always sharded over the axis z. The run file's ``zero`` also shards
-them over dp·cp, the ranks of data and context parallelism."""
+"""Shard weights with torch's FSDP2. Weights are always sharded over the axis z. With ``zero`` = 1, 2, or 3 in the run
+file, they are also sharded over dp·cp, the ranks of data and context parallelism."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from fourfold.parallel.tensor.sharding import Tile, chunk, tile_table
 
 
 class FullySharded(DataParallel):
-    """Gathers each unit's weights when the unit runs, and sums its gradients during the backward of the next units.
+    """Gathers each unit's weights when the unit runs, and sums its gradients while the next units run backward.
 
-    - zero 0: there are replicas over dp·cp, and gradients are all-reduced over them once per step.
-    - zero 1 and 2: there is one shard group (dp·cp·z). Weights are gathered over it for the forward pass. From the
-      forward to the backward pass, each rank keeps the weights as shards over z. With z = 1 such a shard is the whole
-      weight, and it is kept until the step ends.
-    - zero 3: weights are gathered over (dp·cp·z) in the forward and in the backward pass.
+    - zero 0: the ranks of dp·cp are replicas, and gradients are all-reduced over them once per step.
+    - zero 1 and 2: the shard group is dp·cp·z. Weights are gathered over it for the forward pass. From the forward to
+      the backward pass, each rank keeps the weights as shards over z. With z = 1 such a shard is the full weight, and
+      it is kept until the step ends. zero 2 reduce-scatters gradients in each backward pass. zero 1 does so only in the
+      last backward pass of a step, and keeps unsharded gradients until then.
+    - zero 3: weights are gathered over dp·cp·z in the forward and in the backward pass.
     """
 
     def __init__(
@@ -39,12 +40,12 @@ class FullySharded(DataParallel):
 
         Args:
             model: A model on the meta device.
-            units: Its units.
+            units: The model's units.
             grid: The grid.
             types: The dtypes of a step.
-            prefetch: Number of blocks whose weights are gathered ahead.
-            per_node: Number of a shard group's ranks in one node. Above 1, groups that span several nodes communicate
-                in two levels.
+            prefetch: Number of blocks whose weights are gathered ahead of time.
+            per_node: Number of a shard group's ranks on one node. If it is above 1, groups that span several nodes
+                communicate in two levels.
         """
         super().__init__(model, units, grid, types)
         policy = MixedPrecisionPolicy(
@@ -82,7 +83,7 @@ class FullySharded(DataParallel):
         for embedding in units.embeddings:
             if of_last.isdisjoint(embedding.parameters()):
                 shard(embedding, reshard)
-                # The backward of an embedding does not read its weights.
+                # The backward pass of an embedding does not read its weights, so FSDP2 need not gather them.
                 _fsdp(embedding).set_unshard_in_backward(False)
             else:
                 last.append(embedding)
@@ -146,15 +147,16 @@ class FullySharded(DataParallel):
             every = (p for group in self.fsdp_groups() for p in group.fsdp_params)
             self._fsdp_parameters = {p._unsharded_param: p for p in every}
         fsdp_parameter = self._fsdp_parameters[parameter]
-        # If there is already a sum in reduce_dtype, the first call adds to it. If there is none, the second call starts
-        # it.
+        # If there is already a sum in reduce_dtype, the first call adds to the sum. If there is none, the second call
+        # starts one.
         fsdp_parameter.accumulate_unsharded_grad_if_needed()
         fsdp_parameter.to_accumulated_grad_if_needed()
 
     def finish_gradients(self) -> None:
         """Finish the gradients.
 
-        FSDP2 sums them itself at the end of the last backward pass, unless weight gradients were computed after that.
+        FSDP2 sums them over ranks itself in the last backward pass. If a pipeline schedule computed weight gradients
+        after this pass, this method starts the sums.
         """
         if not self._is_complete:
             self.begin_backward(last=True)
@@ -170,8 +172,8 @@ class FullySharded(DataParallel):
         """Free the gradients of a backward pass's last unit once they are sent, before the head computes the next
         logits.
 
-        Otherwise FSDP2 would keep them until the next micro-batch's backward pass. The last unit is the embedding, and
-        its gradients are large.
+        Otherwise FSDP2 would keep them until the next micro-batch's backward pass. The last unit of a backward pass is
+        the embedding, whose gradients are large.
         """
         context: Any = _fsdp(self.model)._get_fsdp_state()._comm_ctx
         if hasattr(context, "reduce_scatter_states"):
@@ -185,7 +187,7 @@ class FullySharded(DataParallel):
                 torch.accelerator.current_stream().wait_event(state.event)
 
     def _reads_sums(self) -> bool:
-        """Return whether FSDP2 adds the next sums to the sums of earlier micro-batches."""
+        """Return whether FSDP2 will add the next sums to the sums of earlier micro-batches."""
         return any(p.sharded_param.grad is not None for group in self.fsdp_groups() for p in group.fsdp_params)
 
     def publish(self) -> None:
@@ -213,7 +215,7 @@ class FullySharded(DataParallel):
         return found
 
     def _replicas_in_background(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return a mesh of (replicas, shards) for FSDP2 that sums over replicas in the background, even on gloo."""
+        """Return the mesh of (replicas, shards). On gloo, its all-reduces over replicas run in the background."""
         return replicas_in_background(mesh, self.sums) if self._on_gloo else mesh
 
     def _sum_without_division(self, mesh: DeviceMesh) -> None:
@@ -229,8 +231,8 @@ class FullySharded(DataParallel):
                 # calls, which is enough.
                 module.set_custom_all_gather(gathers)  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
-            # Losses are divided by the number of tokens in the whole step, so gradients are sums, not means. gloo has
-            # no scaled sum.
+            # Losses are divided by the number of tokens in the whole step, so gradients are sums, not means. Force
+            # plain sums, because gloo has no scaled sum.
             if (grid.expert_replicas.size if module in self._experts else mesh.size()) > 1:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
@@ -251,10 +253,10 @@ class FullySharded(DataParallel):
         return [_fsdp(module) for module in modules]
 
     def _keep_z_shards_after_forward(self, z_mesh: DeviceMesh) -> None:
-        """Keep gathered weights as z shards from forward to backward.
+        """Keep gathered weights as z shards from the forward to the backward pass.
 
-        FSDP2's own argument for this creates new process groups for every shard group. With x, y, or pp there are
-        several shard groups, and this would deadlock.
+        FSDP2's own argument for this (``reshard_after_forward=N``) creates new process groups for every shard group.
+        With x, y, or pp there are several shard groups, and this would deadlock.
         """
         z_shards = HSDPMeshInfo(z_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
         of_experts = self.groups_of(self._experts)
@@ -291,7 +293,7 @@ class FullySharded(DataParallel):
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:
-    """Return a module that ``fully_shard`` has converted."""
+    """Narrow the type of a module that ``fully_shard`` has converted."""
     assert isinstance(module, FSDPModule)
     return module
 
@@ -299,9 +301,9 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], depth: int) -> None:
     """While a layer computes, gather the weights of its experts and of the next ``depth`` layers (OAG in AxoNN).
 
-    Every unit must name what to prefetch in the backward pass. Otherwise FSDP2 prefetches the unit that ran before it
-    in the forward pass, which may belong to another micro-batch. If a unit needs no prefetch, it names the root,
-    because the root has no weights.
+    Every unit must say what to prefetch in the backward pass. Otherwise FSDP2 prefetches the unit that ran before it in
+    the forward pass, which may belong to another micro-batch. A unit that needs no prefetch names the root, whose
+    weights (if it has any) are still gathered.
     """
     layers, nothing = [_fsdp(block) for block in units.blocks], [_fsdp(model)]
     for unit in model.modules():

@@ -1,5 +1,5 @@
-"""Data parallelism with whole weights on every rank. Weights are not gathered, and gradients are summed during the
-backward pass."""
+"""Data parallelism with a full copy of the weights on every rank. Weights are not gathered, and gradients are summed
+during the backward pass."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from fourfold.parallel.tensor.sharding import Tile
 
 
 class Replicated(DataParallel):
-    """Keeps whole weights on every rank. This needs size 1 of the sharding axis z, and either ``zero`` 0 or only one
-    replica.
+    """Keeps a full copy of the weights on every rank. This requires z = 1, and either ``zero`` = 0 or dp·cp = 1.
 
-    If the step computes in another dtype than the stored weights have, the model holds working copies, and the
-    optimizer updates the stored weights.
+    If the step's dtype differs from the dtype of the stored weights, the model holds working copies, and the optimizer
+    updates the stored weights.
     """
 
     def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
@@ -104,10 +103,11 @@ class Weight:
     working: nn.Parameter
     stored: nn.Parameter
     summed: nn.Parameter
-    """The copy whose gradient holds the sum over the micro-batches so far, in the dtype of sums."""
+    """The copy whose ``.grad`` accumulates gradients over micro-batches, in the dtype ``StepTypes.reduced``."""
 
     def keep_gradient(self) -> None:
-        """Add a micro-batch's gradient to the sum. If the gradient is computed later, do nothing yet."""
+        """Add a micro-batch's gradient to the sum, unless autograd accumulates the sum itself. If there is no gradient
+        yet, do nothing."""
         if self.summed is self.working or self.working.grad is None:
             return
         if self.summed.grad is None:
@@ -117,7 +117,7 @@ class Weight:
         self.working.grad = None
 
     def finish_gradient(self) -> None:
-        """Move the sum to the stored weight's gradient."""
+        """Move the sum to the stored weight's ``.grad``."""
         if self.summed is not self.stored and self.summed.grad is not None:
             self.stored.grad = self.summed.grad.to(self.stored.grad_dtype)
             self.summed.grad = None
@@ -140,8 +140,8 @@ class Bucket:
         self._missing: set[nn.Parameter] | None = None
         self._unused: set[nn.Parameter] = set()
         self._weight_of = {weight.working: weight for weight in weights}
-        # A weight's hook must not keep this bucket alive. The garbage collector does not see hooks, so the weight would
-        # never be freed.
+        # A weight's hook must not hold a reference to this bucket, which refers to the weight. The garbage collector
+        # does not see hooks, so it would never free this cycle.
         arrived = WeakMethod(self._arrived)
 
         def call(working: nn.Parameter) -> None:
@@ -153,7 +153,8 @@ class Bucket:
             weight.working.register_post_accumulate_grad_hook(call)
 
     def begin_backward(self, last: bool) -> None:
-        """Prepare for a backward pass. If it is the ``last`` one of a step, its gradients complete the step's sums."""
+        """Prepare for a backward pass. In the ``last`` backward pass of a step, the sum over the replicas starts as
+        soon as all gradients of the bucket are computed."""
         self._missing = set(self._weight_of) if last else None
 
     def _arrived(self, working: nn.Parameter) -> None:
@@ -164,7 +165,7 @@ class Bucket:
                 self.start()
 
     def start(self) -> None:
-        """Start the sum over the replicas unless it has started."""
+        """Start the sum over the replicas, unless it has already started or there is only one replica."""
         self._missing = None
         if self.replicas.size == 1 or self.pending is not None:
             return
@@ -175,13 +176,13 @@ class Bucket:
             weight.summed.grad = None
 
     def _summand(self, summed: nn.Parameter) -> Tensor:
-        if summed.grad is None:  # This step did not use the weight, so its gradient is 0.
+        if summed.grad is None:  # This rank did not use the weight in this step, so its gradient is 0.
             return torch.zeros(summed.numel(), dtype=self.dtype, device=summed.device)
         return summed.grad.flatten()
 
     def wait(self) -> None:
-        """Wait for the sums, and move them to the stored weights. A weight that no rank has used gets no gradient,
-        as on one process."""
+        """Wait for the sums, and set them as ``.grad`` of the stored weights. A weight that this rank did not use and
+        whose sum is 0 gets no gradient, as on one process."""
         if self.pending is None:
             return
         parts = self.pending.wait().split([weight.stored.numel() for weight in self.weights])
@@ -192,8 +193,8 @@ class Bucket:
 
 
 def _in_order_of_the_backward(model: nn.Module, units: Units) -> list[list[nn.Parameter]]:
-    """Return groups of parameters in the order of the backward pass: head, layers from last to first, embeddings, and
-    any that remain.
+    """Return groups of parameters in the order of the backward pass: head, blocks from last to first, embeddings, and
+    the parameters outside all units.
 
     A tied weight is in the group that the backward pass reaches last.
     """

@@ -23,7 +23,7 @@ COUNTS = "experts: counts of rows"
 
 
 class Traffic(NamedTuple):
-    """How many rows each rank sends and receives (as numbers on the host), and the order of the received rows."""
+    """How many rows each rank sends and receives (counts on the host), and the order of the received rows."""
 
     sent: list[int]
     """Number of rows of this rank's tokens that go to each ep rank."""
@@ -34,25 +34,27 @@ class Traffic(NamedTuple):
     groups: Groups
     """Number of rows of each of this rank's experts, summed over all sending ranks."""
     order_N: Tensor | None
-    """The order that sorts all these rows by expert. None if they are already sorted."""
+    """The order that sorts the rows of ``groups`` by expert. None if they are already sorted."""
     inverse_N: Tensor | None
+    """The inverse permutation of ``order_N``."""
 
 
 class Dispatch:
-    """The path of rows to a grid's experts and back."""
+    """Moves rows to the ranks of their experts, and moves the outputs back."""
 
     def __init__(self, grid: Grid, num_experts: int) -> None:
         self.ep, self.x, self.num_experts = grid.ep, grid.x, num_experts
 
     def exchange_counts(self, sizes_E: Tensor) -> HostNumbers:
-        """Exchange the counts, and start copying them to the host.
+        """Exchange the row counts of the experts, and start copying them to the host.
 
         Args:
             sizes_E: Number of rows of this rank's tokens for every expert.
 
         Returns:
-            Blocks of counts, each for the experts of one rank. First come this rank's rows, one block per ep rank. Then
-            come the rows that this rank receives, one block per x rank and ep rank, in this order.
+            Blocks of counts, each for the experts of one ep rank. First come the rows that this rank sends, one block
+            per receiving ep rank. Then come the rows that this rank and the other ranks of x receive: for each x rank,
+            one block per sending ep rank.
         """
         mine = sizes_E.view(self.ep.size, -1)
         received = all_to_all(mine, self.ep, COUNTS) if self.ep.size > 1 else mine
@@ -64,8 +66,8 @@ class Dispatch:
 
         Args:
             counts: The result of ``exchange_counts``.
-            planned: If there is no data to count (in a trace), the number of rows that every rank is assumed to send to
-                each expert.
+            planned: The number of rows that every rank is assumed to send to each expert, if there is no data to count
+                (in a trace). Otherwise None.
         """
         if planned is None:
             numbers: list[Any] = counts.read()

@@ -3,8 +3,8 @@
 With a balance loss, each token t adds E · Σ_e f_e P_te to the loss (Fedus et al. 2021, arXiv 2101.03961, eq. 4). P_te
 is the token's router probability of expert e, and f_e is the fraction of rows that went to e in the *last step's whole
 batch*. The loss is then a plain sum over tokens, like the cross-entropy. Its gradient is the same on every grid, with
-any number of micro-batches, and needs no collective. Without a loss, each expert's bias moves against the sign of its
-excess load (arXiv 2408.15664).
+any number of micro-batches, and needs no collective. With ``bias_update_rate``, each expert's bias moves against the
+sign of its excess load (arXiv 2408.15664).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CountedRouter(Tiled):
     """A router whose choices are counted."""
 
     load: ExpertLoad | None = None
-    """Counts of the router's choices. None unless a job trains."""
+    """The object that counts the router's choices, or None if they are not counted."""
 
 
 class ExpertLoad:
@@ -46,16 +46,17 @@ class ExpertLoad:
         model = run.model
         self.run, self.grid, self.experts, self.chosen = run, grid, model.num_experts, model.num_experts_per_tok
         self.tokens: Tensor | int = 1
-        """Number of tokens in the step's data, over all ranks."""
+        """Number of the step's tokens that are not padding, over all ranks."""
         shape = (model.num_hidden_layers, self.experts)
         self.rows_LE = torch.zeros(shape, dtype=torch.float64, device=device)
         """Number of rows that were sent to each expert in the last step, including dropped rows. Zero before the first
         step."""
         self.counting = False
-        """Whether a training step is running. Only then are tokens counted, and only then do the balance losses have
-        gradients."""
+        """Whether a training step is running. Only then are tokens counted, and only then do the balance loss and the
+        z-loss have gradients."""
         self.factor: Tensor | float = 0.0
-        """The factor on a loss's sum over tokens."""
+        """The factor that a loss's sum over tokens is multiplied by: the loss scale divided by the number of
+        tokens."""
         self.planned: Sequence[float] | None = None
         """Relative load to assume for each expert if there is no data to count."""
         self._sums = torch.zeros(shape[0], self.experts + len(FIGURES), dtype=torch.float64, device=device)
@@ -67,7 +68,8 @@ class ExpertLoad:
                 router.load = self
 
     def begin(self, loss_scale: float, micro_batches: Sequence[MicroBatch[Tensor]]) -> None:
-        """Start counting a step of these micro-batches. ``loss_scale`` is the factor of fp16's loss scaling."""
+        """Start to count the rows of a step with these micro-batches. ``loss_scale`` is the factor of fp16's loss
+        scaling."""
         self._sums.zero_()
         self.tokens = self._data_tokens([batch.is_data for batch in micro_batches if batch.is_data is not None])
         self.factor, self.counting = loss_scale / self.tokens, True
@@ -89,8 +91,8 @@ class ExpertLoad:
 
     @torch.no_grad()
     def advance(self, shards: Iterable[LocalShard]) -> None:
-        """Call this after the optimizer step. The rows that this step has counted become the last step's rows, and the
-        biases are updated from them."""
+        """Make the counts of this step the counts of the last step, and update the biases from them. Call this after
+        the optimizer step."""
         self.rows_LE.copy_(self._sums[:, : self.experts])
         rate = self.run.moe.bias_update_rate
         if rate:
@@ -166,7 +168,7 @@ class ExpertLoad:
 
     @torch.no_grad()
     def count(self, layer: int, logits_TE: Tensor, rows_E: Tensor, is_data_T: Tensor | None) -> None:
-        """Count the rows of some tokens for every expert, and their losses."""
+        """Count the rows of some tokens for every expert, and add up the tokens' losses and entropies."""
         if not self.counting:
             return
         probabilities_TE, z_T = router_probabilities(logits_TE, self.run.model), logits_TE.logsumexp(-1).square()
@@ -203,7 +205,7 @@ def _layer_of(name: str) -> int:
 
 
 class _WithLosses(Function):
-    """Returns the logits unchanged. Its backward adds the gradients of the balance loss and the z-loss."""
+    """Returns the logits unchanged. The backward pass adds the gradients of the balance loss and the z-loss."""
 
     @staticmethod
     def forward(

@@ -50,7 +50,7 @@ class ParallelMixture(nn.Module):
         return out_BTh if self.shared_expert is None else out_BTh + self._shared(x_BTh)
 
     def _routed(self, x_BTh: Tensor, is_data_BS: Tensor | None) -> Tensor:
-        """Return the sum of the chosen experts' outputs for each token."""
+        """Return the weighted sum of the chosen experts' outputs for each token."""
         x_Th, experts = x_BTh.flatten(0, 1), self.gate.num_experts
         is_data_T = None
         if is_data_BS is not None:
@@ -68,7 +68,7 @@ class ParallelMixture(nn.Module):
         return combine(self._outputs(x_Th, order), order, weights_TK).view_as(x_BTh)
 
     def _outputs(self, x_Th: Tensor, order: Order) -> Tensor:
-        """Return the outputs of the chosen experts, [N, h], in the order of the experts."""
+        """Return the outputs of the chosen experts, [N, h], sorted by expert."""
         load = self.gate.load
         planned = load.planned_rows(len(order.place_N)) if load is not None and load.planned is not None else None
         if self.grid.ep.size * self.grid.x.size == 1 and planned is None:
@@ -76,7 +76,7 @@ class ParallelMixture(nn.Module):
             outputs_Nh: Tensor = self.experts(take_rows(x_Th, order, order.taken(groups)), groups)
             return outputs_Nh
         counts = remembered(self.dispatch, lambda: self.dispatch.exchange_counts(order.sizes_E))
-        # The GPU sorts the rows while the host waits for the counts.
+        # The GPU copies the rows in the order of their experts while the host waits for the counts.
         rows_Nh = take_rows(x_Th, order, len(order.place_N)) if order.given is None else None
         traffic = self.dispatch.traffic(counts, planned)
         if rows_Nh is None:
@@ -91,7 +91,7 @@ class ParallelMixture(nn.Module):
 
 
 class ParallelExperts(Tiled):
-    """This rank's experts, with weights [E/ep, F/x, H/y] and [E/ep, H/y, F/x], and biases of their outputs."""
+    """This rank's experts, with weights [E/ep, F/x, H/y] and [E/ep, H/y, F/x], and optional biases."""
 
     gate_proj: nn.Parameter
     up_proj: nn.Parameter
@@ -125,7 +125,7 @@ class ParallelExperts(Tiled):
         out_Nh = grouped_matmul(active_Nf, self.down_proj, groups)
         if self.down_proj_bias is None or self.x.rank == 0:
             return add_biases(out_Nh, self.down_proj_bias, groups)
-        return add_biases(out_Nh, 0 * self.down_proj_bias, groups)  # Gradients are summed, so all ranks need one.
+        return add_biases(out_Nh, 0 * self.down_proj_bias, groups)  # Each rank needs a gradient, to sum them over x.
 
 
 class SharedExpertGate(Tiled):

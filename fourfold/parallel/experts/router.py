@@ -43,7 +43,7 @@ class ParallelRouter(BiasInFloat32, CountedRouter):
         if self.load is not None:
             logits_TE = self.load.with_losses(logits_TE, self.layer, is_data_T)
         scores_TE = self.choice.scores(logits_TE)
-        # A rounding error in the recomputation must not send a token to another expert.
+        # Do not choose again in a recomputation, because a rounding error could send a token to another expert.
         chosen_TK = remembered(self, lambda: self.choice.experts(scores_TE, self.e_score_correction_bias))
         experts_TK = chosen_TK
         if is_data_T is not None:

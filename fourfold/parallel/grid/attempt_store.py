@@ -1,7 +1,4 @@
-"""Give each attempt of a job its own part of the store that processes use to find each other.
-
-torchrun may use one store for all attempts.
-"""
+"""Give each attempt of a job its own keys in the rendezvous store. torchrun may use one store for all attempts."""
 
 from __future__ import annotations
 
@@ -16,15 +13,16 @@ POLL_SECONDS = 0.02
 
 
 def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a part of ``store`` that only the ranks of this attempt know. Every rank of the attempt calls this.
+    """Return a view of ``store`` with a key prefix that only the ranks of this attempt know. Every rank of the attempt
+    must call this.
 
     The store still has the keys of earlier attempts. TORCHELASTIC_RESTART_COUNT does not tell attempts apart, because
-    each agent counts its own restarts (github.com/pytorch/pytorch/issues/135712). So each rank of the new attempt posts
-    a new random word, and rank 0 answers every word with the attempt's name until all ranks have read it. Rank 0 also
-    answers words of earlier attempts, but nobody reads those answers.
+    each agent counts its own restarts (github.com/pytorch/pytorch/issues/135712). So each rank of the new attempt
+    except rank 0 posts a new random word. Rank 0 answers each word with the attempt's name, until all ranks have read
+    this name. Rank 0 also answers words of earlier attempts, but nobody reads those answers.
 
     Raises:
-        DistStoreError: A rank did not arrive in time.
+        DistStoreError: A rank did not arrive before the timeout.
     """
     if rank == 0:
         name = uuid.uuid4().hex

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fourfold.parallel.grid.communicate import PURPOSE
 
 CHUNK = 1 << 22
-"""Number of elements that are summed at once. A small number limits the memory of the sum's weights, which take eight
-bytes per element."""
+"""Number of elements that are summed at once. This limits the memory of the weights in the sum, which take eight bytes
+per element."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -23,9 +23,10 @@ SECOND_IS_INPUT = ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a position-dependent sum over a tensor's bits, mod 2^64, as int64 on its device.
+    """Return a weighted sum of a tensor's elements, read as integers, mod 2^64. The sum is an int64 on the tensor's
+    device.
 
-    One flipped bit always changes the sum, because the weights are odd.
+    The weights depend on the position. One flipped bit always changes the sum, because the weights are odd.
     """
     words = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -36,11 +37,12 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 class Given(NamedTuple):
-    """Data that a process sent to other processes at one point of a step."""
+    """An entry in a process's log of a step. It describes data that the process sent or keeps, or a message that the
+    process received."""
 
     members: tuple[int, ...]
-    """The ranks of the collective, or the sender and the receiver of a message. Empty for data that stays on this
-    process."""
+    """The ranks of the collective, or the sender and the receiver of a message. Empty for data that the process
+    keeps."""
     what: str
     checksum: int
     """Checksum of the data. 0 if this process only receives."""
@@ -63,7 +65,7 @@ class CollectiveInputs(TorchDispatchMode):
     def given(self) -> list[Given]:
         """Return all records in order. Waits for the device."""
         if any(each.is_cuda for each in self._checksums):
-            torch.cuda.synchronize()  # Wait for all streams, because FSDP2 sends from its own.
+            torch.cuda.synchronize()  # Wait for all streams, because FSDP2 sends from its own streams.
         sums = torch.stack(self._checksums).tolist() if self._checksums else []
         return [Given(members, what, value) for (members, what), value in zip(self._notes, sums, strict=True)]
 
@@ -95,11 +97,14 @@ class CollectiveInputs(TorchDispatchMode):
 
 
 def first_to_differ(first: Sequence[Sequence[Given]], second: Sequence[Sequence[Given]]) -> dict[int, str]:
-    """Compare the logs of two passes on all ranks.
+    """Compare the logs of two passes over the same step.
 
-    Return the ranks whose computation differed, and the data that differed.
+    Args:
+        first, second: the log of each rank.
 
-    A rank that differs only after it received data from a differing rank is not to blame, and is not returned.
+    Returns:
+        The ranks whose own computation differed, each with the first data that differed. If a rank differs only after a
+        collective with a differing rank, it may have received wrong data, so it is left out.
     """
     differing = [_differing(one, two) for one, two in zip(first, second, strict=True)]
     tainted: dict[tuple[tuple[int, ...], int], set[int]] = {}

@@ -1,7 +1,7 @@
-"""All of fourfold's own collectives. Each call names its axis and purpose.
+"""Collectives over an axis of the grid. Each call names its axis and purpose.
 
-The plain functions move data. ``gather``, ``scatter_sum``, and ``exchange`` also have a backward that moves gradients.
-The ``start_*`` functions return immediately, so that computation can continue until ``wait``.
+The functions from ``gather`` to the end of the module are differentiable: their backward passes move gradients. The
+``start_*`` functions return immediately, so that computation can continue until ``wait``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NCCL_TYPES = frozenset(
 
 
 class Purpose(NamedTuple):
-    """The reason for a collective, and a name for the operation if the library's own name would mislead."""
+    """The reason for a collective, and a name for the operation if torch's name would mislead."""
 
     why: str
     operation: str | None
 
 
 ON_WAIT: ContextVar[Callable[[Tensor], None] | None] = ContextVar("on_wait", default=None)
-"""Called with the result of every collective that is waited for. The trace sets it."""
+"""A function that ``Pending.wait`` calls with the result of each collective. The trace sets it."""
 
 PURPOSE: ContextVar[Purpose | None] = ContextVar("purpose", default=None)
 """Purpose of the collective that is being issued. The trace reads it."""
@@ -47,14 +47,14 @@ PURPOSE: ContextVar[Purpose | None] = ContextVar("purpose", default=None)
 def purpose(
     why: str, operation: str | None = None, axis: Axis | str = "all ranks", sender: int | None = None
 ) -> Iterator[None]:
-    """Name the purpose of the collectives in the block, and their axis for the watchdog ("" without collectives).
+    """Name the purpose of the collectives in the block, and tell the watchdog about them.
 
     All ranks of the axis must enter this context equally often, because the watchdog compares their counts.
 
     Args:
         why: The purpose.
-        operation: A name for the operation, if the library's own name would mislead.
-        axis: The axis, or its name.
+        operation: A name for the operation, if torch's name would mislead.
+        axis: The axis, or its name. "" if the block has no collectives.
         sender: The rank on the axis that sends, for a message between two ranks.
     """
     if is_watched() and isinstance(axis, Axis):
@@ -76,7 +76,7 @@ class Pending(NamedTuple):
     finish: Callable[[Tensor], Tensor] | None = None
 
     def wait(self) -> Tensor:
-        """Wait for the result. On a GPU, only the stream waits."""
+        """Wait for the result, and return it. On a GPU, the current stream waits, but the host does not."""
         for work in self.works:
             work.wait()
         if self.works and (notify := ON_WAIT.get()) is not None:
@@ -101,7 +101,7 @@ def check_for_nccl(given: Tensor, received: Tensor | None = None, ranks: tuple[i
 
 
 def start_all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Pending:
-    """Concatenate the parts of all ranks of ``axis`` along ``dim``."""
+    """Start to concatenate the parts of all ranks of ``axis`` along ``dim``."""
     if axis.size == 1:
         return Pending(part)
     part = part.contiguous()
@@ -113,7 +113,7 @@ def start_all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Pending:
 
 
 def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pending:
-    """Sum over the ranks of ``axis``, and keep this rank's part of ``dim``."""
+    """Start to sum over the ranks of ``axis``. The result is this rank's part of the sum along ``dim``."""
     if axis.size == 1:
         return Pending(partial)
     parts = partial.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
@@ -131,7 +131,7 @@ def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pen
 
 
 def start_all_reduce(partial: Tensor, axis: Axis, why: str) -> Pending:
-    """Sum over the ranks of ``axis`` in place. The caller must not use ``partial`` again."""
+    """Start to sum over the ranks of ``axis``. This may overwrite ``partial``, so the caller must not use it again."""
     if axis.size == 1:
         return Pending(partial)
     partial = partial.contiguous()
@@ -142,7 +142,7 @@ def start_all_reduce(partial: Tensor, axis: Axis, why: str) -> Pending:
 
 
 def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
-    """Send to the next rank of ``axis``, and receive what the previous rank sends."""
+    """Start to send a tensor to the next rank of ``axis``, and to receive the previous rank's tensor."""
     tensor = tensor.contiguous()
     received = torch.empty_like(tensor)
     check_for_nccl(tensor, received)
@@ -156,7 +156,7 @@ def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
 
 
 def swap(tensor: Tensor, pair: Axis, why: str) -> Tensor:
-    """Exchange tensors with this rank's partner in a pair, which must call this too. Return the partner's tensor.
+    """Exchange tensors with the other rank of a pair, which must call this too. Return the other rank's tensor.
 
     A swap sends the same bytes as an all-reduce of two ranks, so the trace counts it as an all-reduce.
     """
@@ -169,7 +169,7 @@ def swap(tensor: Tensor, pair: Axis, why: str) -> Tensor:
 
 
 def start_send(tensor: Tensor, pair: Axis, why: str) -> Pending:
-    """Send to this rank's partner in a pair. The tensor must not change until ``wait`` returns it."""
+    """Start to send a tensor to the other rank of a pair. The tensor must not change until ``wait`` returns it."""
     tensor = tensor.contiguous()
     check_for_nccl(tensor)
     with purpose(why, axis=pair, sender=pair.rank):
@@ -177,7 +177,7 @@ def start_send(tensor: Tensor, pair: Axis, why: str) -> Pending:
 
 
 def start_receive(out: Tensor, pair: Axis, why: str) -> Pending:
-    """Receive into ``out`` from this rank's partner in a pair."""
+    """Start to receive into ``out`` from the other rank of a pair."""
     check_for_nccl(out)
     with purpose(why, axis=pair, sender=1 - pair.rank):
         return Pending(out, [_started(dist.irecv(out, _other(pair), group=pair.group))])
@@ -258,12 +258,12 @@ def _join(parts: Tensor, dim: int) -> Tensor:
 def _over_ranks(
     axis: Axis, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return the tensor itself if the axis has one rank."""
+    """Run ``forward`` in the forward pass and ``backward`` in the backward pass. With one rank, do nothing."""
     return tensor if axis.size == 1 else differentiable(tensor, forward, backward)
 
 
 def gather(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """All-gather in the forward pass. In the backward pass, sum and scatter the gradients of all ranks."""
+    """All-gather in the forward pass, reduce-scatter in the backward pass."""
     return _over_ranks(axis, part, lambda t: all_gather(t, axis, dim, why), lambda g: reduce_scatter(g, axis, dim, why))
 
 
@@ -287,14 +287,15 @@ def exchange_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Seque
 
 
 def gather_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
-    """Join ``sizes[i]`` rows of each rank i. In the backward pass, sum and scatter the gradients of all ranks."""
+    """All-gather rows, ``sizes[i]`` from each rank i. In the backward pass, reduce-scatter their gradients."""
     return _over_ranks(
         axis, rows, lambda t: _rows_of_all(t, axis, sizes, why), lambda g: _sum_of_own_rows(g, axis, sizes, why)
     )
 
 
 def scatter_sum_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
-    """Sum the ranks' rows, and keep this rank's ``sizes[rank]`` rows. This is the reverse of ``gather_rows``."""
+    """Reduce-scatter rows, with ``sizes[i]`` rows of the sum for each rank i. In the backward pass, all-gather their
+    gradients."""
     return _over_ranks(
         axis, rows, lambda t: _sum_of_own_rows(t, axis, sizes, why), lambda g: _rows_of_all(g, axis, sizes, why)
     )
@@ -311,24 +312,24 @@ def _sum_of_own_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -
     return sum_parts(parts.unflatten(0, (axis.size, own)))
 
 
-# In the functions above, each rank has a part of the gradient of a copied tensor, and the parts must still be summed.
-# In the functions below, every rank of an axis holds a copy of a tensor and its whole gradient.
+# The functions above are for computation that the ranks split. If all ranks hold a copy of a tensor, each rank has only
+# a part of its gradient, so the backward pass sums the parts. The functions below are for computation that all ranks
+# repeat: every rank has the full gradient of a copied tensor.
 
 
 def share(whole: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """Take this rank's part of a tensor that all ranks hold. All-gather in the backward pass."""
+    """Return this rank's part of a tensor that all ranks hold. In the backward pass, all-gather the gradient."""
     return _over_ranks(axis, whole, lambda t: _own_part(t, axis, dim), lambda g: all_gather(g, axis, dim, why))
 
 
 def whole(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """All-gather in the forward pass, for work that every rank repeats. In the backward pass, keep this rank's part of
-    the gradient."""
+    """All-gather in the forward pass. In the backward pass, keep this rank's part of the gradient."""
     return _over_ranks(axis, part, lambda t: all_gather(t, axis, dim, why), lambda g: _own_part(g, axis, dim))
 
 
 def sum_of(partial: Tensor, axis: Axis, why: str) -> Tensor:
-    """All-reduce in the forward pass. The backward pass does nothing, because all ranks already have the whole
-    gradient."""
+    """All-reduce in the forward pass. The backward pass returns the gradient unchanged, because each rank already has
+    the full gradient."""
     return _over_ranks(axis, partial, lambda t: all_reduce(t.clone(), axis, why), lambda g: g)
 
 

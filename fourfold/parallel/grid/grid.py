@@ -40,28 +40,28 @@ class Axis:
 
     @cached_property
     def members(self) -> str:
-        """Return a name for this group: the axis, and the group's first and last rank. Each group of the axis has
-        another name."""
+        """Return a name for this group: the axis, and the group's first and last rank. It is unique among the groups of
+        the axis."""
         ranks = dist.get_process_group_ranks(self.group)
         return f"{self.name} of {ranks[0]}-{ranks[-1]}"
 
 
 @dataclass(frozen=True)
 class TwoLevels:
-    """The ranks of an axis that spans several nodes: the ranks inside this node, and the ranks at the same position in
-    all nodes.
+    """The ranks of an axis that spans several nodes, as two groups: the ranks inside this node, and the ranks at the
+    same position in all nodes.
 
-    FSDP2 uses it as a process group and calls its ``size`` and ``rank``.
+    FSDP2 uses this object as a process group and calls its ``size`` and ``rank``.
     """
 
     whole: Axis
     inside: Axis
     across: Axis
     inside_for_sums: Axis
-    """The same ranks as ``inside``, for sums. On gloo they have a second group, because ``gathers`` uses the group of
-    ``inside``."""
+    """The same ranks as ``inside``, for sums. On gloo this is a second group, because the thread of ``gathers`` issues
+    collectives on the group of ``inside``."""
     gathers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-    """On gloo, a thread issues the second level of gathers. All ranks issue them in the same order."""
+    """On gloo, this thread issues the second level of gathers. One thread keeps their order equal on all ranks."""
 
     def size(self) -> int:
         return self.whole.size
@@ -96,15 +96,12 @@ class Grid:
         device_type: "cuda" or "cpu".
 
     Raises:
-        UserError: The product of the sizes is not the number of processes.
+        UserError: The product of the sizes is not the number of processes. Or the default process group cannot be
+            started: no launcher started several processes, they could not connect, or there are too few GPUs.
     """
 
     def __init__(self, sizes: ParallelConfig, device_type: str) -> None:
-        """Create the groups. Every process of the job must call this with the same sizes.
-
-        In a program that torchrun or srun started, this also starts torch's default process group, unless the program
-        has already done so. The backend is nccl on this process's GPU for ``"cuda"``, and gloo otherwise.
-        """
+        """Create the groups. Every process of the job must call this with the same sizes."""
         ensure_process_group(device_type, sizes.world_size)
         if sizes.world_size != dist.get_world_size():
             raise UserError(
@@ -156,7 +153,7 @@ class Grid:
     def stage(self) -> Axis:
         """Return all ranks of this process's pipeline stage as one axis.
 
-        Every process of the job calls it, because it may create the group.
+        Every process of the job must call this, because the first call may create the group.
         """
         if self.pp.size == 1:
             ranks = self.ranks.numel()
@@ -168,14 +165,14 @@ class Grid:
         return self._axes["stage"]
 
     def shards(self, name: str, per_node: int) -> dist.ProcessGroup | TwoLevels:
-        """Return the ranks that shard weights. If they are on several nodes with several ranks each, they form two
-        levels.
+        """Return the group of the ranks that shard weights. If they are on several nodes with several ranks each, the
+        group has two levels.
 
         The first call creates the groups, so every process of the job must call this with the same arguments.
 
         Args:
             name: The axis, ``z`` or ``dp_cp_z``.
-            per_node: Number of the axis's ranks in a node. It divides the number of ranks if the axis spans nodes.
+            per_node: Number of the axis's ranks on each node. If the axis spans nodes, this must divide its size.
         """
         whole = self._axes[name]
         if not 1 < per_node < whole.size:
@@ -208,7 +205,7 @@ class Grid:
         group.
         """
         if ep == 1:
-            self.ep = Axis("ep", 1, 0, self.x.group)  # An axis of size 1 never sends anything.
+            self.ep = Axis("ep", 1, 0, self.x.group)  # An axis of size 1 sends nothing, so any group will do.
             self.expert_replicas = self.expert_copies = self.expert_shards = self.tokens
             return
         ranks = self.ranks.permute([AXES.index(axis) for axis in ("pp", "y", "x", "dp", "cp", "z")])
@@ -251,8 +248,8 @@ class Grid:
         pairs = [(stage, (stage + 1) % pp.size) for stage in range(pp.size)]
         rings = self.ranks.flatten(1)
         found = {}
-        # Make up to three sets. The pairs of a set share no process: the pairs with even numbers, the pairs with odd
-        # numbers, and the last pair alone if the number of pairs is odd.
+        # ``group_among`` takes disjoint groups. So divide the pairs into up to three sets that share no process: the
+        # even pairs, the odd pairs, and the last pair alone if the number of pairs is odd.
         for those in filter(None, (pairs[: pp.size // 2 * 2 : 2], pairs[1::2], pairs[pp.size // 2 * 2 :])):
             group = group_among([sorted(ranks) for pair in those for ranks in rings[list(pair)].T.tolist()])
             for first, second in those:
@@ -270,8 +267,8 @@ class Grid:
         others = [axis for axis in AXES if axis not in axes]
         size = math.prod(getattr(self.sizes, axis) for axis in axes)
         sets = self.ranks.permute([AXES.index(axis) for axis in (*others, *axes)]).reshape(-1, size).tolist()
-        # cp's rings rotate keys while gradients are summed over dp and cp, so the two need separate groups. In one
-        # group, they would wait for each other.
+        # Ring attention sends keys over cp while gradients are summed over dp and cp. In one group, these transfers
+        # would wait for each other, so cp has its own group.
         key = str(sets), "cp" if axes == ("cp",) and size > 1 else ""
         if key not in groups:
             group = default_group() if len(sets) == 1 and not key[1] else group_among(sets)

@@ -1,4 +1,4 @@
-"""Keep a process on the CPU cores next to its GPU, so that copies to the host stay within a socket."""
+"""Pin a process to the CPU cores next to its GPU, so that copies between the host and the GPU stay within a socket."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 def bind_to_gpu(device: torch.device) -> None:
     """Restrict this process to the cores next to its GPU. If these cores are unknown, or if the process may use none of
-    them, keep all cores."""
-    # Old versions of torch do not report the device's location.
+    them, do nothing."""
+    # Old versions of torch do not report the device's PCI address.
     properties: Any = torch.cuda.get_device_properties(device)
     if hasattr(properties, "pci_bus_id") and hasattr(os, "sched_setaffinity"):
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

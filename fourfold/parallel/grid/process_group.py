@@ -27,29 +27,38 @@ NVIDIA_SETTINGS = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""Environment variables that CUDA, NCCL, and torch read when a GPU is first used. They let collectives start before
-computation that is already waiting. They give the streams of all axes, of pipeline neighbors, and of computation their
-own hardware queues (the default is 8). They make cuBLAS compute the same bits each time, which replayed steps need.
-This takes a workspace of 32 MiB, and torch reserves the same amount on Hopper anyway. They also prevent fragmentation
-of the memory, if tensors have other sizes in each step (experts' rows, packed documents)."""
+"""Environment variables that CUDA, NCCL, and torch read when a GPU is first used.
+
+- High priority lets collectives start before computation that is already queued.
+- 32 connections (the default is 8) give a hardware queue to each stream: the streams of the axes, of the pipeline's
+  neighbors, and of the computation.
+- The workspace makes cuBLAS deterministic, which replayed steps need. It takes 32 MiB, which torch reserves on Hopper
+  anyway.
+- Expandable segments prevent memory fragmentation if tensors change their sizes from step to step (rows of experts,
+  packed documents).
+"""
 
 OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
 AMD_SETTINGS = {"TORCH_NCCL_HIGH_PRIORITY": "1", "GPU_MAX_HW_QUEUES": "8"}
-"""Environment variables for HIP, on AMD GPUs. By default, the streams of one priority have 4 queues, and streams that
-share a queue run one after another (github.com/pytorch/pytorch/pull/188316). More queues than streams cost time: in
-github.com/pytorch/torchtitan/pull/4032, 16 queues for 5 streams cost 4 to 14 % of the throughput, and 8 cost nothing.
-"""
+"""Environment variables for AMD GPUs. By default, the streams of one priority share 4 hardware queues, and streams in
+the same queue run one after another (github.com/pytorch/pytorch/pull/188316). Many more queues than streams cost time:
+in github.com/pytorch/torchtitan/pull/4032, 16 queues for 5 streams cost 4 to 14 % of the throughput, and 8 queues cost
+nothing."""
 
 GLOO_RELEASE_SECONDS = 0.2
-"""Number of seconds that the process waits at its end, so that gloo's threads can release the tensors of the last
+"""Number of seconds that the process waits at exit, so that gloo's threads can release the tensors of the last
 collectives."""
 
 
 def ensure_process_group(device_type: str, world_size: int) -> None:
     """Start the default process group unless the program has started it, and end it when the program ends.
 
-    The launcher is torchrun or srun. A grid of one process needs no launcher.
+    torchrun or srun must have started the processes. A grid of one process needs no launcher.
+
+    Raises:
+        UserError: No launcher started the processes of a larger grid, the processes could not connect, or a process has
+            no GPU of its own.
     """
     if dist.is_initialized():
         if device_type == "cuda":
@@ -80,6 +89,9 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
         meeting_point: torch's init_method. None for one process.
         device: The device of this process.
         timeout: Longest time that a collective may wait.
+
+    Raises:
+        UserError: This process is in a process group already, or it could not connect to the other ranks.
     """
     if dist.is_initialized():
         raise UserError(
@@ -113,7 +125,7 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
 
 
 def set_up_gpu() -> None:
-    """Set the environment variables for GPUs, except those that the user has set under a current or an old name.
+    """Set the environment variables for GPUs, except variables that the user has set under a current or an old name.
 
     Warn on rank 0 if the program has already used its GPU, because the variables then have no effect.
     """
@@ -132,7 +144,7 @@ def set_up_gpu() -> None:
 
 
 def _store(meeting_point: str | None, place: Place, timeout: timedelta) -> Store | None:
-    """Return the store where the processes meet, or None for a file, which torch opens."""
+    """Return the store where the processes meet. For a ``file:`` address, return None, because torch opens the file."""
     if meeting_point is None:
         return HashStore()
     url = urlsplit(meeting_point)
@@ -146,15 +158,15 @@ def _store(meeting_point: str | None, place: Place, timeout: timedelta) -> Store
 
 
 def default_group() -> dist.ProcessGroup:
-    """Return the started group of all processes."""
+    """Return the group of all processes. It must have been started."""
     world = dist.group.WORLD
     assert world is not None, "it was started"
     return world
 
 
 def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
-    """Set a group's timeout to the default group's timeout. torch gives groups of a mesh its own timeout, which is 30
-    minutes for gloo."""
+    """Set a group's timeout to the timeout of the default group. Otherwise a new group would have torch's default
+    timeout, which is 30 minutes for gloo."""
     if dist.get_backend(group) not in ("gloo", "nccl"):  # The trace's fake group never waits.
         return
     device = torch.device(device_type)
@@ -163,8 +175,8 @@ def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
 
 
 def group_among(sets: list[list[int]]) -> dist.ProcessGroup | None:
-    """Return this process's group among disjoint sets of ranks, or None if the process is in no set. Every process
-    calls this."""
+    """Create a group for each of several disjoint sets of ranks. Return this process's group, or None if it is in no
+    set. Every process must call this with the same sets."""
     world = dist.group.WORLD
     if getattr(world, "bound_device_id", None) is not None:  # On NCCL, one call creates all groups.
         return dist.split_group(split_ranks=sets)
@@ -177,7 +189,8 @@ def group_among(sets: list[list[int]]) -> dist.ProcessGroup | None:
 
 
 def warn_of_slow_groups(device_type: str) -> None:
-    """Warn if torch creates the grid's groups one by one, each with a barrier of all processes."""
+    """Warn if there are many processes and torch creates the grid's groups one by one, each with a barrier over all
+    processes."""
     world = default_group()
     many = dist.get_world_size() >= MANY_PROCESSES and dist.get_rank() == 0
     if device_type == "cuda" and many and getattr(world, "bound_device_id", None) is None:
@@ -202,7 +215,7 @@ def warn_of_other_nodes(processes: int) -> None:
 
 
 def gpu_of(place: Place, gpus: int) -> torch.device:
-    """Return this process's GPU. It is number 0 if srun shows each task only its own GPU.
+    """Return this process's GPU. It is GPU 0 if srun shows each task only its own GPU.
 
     Raises:
         UserError: Processes would share a GPU.
@@ -227,11 +240,11 @@ def _device(device_type: str, place: Place) -> torch.device:
 def end_process_group(failed: bool) -> None:
     """Destroy all groups. If a job ``failed`` on several GPUs, leave the groups until the process ends.
 
-    In that case, NCCL would wait for peers that may never answer. Groups of gloo must always be destroyed. Otherwise
-    one of their threads may release a tensor while the interpreter ends. It would then wait for the GIL and abort the
-    process (github.com/pytorch/pytorch/issues/190489). torch cannot stop these threads. They stop when nothing refers
-    to their group any more. If a grid of the program still refers to the group at the program's end, wait a moment, so
-    that the threads release their tensors.
+    After a failure, NCCL would wait for peers that may never answer. gloo's groups must always be destroyed. Otherwise
+    one of their threads may release a tensor while the interpreter exits. This thread would then wait for the GIL and
+    abort the process (github.com/pytorch/pytorch/issues/190489). torch cannot stop these threads. They stop when
+    nothing refers to their group any more. The program's grid may refer to the group until the program exits, so
+    ``_let_gloo_release`` then waits until the threads have released their tensors.
     """
     if not dist.is_initialized() or (failed and dist.get_backend() != "gloo" and dist.get_world_size() > 1):
         return

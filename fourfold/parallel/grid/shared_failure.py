@@ -33,7 +33,7 @@ def failing_together() -> Iterator[None]:
 def decided_by_rank_0(decide: Callable[[], T]) -> T:
     """Call a function on rank 0, and return its result on every process.
 
-    Its ``UserError`` is raised on all processes.
+    If the function raises a ``UserError``, all processes raise it.
     """
     found: list[Any] = [None]
     with failing_together():
@@ -45,9 +45,10 @@ def decided_by_rank_0(decide: Callable[[], T]) -> T:
 
 
 def raise_together(failure: UserError | None) -> None:
-    """Raise the first failing process's error on all processes. All processes call this.
+    """If any process has a failure, raise the failure of the lowest such rank on all processes. All processes must call
+    this.
 
-    Without a failure, this costs one number per process.
+    Without a failure, this costs one all-reduce of a scalar.
     """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     if true_on_any_rank(failure is not None, torch.device(device), "failures"):
@@ -57,7 +58,7 @@ def raise_together(failure: UserError | None) -> None:
 def true_on_any_rank(flag: bool, device: torch.device, why: str) -> bool:
     """Return on every rank whether the flag is true on any rank.
 
-    Every rank calls this. ``why`` names the purpose of the collective.
+    Every rank must call this. ``why`` names the purpose of the collective.
     """
     found = torch.tensor(float(flag), device=device)
     with purpose(why):
@@ -66,7 +67,7 @@ def true_on_any_rank(flag: bool, device: torch.device, why: str) -> bool:
 
 
 def from_all_ranks(value: T, why: str) -> list[T]:
-    """Return the values of all ranks, in rank order. Every rank calls this. ``why`` names the purpose of the
+    """Return the values of all ranks, in rank order. Every rank must call this. ``why`` names the purpose of the
     collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
     with purpose(why):

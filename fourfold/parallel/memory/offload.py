@@ -1,7 +1,8 @@
-"""Keep the inputs of recomputed blocks in CPU memory from their forward to their backward.
+"""Keep the inputs of recomputed blocks in CPU memory between the forward and the backward pass.
 
-On a GPU, the copies run on a separate stream. An input is copied out during its block's forward, and copied back during
-the backward of the next block. A copy costs no time if it is shorter than a block's computation.
+On a GPU, the copies run on a separate stream. An input is copied to the CPU during its block's forward pass. It is
+copied back during the backward pass of the next block that is recomputed. A copy costs no time if it takes less time
+than the block's computation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ OFFLOAD = "offload to the CPU"
 
 
 def offload_inputs(model: Transformer, config: ActivationCheckpointConfig) -> None:
-    """Recompute every n-th block in the backward pass, from an input that waits in CPU memory.
+    """Recompute every n-th block in the backward pass, from its input in CPU memory.
 
     Call this after compilation, so that the copies stay outside the compiled code.
     """
@@ -40,11 +41,11 @@ class OffloadedInputs:
         self._last: weakref.ref[_OnCPU] | None = None
 
     def checkpointed(self, forward: Callable[..., Tensor], is_first: bool, x: Tensor, *others: Any) -> Tensor:
-        """Call a block's forward. In the backward, copy the first input back and call the forward again.
+        """Call a block's forward. In the backward pass, copy its first input back and call the forward again.
 
         Args:
-            is_first: whether the block is the first of its stage. Its backward pass is the last one, so no other input
-                has to be copied back.
+            is_first: whether the block is the first of its stage. No other block's backward pass follows its backward
+                pass, so it does not start to copy another input back.
         """
         if not torch.is_grad_enabled():
             return forward(x, *others)
@@ -59,7 +60,7 @@ class OffloadedInputs:
             return forward(first.pop() if first else kept.back(), *others)
 
         out = checkpointed(run)
-        kept.wait_until_out()  # Until this point, the caller still holds the input.
+        kept.wait_until_out()  # Until now the caller holds the input. Wait, or its memory could be reused too early.
         return out
 
 
@@ -67,7 +68,7 @@ class _OnCPU:
     """A copy of a tensor in CPU memory.
 
     Args:
-        before: the copy for the previous block, which the backward pass needs next.
+        before: the copy of the previous block's input, which the backward pass needs after this one.
     """
 
     def __init__(self, tensor: Tensor, copies: CopyStream, before: _OnCPU | None) -> None:
@@ -85,7 +86,7 @@ class _OnCPU:
             self._arriving = tensor, self._copies.start(tensor, self._copy)
 
     def back(self) -> Tensor:
-        """Return the tensor on its device, and start the copy that is needed next."""
+        """Return the tensor on its device, and start to copy back the tensor that is needed next."""
         self.start_back()
         assert self._arriving is not None
         (tensor, wait), self._arriving = self._arriving, None
@@ -97,7 +98,7 @@ class _OnCPU:
 
 
 class CopyStream:
-    """Copies between GPU and CPU memory, on a separate stream. On a CPU, they run immediately."""
+    """Copies between GPU and CPU memory, on a separate stream. If the device is a CPU, copies run immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -7,6 +7,7 @@ from torch import nn
 
 from fourfold.config.activation_checkpoint import ActivationCheckpointConfig
 from fourfold.config.run import ParallelConfig
+from fourfold.models.delta_net import DeltaNet
 from fourfold.models.mlp import MLP
 from fourfold.models.recomputation import recompute_method
 from fourfold.models.transformer import Block, Transformer
@@ -17,15 +18,20 @@ SELECTIVE = {
     "mlp": ("mlp.down",),
     "norms": ("input_layernorm.forward", "post_attention_layernorm.forward"),
 }
-"""For each name in the run file, the methods of a block that are recomputed. In ``mlp.down`` only the activation is
-recomputed, because the backward pass does not read the result of the following matmul."""
+"""For each name in the run file, the methods of a block that are recomputed. Only the activation in ``mlp.down`` is
+recomputed, because the backward pass does not read the result of the matmul that follows."""
 
 
 def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
     """Keep only the inputs of every n-th block ("full"), or of named parts of these blocks ("selective").
 
-    Blocks whose inputs are offloaded are left to ``offload``.
+    Blocks whose inputs are offloaded are left to ``offload``. The core of linear attention is always recomputed,
+    because its intermediate values are many times larger than its inputs.
     """
+    for place, block in enumerate(model.blocks):
+        is_whole = config.mode == "full" and place % config.every == 0
+        if isinstance(block.self_attn, DeltaNet) and not is_whole:
+            recompute_method(block.self_attn.core, "forward")
     for block in model.blocks[:: config.every]:
         if config.mode == "full" and not config.offload:
             recompute_method(block, "forward")
@@ -47,7 +53,8 @@ def _methods(block: Block, name: str) -> tuple[str, ...]:
 
 
 def compile_blocks(model: Transformer, grid: ParallelConfig) -> None:
-    """Compile whole blocks if they issue no collectives. Otherwise compile the parts between the collectives."""
+    """Compile whole blocks if they issue no collectives. Otherwise compile the activation of the MLP and, without
+    context parallelism, the attention core."""
     for block in model.blocks:
         if grid.x * grid.y * grid.cp == 1:
             _compile(block)

@@ -58,13 +58,14 @@ PLANS = {
     },
     "gpt_oss": {"layers.*.mlp.experts": "experts"},
 }
-"""Our own plans by model_type, for modules that transformers' plans leave out."""
+"""fourfold's own plans by model_type, for modules that transformers' plans leave out."""
 
 
 def styles_of(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> dict[str, str]:
     """Return the style of every module with weights. It comes from ``rules``, or otherwise from the published plan.
 
-    A warning names a matrix that every rank of x and y computes whole because it has no style.
+    If modules with matrices have no style that splits them, a warning says so. Every rank of x and y computes them
+    whole.
 
     Raises:
         UserError: Nothing can be split, a rule splits only some layers of a group or matches no module, or the style of
@@ -127,9 +128,12 @@ def _splittable(model: nn.Module, name: str, style: str | None) -> str | None:
 def _completed(
     model: nn.Module, by_rule: Mapping[str, str | None], published: Mapping[str, str | None], grid: Grid
 ) -> dict[str, str]:
-    """Give every module a style. A module without a style gets "replicate": every rank computes the whole module, and
-    also the whole group of layers around it. If only the module were whole and its group split, the module's gradient
-    would be partial."""
+    """Give every module a style.
+
+    A module without a style gets "replicate": every rank computes the whole module, and also the whole group of layers
+    around it. If only the module were replicated and its group split, the module's gradient would be partial. A group
+    with buffers that are saved with the weights is not split either.
+    """
     styles = {name: style or published[name] for name, style in by_rule.items()}
     groups = groups_of(styles)
     group_of = {name: group for name in styles if (group := enclosing(name, groups)) is not None}

@@ -1,7 +1,8 @@
 """Split a transformers model's experts over the tensor axes x and y: each rank computes some experts for all tokens.
 
-The model's own code runs on stacks [E / (x·y), …] of its weights. It skips tokens whose expert number is past the last
-expert. As in transformers' own expert parallelism, experts of other ranks get this number.
+The model's own code runs on stacks [E / (x·y), …] of its weights. This code skips a token if its expert has the index
+E / (x·y), which is past the last expert. As in transformers' own expert parallelism, experts of other ranks get this
+index.
 """
 
 from __future__ import annotations
@@ -20,24 +21,27 @@ STACK = "is_concatenated"
 """Name of the attribute that transformers' decorator sets on stacks of experts."""
 
 SKIPS_OTHERS = "_is_expert_parallel"
-"""Name of the attribute that makes experts skip tokens of other ranks. Before transformers 5.21 they always skipped
-them."""
+"""Name of the attribute that makes a stack skip tokens whose experts are on other ranks. Before transformers 5.21,
+stacks always skipped such tokens."""
 
 
 def is_stack(module: nn.Module) -> bool:
-    """Return whether transformers' decorator ``use_experts_implementation`` made a module, so that it can be split."""
+    """Return whether a module is a stack of experts that can be split: transformers' decorator
+    ``use_experts_implementation`` made it, and the first dim of all its own weights is the number of experts."""
     sizes = {tuple(weight.shape[:1]) for weight in module.parameters(recurse=False)}
     return hasattr(module, STACK) and sizes == {(getattr(module, "num_experts", 0),)}
 
 
 def split_experts(module: Any, grid: Grid, name: str) -> None:
-    """Keep this rank's experts of a module that transformers' decorator ``use_experts_implementation`` made.
+    """Replace the weights in a stack of experts (``is_stack``) by this rank's tiles, and add hooks that make the
+    stack compute with them.
 
-    The module maps tokens [N, H], with the chosen experts and their weights [N, K], to outputs [N, H]. Every rank has
-    the whole input and the whole output.
+    The stack maps tokens [N, H], with the chosen experts and their weights [N, K], to outputs [N, H]. Every rank has
+    the full input, computes its own experts, and gets the sum of all ranks' outputs.
 
     Raises:
-        UserError: The module is not such a stack, or its experts do not divide evenly over x·y.
+        UserError: The module is not a stack, it contains modules with weights, or the number of experts is not
+            divisible by x·y.
     """
     over_both = grid.axis("y_x")
     weights = dict(module.named_parameters(recurse=False))
@@ -70,8 +74,8 @@ def split_experts(module: Any, grid: Grid, name: str) -> None:
         return x_NH, chosen_NK.masked_fill(elsewhere_NK, here), weights_NK.masked_fill(elsewhere_NK, 0)
 
     def leave(module: nn.Module, inputs: Any, out_NH: Tensor) -> Tensor:
-        # Make experts that no token chose take part too. Their gradients are then zeros on every rank, instead of
-        # missing on some ranks.
+        # Add a sum over zero elements of each weight, so that the output depends on all weights. If no token chose this
+        # rank's experts, their gradients are then zeros instead of None.
         nothing = sum(weight[:0].sum() for weight in module.parameters())
         return sum_of(out_NH + nothing, over_both, f"{name}: outputs")
 

@@ -28,8 +28,8 @@ _HEAD_SIZES = ("head_dim", "head_size")
 """Names of the attributes with the head size in transformers' attention modules."""
 
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
-"""Names of the attributes with the number of heads in attention modules. These attributes keep the number of all heads,
-not of one rank's heads."""
+"""Names of the attributes with the number of heads in attention modules. On the grid, these attributes still count all
+heads, not only one rank's heads."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
         The layout of every module.
 
     Raises:
-        UserError: No style fits a module (``styles_of``), a size does not divide evenly, or a module is random and
-            would differ between ranks that must compute the same result.
+        UserError: ``styles_of`` finds no valid styles, a module does not support its style, a size does not divide
+            evenly, or a module is random and would differ between ranks that must compute the same result.
     """
     styles = styles_of(model, grid, rules)
     _check_nothing_random(model)
@@ -94,8 +94,12 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
 
 
 def _over_y(model: nn.Module, group: str, styles: Mapping[str, str | None], grid: Grid) -> OverY:
-    """Return how a group's layers split their features: over x and y if all its layers and heads divide evenly over
-    both, and otherwise over x alone."""
+    """Return how a group's layers split their features: over x and y if all widths and head counts are divisible by
+    x·y, and otherwise over x alone.
+
+    Raises:
+        UserError: A head count is not divisible by x, or attention has no attribute with its head size.
+    """
     ranks = grid.x.size * grid.y.size
     parent = model.get_submodule(group)
     heads = _heads(model) if any(hasattr(parent, key) for key in _HEAD_SIZES) else {}
@@ -155,9 +159,13 @@ def _linear(name: str, module: nn.Module, style: str) -> nn.Linear:
 
 
 def _in_parts(name: str, model: nn.Module, grid: Grid, over_y: OverY) -> nn.Linear:
-    """Describe a layer whose features its module cuts into parts of ``split_size``.
+    """Return an ``InputFirst`` for a layer whose parent module cuts the layer's output into parts of ``split_size``
+    features.
 
-    The attribute ``split_size`` becomes this rank's size.
+    Also set the parent's attribute ``split_size`` to the size of this rank's parts.
+
+    Raises:
+        UserError: The layer is not a ``Conv1D``, or its parent has no ``split_size`` that divides its output features.
     """
     attention: Any = model.get_submodule(parent_of(name))
     width = getattr(attention, "split_size", None)

@@ -1,9 +1,9 @@
-"""The tensor-parallel layers in models whose code needs the whole residual stream [B, S, H] on every rank of the tensor
+"""Tensor-parallel layers for models whose code needs the whole residual stream [B, S, H] on every rank of the tensor
 axes x and y.
 
-Weights and their matmuls are split over x and y as in our own models. Between the linear layers, every rank of x and y
-repeats the same work (residual, norms), so the model's code need not know about the grid. If ranks hold copies of a
-tensor, each of them also has the tensor's whole gradient.
+Weights and their matmuls are split over x and y as in fourfold's own decoder. Between the linear layers, every rank of
+x and y repeats the same work (residual, norms), so the model's code need not know about the grid. If ranks hold copies
+of a tensor, each of them also has the tensor's full gradient.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ def _as_sequences(x: Tensor) -> Tensor:
 
 
 def _as_before(out_BSD: Tensor, read: Tensor) -> Tensor:
-    """Return a layer's output with the dims of its input. It is not a view, because FSDP2 cannot track views."""
+    """Return a layer's output with as many dims as its input. Copy instead of making a view, because FSDP2 cannot
+    track views."""
     return out_BSD[0].clone() if read.dim() == 2 else out_BSD
 
 
 def leave(partial_BSh: Tensor, grid: Grid, name: str) -> Tensor:
-    """Sum each rank's channels over x, and gather the whole residual."""
+    """Sum this rank's channels over x, and gather all channels over y."""
     return whole(sum_of(partial_BSh, grid.x, f"{name}: outputs"), grid.y, 2, f"{name}: channels")
 
 
@@ -145,7 +146,7 @@ class WholeEmbedding(Embedding):
 
     def forward(self, indices_BS: Tensor) -> Tensor:
         rows_BSh = self.look_up(indices_BS)
-        if self.padding_idx is not None:  # torch computes no gradient for the row of the padding token.
+        if self.padding_idx is not None:  # As in torch, the row of the padding token gets no gradient.
             is_padding_BS1 = (indices_BS == self.padding_idx)[..., None]
             rows_BSh = rows_BSh.detach().where(is_padding_BS1, rows_BSh)
         out_BSH = leave(rows_BSh, self.grid, self.name)

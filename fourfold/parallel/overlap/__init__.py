@@ -1,1 +1,1 @@
-"""Split a micro-batch into batch parts, whose collectives hide behind each other's computation."""
+"""Split a micro-batch into batch parts. While one part's collectives run, another part computes."""

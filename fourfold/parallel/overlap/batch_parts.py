@@ -2,8 +2,8 @@
 
 Sequences do not depend on each other, so a block can run each of its steps for one part of the sequences at a time
 (Domino, Wang et al. 2024, arXiv 2409.15241). If there are too few sequences, each part holds some tokens of all
-sequences, and the parts depend on each other only in the attention. Parts also take turns in the backward and in the
-recomputation of a block.
+sequences, and the parts depend on each other only in the attention. Parts also take turns in the backward pass and in
+the recomputation of a block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.config.layout import AttentionSplit
-from fourfold.config.model import LayerType
+from fourfold.config.model_keys import LayerType
 from fourfold.models.causal_attention import AttentionContext
 from fourfold.models.mlp import MLP
 from fourfold.models.recomputation import RECOMPUTES, is_recomputed, recomputable
@@ -31,10 +31,10 @@ from fourfold.parallel.tensor.linear_steps import PostponedGradients, Schedule, 
 def run_in_parts(model: Transformer, number: int, split: AttentionSplit, grid: Grid, across_blocks: bool) -> None:
     """Replace a model's blocks by blocks that run batch parts in turn. The layers must be on the grid already.
 
-    A batch that cannot be divided runs as one part.
+    A micro-batch that cannot be divided runs as one part.
 
     Args:
-        number: parts per micro-batch.
+        number: number of parts per micro-batch.
         split: how the ranks of the tensor axis y share attention.
         across_blocks: whether a part may enter the next block without waiting for the other parts.
     """
@@ -49,13 +49,16 @@ class Parts:
     """How a micro-batch is divided."""
 
     number: int
+    """Number of parts per micro-batch."""
     multiple: int
-    """The number of sequences in a part is a multiple of this."""
+    """Each part must hold a multiple of this number of sequences: the size of y if y splits the batch in attention, and
+    otherwise 1."""
     by_tokens: bool
-    """Whether a part may hold some tokens of all sequences."""
+    """Whether parts may divide the tokens of each sequence, if there are too few sequences to divide. False if y splits
+    the queries."""
     token_ranks: int
-    """Number of ranks that split the tokens of a sequence between the layers. If attention needs whole sequences, it
-    must join their tokens."""
+    """Number of ranks whose tokens follow each other along the sequence dim of attention's inputs: the size of x if y
+    splits the batch, and otherwise 1. ``JoinedAttention`` needs this number to put the tokens in order."""
     run_ahead: bool
     """Whether one part may run ahead of the other parts. False if the tensor axis y is larger than 1, because most
     collectives could then hide behind only one part's matmuls."""
@@ -70,7 +73,8 @@ class Parts:
     def run(
         self, visits: Sequence[Visit], x_BTh: Tensor, dim: int | None, contexts: Mapping[LayerType, AttentionContext]
     ) -> Tensor:
-        """Run consecutive blocks on all parts along ``dim``, or on the whole batch as one part."""
+        """Run consecutive blocks on the parts of a micro-batch. The parts divide ``dim``. If ``dim`` is None, there is
+        one part."""
         number, dim = (1, 0) if dim is None else (self.number, dim)
         size = x_BTh.shape[dim] // number
         if dim == 1:
@@ -110,8 +114,8 @@ class BlocksInParts(BlockStack):
 
 
 class BlockInParts(nn.Module):
-    """A block that processes a micro-batch in parts: the collectives of one part run while another part computes. The
-    block takes over the modules of an ordinary block."""
+    """A block that processes a micro-batch in parts: the collectives of one part run while another part computes. Its
+    modules are the modules of an ordinary block."""
 
     def __init__(self, block: Block, parts: Parts) -> None:
         super().__init__()
@@ -132,17 +136,20 @@ class BlockInParts(nn.Module):
     def steps(
         self, x_BTh: Tensor, context: AttentionContext, index: int, joined: JoinedAttention | None, is_last: bool
     ) -> Steps[Tensor]:
-        """Run ``Block.forward`` for one part. A step ends when a collective has started.
+        """Run ``Block.forward`` for one part. A step ends when it has started a collective, or when it must wait for
+        the other parts.
 
         Args:
-            joined: the shared attention of all parts, if each part has only some tokens of its sequences.
-            is_last: whether no other block reads the result right away.
+            index: the index of the part.
+            joined: the attention of all parts together, if each part has only some tokens of its sequences.
+            is_last: whether no other block follows. Otherwise the next block starts by gathering the result.
         """
         assert isinstance(self.mlp, MLP), "parts do not take turns if there are experts"
         qkv, o_proj, up, down_proj = self.self_attn.qkv, self.self_attn.o_proj, self.mlp.up, self.mlp.down_proj
         assert isinstance(qkv, LinearGroup) and isinstance(up, LinearGroup)
         assert isinstance(o_proj, Linear4D) and isinstance(down_proj, Linear4D)
-        # In parallel blocks, attention's backward need not wait for the MLP's backward.
+        # In parallel blocks, attention's backward pass may run before the MLP's. So it cannot compute weight gradients
+        # that the MLP has postponed.
         is_summed = o_proj.writes.axis.size > 1 and not self.parallel_residual
         of_up = PostponedGradients(up.layers()) if is_summed else None
         q, k, v = yield from linear_steps(normed(x_BTh, self.input_layernorm), qkv.layers(), Schedule())
@@ -161,8 +168,8 @@ class BlockInParts(nn.Module):
         up_BSf = yield from linear_steps(mlp_input_BTh, up.layers(), up_schedule)
         if is_recomputed(self.mlp, "down"):  # The backward pass recomputes this method as a whole.
             return torch.add(attended_BTh, normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm), alpha=alpha)
-        # If no norm follows the last matmul, the backward pass does not need the matmul's result, so a recomputation
-        # stops before it.
+        # If no norm follows the last matmul, the backward pass does not need the matmul's result. A recomputation then
+        # stops before this matmul.
         ends_early = RECOMPUTES.get() and self.mlp_output_layernorm is None
         down_schedule = Schedule(waits_before_matmul=ends_early, gather_follows=not is_last)
         (mlp_BTh,) = yield from linear_steps(self.mlp.activation(*up_BSf), [down_proj], down_schedule)
@@ -170,11 +177,11 @@ class BlockInParts(nn.Module):
 
 
 class JoinedAttention:
-    """Attention over whole sequences, for batch parts that each hold some tokens of every sequence. The inputs and
+    """Attention over full sequences, for batch parts that each hold some tokens of every sequence. The inputs and
     outputs of a part are [B, ranks · t, features].
 
     Args:
-        ranks: number of ranks that split the tokens of a part. Each has t tokens of every sequence. First come the
+        ranks: number of ranks that split the tokens of a part. Each rank has t tokens of every sequence. First come the
             tokens of rank 0, then the tokens of rank 1, and so on.
     """
 
@@ -188,7 +195,7 @@ class JoinedAttention:
         self._given[index] = q, k, v
 
     def take(self, index: int) -> Tensor:
-        """Return the output of a part, after all parts have been given."""
+        """Return the output of a part. All parts must have been given before."""
         if self._given:
             parts, given = len(self._given), zip(*(self._given[i] for i in sorted(self._given)), strict=True)
             self._given = {}
@@ -204,7 +211,7 @@ class Visit:
     """Runs all parts through one block. The block's own forward calls it.
 
     Args:
-        is_last: whether no other block gathers the result.
+        is_last: whether no other block follows.
     """
 
     def __init__(self, block: BlockInParts, is_last: bool) -> None:
@@ -212,11 +219,11 @@ class Visit:
         self.joined: JoinedAttention | None = None
 
     def enter(self, x_BTh: Tensor) -> Tensor:
-        """Return the input of the next part."""
+        """Take a part's input, and return the input that the block reads."""
         return x_BTh
 
     def leave(self, index: int, x_BTh: Tensor) -> None:
-        """Record the output of a part."""
+        """Take the output of a part. This class does nothing with it."""
 
 
 class HookedVisit(Visit):

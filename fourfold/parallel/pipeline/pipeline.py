@@ -1,4 +1,5 @@
-"""Run one step of a pipeline: every rank runs its list of operations and sends hidden states to the next stages."""
+"""Run one step of a pipeline: every rank runs its list of operations, and exchanges hidden states and their gradients
+with the neighboring stages."""
 
 from __future__ import annotations
 
@@ -43,9 +44,11 @@ class Pipeline:
         self._ops: dict[int, list[Op]] = {}
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch[Tensor]], loss_scale: Tensor) -> list[Tensor]:
-        """Run forward and backward, with the losses multiplied by ``loss_scale``.
+        """Run the forward and backward passes of all micro-batches. The gradients are multiplied by ``loss_scale``.
 
-        Return the losses on the rank that has the last stage.
+        Returns:
+            The losses of the micro-batches, without the loss scale, on the ranks of the last stage. Other ranks get an
+            empty list.
         """
         count = len(micro_batches)
         if count not in self._ops:
@@ -55,7 +58,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Tensor]:
-        """Run only forward passes. Return the last stage's outputs, on the rank that has the last stage."""
+        """Run only forward passes. Return the outputs of the last stage on its ranks, and an empty list on other
+        ranks."""
         stages = range(self.last_stage + 1)
         in_turn = [
             [
@@ -93,7 +97,7 @@ class _PipelineStep:
         self.outputs: list[Tensor] = []
 
     def run(self, ops: Sequence[Op]) -> list[Tensor]:
-        """Run this rank's operations in order. Return the last stage's outputs."""
+        """Run this rank's operations in order. Return the outputs of the last stage if this rank has it."""
         handlers: dict[str, Callable[[Op], Any]] = {
             "F": self._forward,
             "B": self._differentiate,
@@ -165,8 +169,8 @@ class _PipelineStep:
         forward = op.kind == "SEND_F"
         tensor = self.to_send.pop(Op("F" if forward else "B", op.stage, op.micro_batch))
         to = self._rank(op.stage + 1 if forward else op.stage - 1)
-        # Send one tensor at a time, so that each is freed once it is sent. The receiver can get this tensor without
-        # waiting for later ones.
+        # Send one tensor at a time, so that each is freed once it is sent. Waiting here cannot deadlock: the receiver
+        # takes the earlier tensor without waiting for this one.
         if (before := self.leaving.pop((op.kind, to), None)) is not None:
             before.wait()
         why = HIDDEN_STATES if forward else THEIR_GRADIENTS
@@ -213,7 +217,7 @@ class TiedEnds:
         assert len(gradients) == len(self.copies)
         if self.ends is not None:
             (gradient,) = gradients
-            # Addition of two numbers does not depend on their order, so both ends get the same bits.
+            # The sum of two floats does not depend on their order, so both ends get the same bits.
             gradient.add_(swap(gradient, self.ends, "gradients of the tied embedding"))
         elif gradients:
             first, last = gradients

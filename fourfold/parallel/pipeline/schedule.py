@@ -66,7 +66,8 @@ def _flat(action: Any) -> list[Op]:
 
 
 def with_transfers(ops: Sequence[Sequence[Op]], grid: ParallelConfig) -> list[list[Op]]:
-    """Add each send right after the operation whose result it sends, and its receive on the receiving rank.
+    """Add each send right after the operation whose result it sends, and add the matching receive to the receiving
+    rank's list.
 
     This simulates the lists of all ranks together. So any two ranks have their transfers in the same order, and no two
     ranks wait for each other forever.
@@ -113,7 +114,7 @@ def _alternatives(op: Op, grid: ParallelConfig) -> list[list[Op]]:
 def needs_of(op: Op, grid: ParallelConfig) -> list[Op]:
     """Return the operations whose results this operation reads.
 
-    A gradient comes from a B or an I operation, depending on the schedule.
+    A gradient comes from a B or an I operation, depending on the schedule. The list has both of them.
     """
     stage, i = op.stage, op.micro_batch
     last = grid.pp * stages_per_rank(grid) - 1
@@ -125,7 +126,7 @@ def needs_of(op: Op, grid: ParallelConfig) -> list[Op]:
 
 
 def _reader(op: Op, grid: ParallelConfig) -> int | None:
-    """Return the stage that reads the result of an operation."""
+    """Return the stage that reads the result of an operation, or None if no other stage reads it."""
     last = grid.pp * stages_per_rank(grid) - 1
     if op.kind == "F":
         return op.stage + 1 if op.stage < last else None

@@ -1,7 +1,7 @@
 """Defer weight gradients until the rank would otherwise wait. Zero-bubble schedules require this.
 
-``torch.autograd.grad`` cannot do this. After the input gradients, it would run each layer's backward and its
-collectives a second time for the weights.
+``torch.autograd.grad`` is no alternative. One call for the input gradients and another call for the weight gradients
+would run each layer's backward twice, including its collectives.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fourfold.parallel.tensor.linear import Linear4D
 
 
 class WeightGradients:
-    """The weight gradients that one backward pass has deferred."""
+    """The weight gradients that backward passes have deferred."""
 
     def __init__(self) -> None:
         self.operands: list[tuple[Linear4D, Tensor, Tensor]] = []
 
     @torch.no_grad()
     def compute(self, receive: Callable[[nn.Parameter, Tensor], None]) -> None:
-        """Compute each gradient, and pass it to ``receive`` with its parameter."""
+        """Compute each gradient, and call ``receive(parameter, gradient)``."""
         for linear, grad, x in self.operands:
             gradient = linear.matmuls.weight_gradient(grad, x)
             receive(linear.weight, linear.tiles["weight"].as_tile(gradient))
@@ -32,9 +32,11 @@ class WeightGradients:
 
 @contextmanager
 def weight_gradients_deferred(linears: Iterable[Linear4D]) -> Iterator[WeightGradients]:
-    """Leave these layers' weight gradients out of the backward passes in this block.
+    """Make backward passes in this block skip the weight gradients of these layers. LoRA adapters still get their
+    gradients.
 
-    Yield an object that computes them later.
+    Yields:
+        An object that computes the skipped gradients later.
     """
     deferred = WeightGradients()
     for linear in linears:

@@ -1,5 +1,6 @@
-"""An embedding table [vocab/x, hidden/y]. Each rank looks up its own rows, and a reduce-scatter over the tensor axis x
-adds them up."""
+"""An embedding whose table is split over the tensor axes, [vocab/x, hidden/y]. Each rank looks up the indices whose
+rows it holds. A reduce-scatter over x sums these results, and each rank gets the embeddings of its share of the
+sequence."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class Embedding(Tiled):
         return scatter_sum(self.look_up(indices_BS), self.x, 1, f"{self.name}: rows")
 
     def look_up(self, indices_BS: Tensor) -> Tensor:
-        """Return the rows [B, S, H/y] of the indices that this rank holds, and zeros for the indices of other ranks."""
+        """Return embeddings [B, S, H/y], with zeros for indices whose rows are on other ranks."""
         rows = self.weight.shape[0]
         local_BS = indices_BS - self.x.rank * rows
         elsewhere_BS = (local_BS < 0) | (local_BS >= rows)

@@ -2,7 +2,7 @@
 
 Weights, their gradients, and activations stay in the step's bf16. Just before each matmul, both operands are scaled by
 their largest absolute value (of the whole tile or of each row) and rounded to float8. Each rank scales its own tiles,
-so no maximum is exchanged.
+so the ranks need not exchange their maxima.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torchao.float8.config import CastConfig
 
 FIRST_CAPABILITY = (8, 9)
-"""Lowest compute capability of NVIDIA GPUs with float8 matmuls (Ada, and later Hopper)."""
+"""Lowest compute capability of an NVIDIA GPU with float8 matmuls (8.9 is Ada)."""
 
 
 def use_float8(model: Transformer, recipe: str) -> None:
@@ -50,8 +50,7 @@ def use_float8(model: Transformer, recipe: str) -> None:
 
 
 def require_float8(device: torch.device) -> None:
-    """Check that the device supports float8 matmuls: it must not be a CPU, or an NVIDIA GPU without them. AMD GPUs are
-    not checked.
+    """Check that the device supports float8 matmuls. AMD GPUs are not checked.
 
     Raises:
         UserError: The device is a CPU, or an NVIDIA GPU without float8 matmuls.
@@ -99,7 +98,10 @@ class Float8Matmuls(Matmuls):
         return torch.mm(left.t(), right)
 
     def _rounded(self, t: Tensor, cast: CastConfig, role: str, scaled_along: int) -> Tensor:
-        """Round to float8. If scales are per row, the entries along the dim ``scaled_along`` share one scale."""
+        """Round ``t`` to float8, or return it unchanged if the recipe does not round this operand.
+
+        With one scale per row, the entries along the dim ``scaled_along`` share a scale.
+        """
         from torchao.float8.config import ScalingType
         from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
         from torchao.float8.float8_training_tensor import GemmInputRole

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @functools.cache
 def triton_works() -> bool:
-    """Return whether Triton is installed, and a C compiler, which it needs to launch a kernel."""
+    """Return whether both Triton and a C compiler are installed. Triton needs the compiler to launch kernels."""
     has_compiler = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang")))
     return importlib.util.find_spec("triton") is not None and has_compiler
 
@@ -46,10 +46,12 @@ def _(logits_mv: Tensor, labels_m: Tensor, first: int, real: int, softcap: float
 def differentiate_logits(
     logits_mv: Tensor, labels_m: Tensor, normalizer_m: Tensor, factor_m: Tensor, first: int, real: int, softcap: float
 ) -> None:
-    """Overwrite the logits with the gradient of the losses, times a factor [m] for each row.
+    """Overwrite the logits with the gradient of the losses.
 
     Args:
-        normalizer_m: log-sum-exps over the columns of all ranks.
+        normalizer_m: the log-sum-exp of each row, over the columns of all ranks.
+        factor_m: the factor that each row's gradient is multiplied by. It must be 0 for tokens without a loss.
+        first, real, softcap: as in ``normalize_logits``.
     """
     from fourfold.parallel.tensor import loss_kernels
 

@@ -1,8 +1,8 @@
 """The LM head and its cross-entropy. The tensor axis x splits the vocabulary, and the tensor axis y splits the tokens
-of the loss. The logits are computed in chunks.
+of the loss.
 
-The loss and the gradients are computed together, chunk by chunk, so logits and their gradients exist for only one chunk
-at a time (as in Hsu et al. 2024, arXiv 2410.10989).
+The forward pass computes the loss and its gradients together, a chunk of tokens at a time. So only one chunk's logits
+and their gradients are in memory (as in Hsu et al. 2024, arXiv 2410.10989).
 """
 
 from __future__ import annotations
@@ -34,29 +34,33 @@ class ParallelHead(Tiled):
         self.vocab_size, self.softcap, self.x, self.y = head.vocab_size, head.softcap, grid.x, grid.y
         self.chunk_logits = CHUNK_LOGITS[grid.device_type]
         self.is_fused = fuses_loss(grid.device_type)
-        """Whether the loss runs as Triton kernels on 16-bit logits. Otherwise it runs on a float32 copy of the
-        logits."""
+        """Whether the loss runs as Triton kernels, in the dtype of the logits. Otherwise the logits are converted to
+        float32."""
         self.add_tile("weight", head.weight, Tile(x=0, y=1), grid)
 
     def forward(self, x_BTh: Tensor, labels_BS: Tensor | None = None, loss_scale: Tensor | float = 1.0) -> Tensor:
-        """Return the sum of the token losses, which is the same on all ranks of x and y. Without labels, return the
-        whole logits.
+        """Run the head.
 
         Args:
             loss_scale: the factor that the caller multiplies the loss by before the backward pass. The forward pass
-                computes the gradients too, and multiplies them by this factor while they are in float32.
+                computes the gradients too. It multiplies the logits' gradients by this factor before it rounds them, so
+                that they do not underflow in fp16.
+
+        Returns:
+            The sum of the token losses, the same on all ranks of x and y. Without labels, the logits [B, S, V] of the
+            vocabulary without padding.
         """
         if labels_BS is None:
             return self._logits(x_BTh)
         return _loss(x_BTh, where_differentiated(self.weight), labels_BS, self, loss_scale)
 
     def real_columns(self) -> int:
-        """Return how many of this rank's rows of the vocabulary are not padding."""
+        """Return how many of this rank's rows of the weight belong to the vocabulary, without padding."""
         rows = self.weight.shape[0]
         return min(max(self.vocab_size - self.x.rank * rows, 0), rows)
 
     def logits_of_chunk(self, x_nh: Tensor, weight: Tensor) -> Tensor:
-        """Return this rank's part [m, v] of the logits of n tokens, as input of ``cross_entropy``."""
+        """Return this rank's share of the logits of n tokens for ``cross_entropy``: [m, v], m = n/y, v = V/x."""
         logits_mv = reduce_scatter(x_nh @ weight.T, self.y, 0, "lm_head: logits")
         return logits_mv if self.is_fused else logits_mv.float()
 
@@ -68,8 +72,11 @@ class ParallelHead(Tiled):
 
 
 def where_differentiated(weight: Tensor) -> Tensor:
-    """Detach the weight if gradients are disabled. In an autograd function, a parameter always seems to need a
-    gradient."""
+    """Return the weight, detached if gradients are disabled.
+
+    An autograd function's ``needs_input_grad`` is True for a parameter even under ``torch.no_grad``. Detaching the
+    weight keeps the head from computing a gradient that nobody reads.
+    """
     return weight if torch.is_grad_enabled() else weight.detach()
 
 
@@ -98,9 +105,10 @@ _loss = not_compiled(_Loss.apply)
 
 
 def saved_gradients(ctx: Context[Tensor | float], scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of inputs and weight that the forward pass has saved, multiplied by ``scale``.
+    """Return the gradients of the input and the weight that the forward pass saved, times ``scale / ctx.kept``.
 
-    The forward pass has multiplied them by the loss scale ``ctx.kept``. This function divides them by this scale.
+    ``scale`` is the gradient of the loss. The forward pass has already multiplied the saved gradients by the loss scale
+    ``ctx.kept``.
     """
     dx, dw = ctx.saved_tensors
     scale = scale / ctx.kept
@@ -116,15 +124,16 @@ def loss_and_gradients(
     wanted: Sequence[bool],
     weights_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute this rank's part of the sum of the losses. Also compute the gradients of inputs and weight, if
-    ``wanted``.
+    """Compute the sum of the losses of this rank's share of the tokens, and the gradients that are wanted.
 
     Args:
         x_BSh: the tokens of all ranks of x.
-        weights_BS: factors on the tokens' losses that apply to the gradients, but not to the sum.
+        wanted: whether to compute the gradient of the input, and the gradient of the weight.
+        weights_BS: a factor for each token's gradient. It does not change the sum of the losses.
 
     Returns:
-        The loss, the gradient of this rank's tokens [B, T, h], and the gradient of the weight.
+        The sum of the losses of the tokens that this rank of y has, the gradient [B, T, h] of this rank's share of the
+        input, and the gradient of the weight tile. A gradient that is not wanted is None.
     """
     x_Nh, labels_N = x_BSh.flatten(0, 1), labels_BS.flatten()
     wants_dx, wants_dw = wanted
@@ -154,13 +163,14 @@ def loss_and_gradients(
 
 
 def chunk_size(tokens: int, columns: int, y: int, budget: int) -> int:
-    """Return the number of tokens whose logits are computed at once.
+    """Return the number of tokens in a chunk.
 
     Args:
-        tokens: Total number of tokens.
-        columns: Number of this rank's rows of the vocabulary.
-        y: Size of axis y. The result is a multiple of it.
-        budget: Largest number of logits.
+        tokens: total number of tokens.
+        columns: number of columns of this rank's logits.
+        y: size of the axis y. The number of tokens in a chunk is a multiple of y.
+        budget: the largest number of logits that this rank computes for a chunk. A chunk has at least y tokens, even if
+            they exceed the budget.
     """
     return min(tokens, max(1, budget // columns // y) * y)
 
@@ -172,13 +182,14 @@ def cross_entropy(
     factors: Tensor | float | None,
     total: Callable[[Tensor], Tensor] = torch.sum,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of the losses of m tokens, whose logits are split over x, and its gradient.
-
-    The gradient overwrites the logits.
+    """Compute the losses of m tokens whose logits are split over x. This overwrites the logits.
 
     Args:
-        factors: factors on the gradient, either one number for all tokens or [m]. None computes no gradient.
+        factors: a factor for the gradient, either a scalar or [m]. If it is None, no gradient is computed.
         total: the function that reduces the losses [m], by default their sum.
+
+    Returns:
+        The reduced losses, and the gradient of the summed losses with respect to the logits, [m, v] or None.
     """
     real, rows = head.real_columns(), logits_mv.shape[1]
     first = head.x.rank * rows
@@ -196,7 +207,7 @@ def cross_entropy(
         mine_m = (columns_m >= 0) & (columns_m < rows)
         columns_m1 = columns_m.masked_fill(~mine_m, 0)[:, None]
         target_m = logits_mv.gather(1, columns_m1)[:, 0].masked_fill(~mine_m, 0)
-        # If a rank holds only padding, its largest logit is minus infinity.
+        # On a rank that holds only padding, all logits are −inf. Clamp their maximum: −inf − (−inf) would be NaN.
         largest_m = logits_mv.amax(1).clamp(min=torch.finfo(torch.float32).min)
         exp_mv = logits_mv.sub_(largest_m[:, None]).exp_()
         normalizer_m = largest_m + exp_mv.sum(1).log()

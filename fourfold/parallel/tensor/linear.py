@@ -48,14 +48,14 @@ T = TypeVar("T")
 Layers = Sequence["Linear4D"]
 
 OverY = Literal["replicate", "features", "batch", "sequence"]
-"""Placement over y of the tensors between a normal and a transposed layer: a copy on each rank ("replicate"), or a dim
-that is split."""
+"""Placement over y of the tensors between a normal and a transposed layer: copied to each rank ("replicate"), or split
+along the named dim."""
 
 SHARED_DIM: dict[OverY, int | None] = {"replicate": None, "batch": 0, "sequence": 1, "features": 2}
 TOKEN_DIM: dict[OverY, int] = {"replicate": 0, "features": 0, "batch": 1, "sequence": 1}
-"""The dim along which the tokens of several ranks are concatenated. Joining along dim 0, [x·B, T, …], needs no copy.
-The MLP always joins along dim 0. Attention does too, if y splits heads: each rank then rearranges only its own heads.
-If y splits sequences or queries, attention needs whole sequences, [B, x·T, …], and all channels are copied."""
+"""The dim along which the all-gather over x concatenates the ranks' tokens. Along dim 0, [x·B, T, …], this needs no
+copy. The MLP always uses dim 0. Attention uses it if y splits the heads. Each rank then rearranges only its own heads
+into sequences. If y splits the batch or the queries, attention uses dim 1, [B, x·T, …], which copies all channels."""
 
 NORMAL_BIAS: dict[OverY, Tile] = {
     "replicate": Tile(x=0),
@@ -120,7 +120,7 @@ class _Backward(FunctionOfMany):
     def backward(ctx: Context[Layers], *grads: Tensor) -> tuple[Tensor | None, ...]:
         layers, first = ctx.kept, ctx.kept[0]
         gathering_grads = first.writes.start_gathers(grads, f"{first.name}: output gradient")
-        kept, *matrices = ctx.saved_tensors  # If the block is recomputed, this runs its forward again.
+        kept, *matrices = ctx.saved_tensors  # If the block is recomputed, this runs its forward pass again.
         gathering_x = gather_kept(first, kept)
         grads = gathering_grads()
         d_x = start_input_gradient(layers, grads, matrices) if ctx.needs_input_grad[0] else None
@@ -134,12 +134,15 @@ def output_matmuls(x: Tensor, layers: Layers, matrices: Sequence[Tensor]) -> lis
 
 
 def gather_kept(first: Linear4D, kept: Tensor) -> Pending:
-    """Return the whole input for the backward pass, gathered again if only this rank's share was kept."""
+    """Start to gather the input again if only this rank's share was saved. Otherwise return the saved input."""
     return first.reads.start_gather(kept, f"{first.name}: {first.reads_what}") if first.gather_again else Pending(kept)
 
 
 def start_input_gradient(layers: Layers, grads: Tensors, matrices: Sequence[Tensor]) -> Pending:
-    """Compute the input gradient Σ g W over the layers, and start to sum it over the ranks of a."""
+    """Compute the input gradient Σ g W over the layers, and start to sum it over the ranks of a.
+
+    Without ``overlap.input_gradients``, also wait for the sum.
+    """
     first, d_x = layers[0], None
     for layer, grad, (weight, *adapter) in zip(layers, grads, by_layer(layers, matrices), strict=True):
         d_x = layer.matmuls.input_gradient(grad, weight, d_x)
@@ -155,8 +158,8 @@ def start_input_gradient(layers: Layers, grads: Tensors, matrices: Sequence[Tens
 def weight_gradients(
     layers: Layers, grads: Tensors, x: Tensor, matrices: Sequence[Tensor], needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Compute the weight gradient gᵀ x of each layer. It is None for a frozen matrix, or if a pipeline schedule
-    computes it later."""
+    """Compute the gradients of each layer's weight (gᵀ x) and of its adapter, if it has one. A weight's gradient is
+    None if the weight is frozen, or if a pipeline schedule computes the gradient later."""
     gradients = list[Tensor | None]()
     by_layers = zip(layers, grads, by_layer(layers, needed), by_layer(layers, matrices), strict=True)
     for layer, grad, flags, own in by_layers:
@@ -192,7 +195,7 @@ class Linear4D(Tiled):
     gradient."""
 
     gather_again = False
-    """Whether to keep only this rank's share of the input for the backward pass, and gather the input again there."""
+    """Whether to save only this rank's share of the input, and gather the input again in the backward pass."""
 
     lora_scale: float = 0.0
     """α/r of the layer's adapter. 0 if there is no adapter."""
@@ -245,7 +248,7 @@ class Linear4D(Tiled):
         return out if self.bias is None else out + self.bias
 
     def turn(self) -> None:
-        """Store the weight, which is on the meta device, as its transpose."""
+        """Store the weight as its transpose. The weight must be on the meta device."""
         assert self.weight.is_meta
         self.weight = nn.Parameter(self.weight.detach().T.contiguous(), self.weight.requires_grad)
         self.tiles["weight"] = replace(self.tiles["weight"], turned=True)
@@ -265,7 +268,7 @@ class Linear4D(Tiled):
     def gradients(
         self, grad: Tensor, x: Tensor, needed: Sequence[bool], weight: Tensor, *adapter: Tensor
     ) -> list[Tensor | None]:
-        """Return the gradients of the matrices, with None for frozen or deferred gradients."""
+        """Return the gradients of the matrices, with None for a weight that is frozen or deferred."""
         gradients: list[Tensor | None] = [None]
         if needed[0] and self.deferred is not None:
             self.deferred.append((self, grad, x))

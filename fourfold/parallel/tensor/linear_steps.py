@@ -1,14 +1,14 @@
 """Run a tensor-parallel linear layer as four steps, so that other work can run while its collectives are in flight.
 
     1. start the all-gather of the input
-    2. wait for it, and keep what the backward pass needs
+    2. wait for the all-gather, and save the tensors that the backward pass needs
     3. multiply, and start the reduction of the outputs
     4. wait for the reduction
 
 ``linear.linear_4d`` computes the same in one piece. Each step here is one autograd function, so the backward pass runs
 steps 4 to 1: step 4 starts the all-gather of the output gradient, and step 1 waits for the reduction of the input
-gradient. Between two steps the caller runs steps of another batch part (``overlap.batch_parts``).
-``planning.cost.batch_part_events`` has the same steps for the planner.
+gradient. Between two steps the caller runs steps of another batch part (``overlap.batch_parts``). In the planner,
+``planning.cost.batch_part_events`` models these steps.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class InFlight(Generic[T]):
 
 
 class PostponedGradients(InFlight[list[Tensor | None]]):
-    """Weight gradients that one layer leaves to the backward of an earlier layer."""
+    """Weight gradients of one layer that the backward pass of an earlier layer computes."""
 
     def __init__(self, layers: Sequence[Linear4D]) -> None:
         super().__init__()
@@ -63,18 +63,20 @@ class Schedule:
     """How the steps of a layer fit between the steps of the layers around it."""
 
     waits_before_matmul: bool = False
-    """Whether the layer waits before its matmul until all batch parts have kept their inputs."""
+    """Whether the layer waits before its matmul until all batch parts have saved their inputs."""
     gather_follows: bool = False
     """Whether the next all-gather directly follows the sum of the outputs, with no matmul in between to hide it."""
     leaves_weight_gradients_to: PostponedGradients | None = None
-    """If set, the layer's own backward does not compute the weight gradients, and leaves them to this object."""
+    """If set, the layer's backward pass does not compute the layer's weight gradients, but leaves them to this
+    object."""
     computes_weight_gradients_of: PostponedGradients | None = None
-    """Weight gradients of another layer. The backward pass computes them while the gradients of the outputs are
-    gathered."""
+    """Weight gradients of a later layer. This layer's backward pass computes them while it gathers the gradients of
+    its outputs."""
 
 
 def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> Steps[list[Tensor]]:
-    """Run layers that read the same input, split into steps. Each step ends when a collective has started.
+    """Run layers that read the same input, in steps. A step ends when it has started a collective, or when it must wait
+    for the other batch parts.
 
     Returns:
         This rank's share of each layer's output, with its bias.
@@ -138,7 +140,8 @@ class _Gather(Function):
 
 
 class _Keep(FunctionOfMany):
-    """Step 2: keep the gathered input. Backward: compute the gradients of the input and of the weights."""
+    """Step 2: save the input. Backward: compute the input gradient and start to sum it, then compute or postpone the
+    weight gradients."""
 
     @staticmethod
     def forward(ctx: Context[_State], x: Tensor, share: Tensor | None, state: _State, *matrices: Tensor) -> Tensors:
@@ -194,7 +197,8 @@ class _Multiply(FunctionOfMany):
 
 
 class _Sum(FunctionOfMany):
-    """Step 4: wait for the sums of the outputs. Backward: start to gather their gradients."""
+    """Step 4: wait for the sums of the outputs. Backward: start to gather their gradients, and compute postponed weight
+    gradients meanwhile."""
 
     @staticmethod
     def forward(ctx: Context[_State], edge: Tensor, state: _State, *matrices: Tensor) -> Tensors:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-"""The largest number of logits in a row that one iteration (pass 1) or one program (pass 2) handles."""
+"""The largest number of one row's logits that an iteration (pass 1) or a Triton program (pass 2) handles."""
 
 NEVER = tl.constexpr(float("-inf"))
 
@@ -48,8 +48,8 @@ def differentiate(
 def _normalize(
     logits, labels, both, of_row, rows, columns, first, real, softcap, CAPPED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Compute the log-sum-exp of a row's first ``real`` logits, and the logit of its label (0 if another rank has the
-    label)."""
+    """Compute the log-sum-exp of a row's first ``real`` logits, and the logit of its label. This logit is 0 if the
+    label is on another rank, and −inf if the label is padding."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * of_row
     largest, total = tl.full([], NEVER, tl.float32), tl.full([], 0.0, tl.float32)
@@ -60,7 +60,7 @@ def _normalize(
             logits_c = softcap * _tanh(logits_c / softcap)
         logits_c = tl.where(c < real, logits_c, NEVER)
         larger = tl.maximum(largest, tl.max(logits_c, 0))
-        safe = tl.where(larger == NEVER, 0.0, larger)  # All logits so far are minus infinity.
+        safe = tl.where(larger == NEVER, 0.0, larger)  # If all logits so far are −inf, −inf − (−inf) would be NaN.
         total = total * tl.exp(largest - safe) + tl.sum(tl.exp(logits_c - safe), 0)
         largest = larger
     tl.store(both + row, largest + tl.log(total))

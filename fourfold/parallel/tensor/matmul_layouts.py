@@ -1,10 +1,10 @@
 """Memory layouts for the three matmuls of a linear layer. A layout says how the weight is stored, and which operands
 are copied.
 
-Libraries have one kernel for each pair of operand layouts (N: as stored, T: transposed). For some sizes, one of these
-kernels is much slower (AxoNN, arXiv 2502.08145, section VI.C). The output x Wᵀ is NT, the input gradient dY W is NN,
-and the weight gradient dYᵀ x is TN. Storing the weight as its transpose turns them into NN, NT, and TN at no cost per
-call. Any other layout costs a copy of an operand.
+BLAS libraries have one kernel for each pair of operand layouts (N: as stored, T: transposed). For some sizes, one of
+these kernels is much slower (AxoNN, arXiv 2502.08145, section VI.C). The output x Wᵀ is NT, the input gradient dY W is
+NN, and the weight gradient dYᵀ x is TN. If the weight is stored as its transpose, the three matmuls are NN, NT, and TN,
+at no cost per call. Any other layout costs a copy of an operand.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fourfold.parallel.tensor.linear import Linear4D
 from fourfold.parallel.tensor.matmuls import Matmuls
 
 PADDED_TO = 128
-"""Size in bytes of one cache line on GPUs, and of two cache lines on CPUs. The starts of padded rows are an odd number
-of such lines apart. So the entries of a column are spread over all sets of a cache and all channels of the memory."""
+"""Bytes in one cache line of a GPU, or in two cache lines of a CPU. The length of a padded row is an odd multiple of
+this size, which spreads the entries of a column over all cache sets and memory channels."""
 
 Copy = Literal["none", "turned", "padded", "turned and padded"]
 """How to copy an operand: not at all, into transposed memory order, into padded rows (or columns), or both."""
@@ -58,7 +58,7 @@ the default layout."""
 
 
 class LaidOutMatmuls(Matmuls):
-    """The three matmuls of a layer in its own memory layouts."""
+    """The three matmuls of a layer, with the operands copied as ``layout`` says."""
 
     def __init__(self, layout: LayerLayout) -> None:
         self.layout = layout
@@ -105,7 +105,8 @@ def padded_width(width: int, itemsize: int) -> int:
 
 
 def lay_out_matmuls(model: Transformer, layouts: Layouts) -> None:
-    """Set the matmul layout of each linear layer of the blocks, by its size. The model is on the meta device."""
+    """Set the matmul layout of each linear layer whose tile's shape is in ``layouts``. The model is on the meta
+    device."""
     for module in model.modules():
         if isinstance(module, Linear4D):
             layout = layouts.get((module.weight.shape[0], module.weight.shape[1]))

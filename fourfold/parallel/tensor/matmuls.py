@@ -38,7 +38,8 @@ class Matmuls:
 def adapter_tiles(weight: Tile) -> tuple[Tile, Tile]:
     """Return the tiles of A and B that belong to a weight's tile."""
     if weight.y == 1:
-        # If x does not split the rows, each x rank has all rows, but computes the gradient only from its own tokens.
+        # If x does not split the rows, each rank of x computes the gradient of all rows of B from its own tokens. So
+        # this gradient is also summed over x.
         over_b = ("y",) if weight.x == 0 else ("x", "y")
         return Tile(y=1, partial_over=("x",)), Tile(x=weight.x, partial_over=over_b)
     return Tile(x=1, partial_over=("y",)), Tile(y=0, partial_over=("x",))
@@ -59,7 +60,7 @@ def add_to_input_gradient(total: Tensor, grad: Tensor, adapter: Sequence[Tensor]
 def adapter_gradients(grad: Tensor, x: Tensor, adapter: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
     """Return dA = (dout (s B))ᵀ x and dB = doutᵀ (x (s A)ᵀ).
 
-    B is small at first, so dout B may underflow in fp16. The factor s comes first, as in autograd's gradient of s · (x
+    While B is small, dout B may underflow in fp16. So B is multiplied by s first, as in autograd's gradient of s · (x
     Aᵀ) Bᵀ.
     """
     (a, b), exact = adapter, Matmuls()

@@ -46,17 +46,17 @@ class Norm(Tiled):
         return _normalize(x_BTh, self, self.weight, self.bias)
 
     def fused(self, x_BTH: Tensor) -> Tensor:
-        """Call PyTorch's own norm, if each rank has all channels. On a GPU this is one kernel."""
+        """Call PyTorch's norm, which is one kernel on a GPU. It needs all channels on this rank."""
         if self.subtracts_mean:
             return F.layer_norm(x_BTH, (self.size,), self.weight, self.bias, self.eps)
         return F.rms_norm(x_BTH, (self.size,), self.weight, self.eps)
 
 
 class _Normalize(Function):
-    """Computes x̂ = (x − mean)/σ (mean = 0 for RMSNorm) and out = x̂·w + b, with statistics in float32 or float64.
+    """Computes x̂ = (x − mean)/σ (mean = 0 for RMSNorm) and out = x̂·w + b.
 
-    With zero-centered weights, x̂ is multiplied by 1 + w in float32. If the norm rounds last (``rounds_last``), x̂ is
-    multiplied by w in float32.
+    x̂ is computed in float32, and then rounded to the dtype of x before it is multiplied by w. But with
+    ``rounds_last``, x̂·w is computed in float32, and with ``zero_centered``, x̂·(1 + w) is computed in float32.
     """
 
     @staticmethod
@@ -101,10 +101,10 @@ _normalize = not_compiled(_Normalize.apply)
 
 
 def _moments(x: Tensor, layer: Norm) -> tuple[Tensor, Tensor]:
-    """Return the mean and 1/σ over all ranks, with one all-reduce.
+    """Return the mean and 1/σ of each token over the channels of all ranks, with one all-reduce.
 
-    Local moments are float32. Σx and Σx² are summed in float64, so the difference E[x²] − E[x]² does not lose
-    precision.
+    The moments of this rank's channels are float32. Σx and Σx² are summed in float64, so the difference E[x²] − E[x]²
+    does not lose precision.
     """
     channels = x.shape[-1]
     variance, mean = torch.var_mean(x, dim=-1, keepdim=True, correction=0)
@@ -120,9 +120,10 @@ def _standardize(x: Tensor, mean: Tensor | None, rstd: Tensor, out: Tensor | Non
 
 
 class HeadNorm(Tiled):
-    """The RMSNorm of each head of the queries and keys.
+    """The RMSNorm of each head of the queries or the keys.
 
-    Each rank has whole heads. Each rank computes only its own part of the weight's gradient.
+    A rank has all channels of its heads, so the norm needs no collective. The weight's gradient is summed over x and
+    y, because each rank computes it from its own heads and tokens.
     """
 
     weight: nn.Parameter

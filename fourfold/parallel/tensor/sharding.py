@@ -73,7 +73,7 @@ def cut(shape: Sequence[int], cuts: Sequence[tuple[int | None, int, int]]) -> tu
     """Return the slices of one part of a tensor that is cut evenly.
 
     Args:
-        cuts: (dim or None, number of pieces, number of this piece) for each cut, outer cuts first.
+        cuts: (dim or None, number of pieces, index of this piece) for each cut, outer cuts first.
     """
     begin, length = [0] * len(shape), list(shape)
     for dim, pieces, piece in cuts:
@@ -84,11 +84,16 @@ def cut(shape: Sequence[int], cuts: Sequence[tuple[int | None, int, int]]) -> tu
 
 
 def shard_number(rank: int, ranks: int, per_node: int) -> int:
-    """Return the index of the piece that a rank of a shard group holds: its own rank, unless the group has two levels.
+    """Return the index of the piece that a rank of a shard group holds: its rank, unless the group has two levels.
 
     With two levels, the first ranks of all nodes hold the first pieces, then the second ranks, and so on
     (``TwoLevels.rank``). If you pass the number of nodes as ``per_node``, you get the inverse, from a piece to its
     rank.
+
+    Args:
+        rank: the rank within the shard group.
+        ranks: the size of the shard group.
+        per_node: the number of the group's ranks on each node.
     """
     if not 1 < per_node < ranks:
         return rank
@@ -121,10 +126,11 @@ class Tiled(nn.Module):
 
 
 def tile_table(model: nn.Module) -> dict[str, Tile]:
-    """Return the tile of every parameter of a model, by its full name. Whole parameters have an empty ``Tile``.
+    """Return the tile of every parameter of a model, by its full name. A parameter without a tile gets an empty
+    ``Tile``, so every rank holds all of it.
 
-    A module that is not ``Tiled`` may also have the attribute ``tiles``. It lists whole parameters whose gradients must
-    be summed over ranks.
+    A module that is not ``Tiled`` may also have the attribute ``tiles``. It is for parameters that no axis splits, but
+    whose gradients must be summed over ranks.
     """
     table: dict[str, Tile] = {}
     for prefix, module in model.named_modules():
@@ -144,7 +150,11 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def tie_again(model: nn.Module, tied: list[list[str]]) -> None:
-    """Tie parameters again that were tied before modules or parameters were replaced (``tied_names``)."""
+    """Tie the parameters again whose names ``tied_names`` returned before modules or parameters were replaced.
+
+    Raises:
+        UserError: The tiles of two tied parameters have different shapes.
+    """
     for first, *others in tied:
         parameter = model.get_parameter(first)
         for name in others:

@@ -42,8 +42,8 @@ class Spread(NamedTuple):
 
         Args:
             compute: one function per tensor [..., features].
-            overlap: whether to compute a tensor while the previous tensor is summed. This works only if each rank keeps
-                a copy.
+            overlap: whether to compute a tensor while the previous tensor is summed. Ignored if the ranks hold shares,
+                because then one collective sums all tensors.
         """
         if self.dim is None or self.axis.size == 1:
             sums: list[Pending] = []

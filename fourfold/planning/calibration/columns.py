@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from fourfold.config.expected_values import mistake
-from fourfold.config.model import MOST_LAYERS
+from fourfold.config.model_keys import MOST_LAYERS
 from fourfold.planning.calibration.programs import PROGRAMS
 
 LARGEST = 1e12

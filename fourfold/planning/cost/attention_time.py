@@ -13,10 +13,11 @@ from fourfold.planning.cost.tensor_sizes import (
     capped_scores,
     caps_scores,
     heads_on_rank,
+    is_ring,
 )
 from fourfold.planning.cost.terms import attention_core
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.workload import CP_METHODS, Workload
+from fourfold.planning.workload import Workload
 
 
 def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, Number]:
@@ -65,8 +66,7 @@ def keys_computed(work: Workload) -> Number:
 
 def fourfold_ring(work: Workload) -> Flag:
     """Return whether the framework is fourfold and passes keys and values around a ring."""
-    is_ring = np.equal(work.layout.cp_method, CP_METHODS.index("ring"))
-    passes: Flag = work.program.is_fourfold & (work.layout.cp > 1) & is_ring
+    passes: Flag = work.program.is_fourfold & is_ring(work)
     return passes
 
 

@@ -108,11 +108,10 @@ def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
     scores = 4 * work.tokens / work.layout.x * model.num_experts
     sent, here = item * rows.sent * hidden, item * rows.on_rank * hidden
     inner = item * rows.on_rank * rows.inner
-    how = pointwise.ExpertFlags(
-        is_own=program.is_fourfold, fused=program.fused, in_8=step.bits == 8, in_place=program.fused_experts,
-        several=rows.experts > 1, biased=program.adds_expert_bias,
+    return pointwise.expert_bytes(
+        scores, sent, here, inner, is_own=program.is_fourfold, fused=program.fused, in_8=step.bits == 8,
+        in_place=program.fused_experts, several=rows.experts > 1, biased=program.adds_expert_bias,
     )  # fmt: skip
-    return pointwise.expert_bytes(scores, sent, here, inner, how)
 
 
 def _over_y(work: Workload, rows: Rows, group: RankGroup) -> tuple[Number, Number]:

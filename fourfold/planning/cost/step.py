@@ -47,9 +47,9 @@ class _Layer(NamedTuple):
     cp: Number
     ep: Number
     offload: Number
-    launch: Number
-    z: Number
-    z_first: Number
+    launch: Number = 0.0
+    z: Number = 0.0
+    z_first: Number = 0.0
     """Additional seconds for the rank's first block: no earlier block hides its weight gather in the forward pass, and
     no later computation hides its gradient scatter at the end of the backward pass."""
 
@@ -155,9 +155,6 @@ def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockT
         cp=exposed_cp(work, machine, constants, block),
         ep=exposed_ep(work, constants, block),
         offload=_offload(work, machine, constants, block),
-        launch=0.0,
-        z=0.0,
-        z_first=0.0,
     )
     launch = _launch(work, block, layer.device)
     z = exposed_z(work, constants, traffic.block, layer.device + launch)

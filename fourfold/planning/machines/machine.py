@@ -6,6 +6,7 @@ is an assumption.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -142,23 +143,18 @@ def parse_machine(text: str, where: str) -> Machine:
     if not isinstance(values["name"], str) or not values["name"].isprintable():
         raise UserError(f"{where}: name = {values['name']!r} must be text of one line, such as 'laptop'")
     table.pop("sources", None)
-    efficiency = _efficiency(_section(table, "efficiency", where), where)
+    efficiency = _numbers(table, "efficiency", NAMES, where)
     extent = _extent(_section(table, "calibrated_range", where), where)
     for section, keys in SECTIONS.items():
-        given = _section(table, section, where)
-        for key in keys:
-            if key in given:
-                value = given.pop(key)
-                check_positive(value, f"{where}: {section}.{key}")
-                if key in _WHOLE and value != int(value):
-                    raise UserError(f"{where}: {section}.{key} = {value!r} must be a whole number, such as 8")
-                if section == "layouts" and value > 1:
-                    raise UserError(f"{where}: {section}.{key} = {value!r} is a share of the achieved rate, such as 1")
-                values[key] = float(value)
-            elif key not in _OPTIONAL:
-                raise UserError(f"{where}: {section}.{key} is missing; machines/dgx-h100.toml shows every key")
-        if given:
-            raise UserError(f"{where}: unknown key '{section}.{next(iter(given))}'; there are {', '.join(keys)}")
+        given = _numbers(table, section, keys, where)
+        if missing := [key for key in keys if key not in given and key not in _OPTIONAL]:
+            raise UserError(f"{where}: {section}.{missing[0]} is missing; machines/dgx-h100.toml shows every key")
+        for key, value in given.items():
+            if key in _WHOLE and value != int(value):
+                raise UserError(f"{where}: {section}.{key} = {value!r} must be a whole number, such as 8")
+            if section == "layouts" and value > 1:
+                raise UserError(f"{where}: {section}.{key} = {value!r} is a share of the achieved rate, such as 1")
+        values |= given
     if table:
         raise UserError(f"{where}: unknown section '{next(iter(table))}'; there are {', '.join(SECTIONS)}")
     if values["achieved"] > values["peak"]:
@@ -166,7 +162,7 @@ def parse_machine(text: str, where: str) -> Machine:
             f"{where}: device.achieved = {values['achieved']:g} must be at most device.peak = {values['peak']:g}; "
             f"device.achieved = {values['peak'] / 2:g} works"
         )
-    return Machine(**values, efficiency=efficiency, calibrated_range=extent)
+    return Machine(**values, efficiency=tuple(efficiency.items()), calibrated_range=extent)
 
 
 def check_positive(value: Any, what: str) -> None:
@@ -192,12 +188,14 @@ def _section(table: dict[str, Any], name: str, where: str) -> dict[str, Any]:
     return section
 
 
-def _efficiency(table: dict[str, Any], where: str) -> tuple[tuple[str, float], ...]:
-    for name, value in table.items():
-        if name not in NAMES:
-            raise UserError(f"{where}: unknown key 'efficiency.{name}'; there are {', '.join(NAMES)}")
-        check_positive(value, f"{where}: efficiency.{name}")
-    return tuple((name, float(value)) for name, value in table.items())
+def _numbers(table: dict[str, Any], name: str, keys: Sequence[str], where: str) -> dict[str, float]:
+    """Return the numbers of a section, which may have only these keys."""
+    section = _section(table, name, where)
+    for key, value in section.items():
+        if key not in keys:
+            raise UserError(f"{where}: unknown key '{name}.{key}'; there are {', '.join(keys)}")
+        check_positive(value, f"{where}: {name}.{key}")
+    return {key: float(value) for key, value in section.items()}
 
 
 def _extent(table: dict[str, Any], where: str) -> tuple[tuple[str, tuple[float, float]], ...]:

@@ -1,56 +1,18 @@
-"""Explain why a layout is the fastest: which layouts it beats, by how much, and which change of the machine would make
-another layout the fastest."""
+"""Explain why a layout is the fastest: which layouts it beats, and by how much."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fourfold.planning.array_fields import stack
-from fourfold.planning.cost.step import PARTS, step_seconds
-from fourfold.planning.machines.machine import Machine
-from fourfold.planning.search.fastest import RANKED, TIED, score, with_batch_parts
+from fourfold.planning.cost.step import PARTS
+from fourfold.planning.search.fastest import score, with_batch_parts
 from fourfold.planning.search.plan import Plan, Prediction, of_blocks, predict
 from fourfold.planning.search.space import AXES, PIPELINES, REASONS, refusal, rejections
 from fourfold.planning.workload import SCHEDULES
-
-KNOBS = {
-    "the network of a node": ("node", "GB/s", 1e9),
-    "the link inside a node": ("intra8", "GB/s", 1e9),
-    "the matmul rate": ("achieved", "TFLOP/s", 1e12),
-    "the latency of a hop between nodes": ("inter_hop", "µs", 1e-6),
-}
-"""Machine values whose break-even is searched: the field of ``Machine``, the unit in texts, and the size of this
-unit."""
-RATES = {8: "achieved_fp8", 32: "achieved_fp32"}
-"""Fields of ``Machine`` with the matmul rate, for precisions other than 16 bits."""
-FACTORS = np.geomspace(1, 8, 31)
-"""Factors on a machine value to try, and also their inverses."""
-FINER = 65
-"""Number of factors to try between two neighbors in ``FACTORS``, so that a break-even is found to within 0.1 %."""
-
-
-@dataclass(frozen=True)
-class BreakEven:
-    """The value of a machine constant at which a layout on another grid becomes faster than the best layout."""
-
-    what: str
-    """The constant, as a phrase for the user."""
-    now: float
-    """Its value on the machine, in ``unit``."""
-    at: float
-    """Its value at the break-even, in ``unit``."""
-    unit: str
-    other: str
-    """The layout that is then the fastest."""
-
-    def sentence(self) -> str:
-        """Return the break-even as a sentence about the best layout."""
-        side = "exceeds" if self.at > self.now else "falls below"
-        return f"wins until {self.what} {side} {self.at:.4g} {self.unit} (now {self.now:.4g}); then {self.other}"
 
 
 @dataclass(frozen=True)
@@ -79,57 +41,6 @@ def waterfall(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
     skipped."""
     rows = {part: [p.parts[part] for p in predictions] for part in PARTS}
     return {part: row for part, row in rows.items() if max(row) > 0}
-
-
-def break_evens(plan: Plan) -> list[BreakEven]:
-    """Find the break-evens: for each of ``KNOBS`` and each direction, the value at which a layout on another grid
-    becomes the fastest.
-
-    Only the ``RANKED`` fastest layouts are candidates. A direction without a break-even within a factor of 8 is
-    skipped.
-    """
-    order = plan.found.order[:RANKED]
-    if len(order) < 2:
-        return []
-    work = plan.found.work.take(order).with_float_arrays()
-    grids = np.stack([np.asarray(getattr(work.layout, axis)) for axis in AXES], axis=1)
-    of_best = (grids == grids[0]).all(axis=1)
-
-    def first_lost(field: str, factors: np.ndarray) -> tuple[int, int] | None:
-        """Find the first factor on a machine value at which a layout on another grid is the fastest.
-
-        Return the index of the factor, and the index of that layout among the candidates. Return None if there is no
-        such factor.
-        """
-        machines = stack([changed_machine(plan.machine, field, factor) for factor in factors])
-        each = work.map_arrays(lambda array: np.tile(array, len(factors)))
-        seconds = step_seconds(each, machines.take(np.repeat(np.arange(len(factors)), len(order))), plan.constants)
-        seconds = np.reshape(seconds, (len(factors), len(order)))
-        lost = TIED * seconds.min(axis=1) < seconds[:, of_best].min(axis=1)
-        return (place := int(lost.argmax()), int(seconds[place].argmin())) if lost.any() else None
-
-    found = []
-    for what, (field, unit, size) in KNOBS.items():
-        if field == "achieved":
-            field = RATES.get(int(plan.best.work.step.bits), field)
-        now = getattr(plan.machine, field)
-        for factors in (FACTORS, 1 / FACTORS):
-            flip = first_lost(field, factors)
-            if flip is None:
-                continue
-            between = np.geomspace(factors[flip[0] - 1], factors[flip[0]], FINER)
-            flip = first_lost(field, between)
-            assert flip is not None, "the last of these factors is one with which it has lost"
-            other = predict(plan.found.point(order[flip[1]]), plan.machine, plan.constants)
-            found.append(BreakEven(what, now / size, float(now * between[flip[0]] / size), unit, other.describe()))
-    return found
-
-
-def changed_machine(machine: Machine, field: str, factor: float) -> Machine:
-    """Return a copy of the machine with ``field`` multiplied by ``factor``. "intra8" stands for all bandwidths inside a
-    node."""
-    names = ("intra2", "intra4", "intra8", "intra_far") if field == "intra8" else (field,)
-    return replace(machine, **{name: getattr(machine, name) * factor for name in names})
 
 
 def neighbors(plan: Plan) -> list[Neighbor]:
@@ -255,7 +166,6 @@ def explain(plan: Plan, factor: float, own: Prediction | None = None) -> dict[st
     return {
         "layouts": {name: p.describe() for name, p in shown.items()},
         "waterfall": {"columns": list(shown), "seconds": waterfall(list(shown.values()))},
-        "break_evens": [vars(b) | {"sentence": b.sentence()} for b in break_evens(plan)],
         "neighbors": [vars(n) for n in table],
         "basin": basin(table, factor),
     }

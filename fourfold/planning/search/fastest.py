@@ -10,12 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
 
 import numpy as np
 
 from fourfold.errors import UserError
-from fourfold.planning.array_fields import unique_rows
+from fourfold.planning.array_fields import ArrayFields, unique_rows
 from fourfold.planning.cost.activations import block_bytes
 from fourfold.planning.cost.block import block_time
 from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
@@ -57,7 +56,8 @@ COPIES = 0.95
 need not be copied before and after collectives."""
 
 
-class SearchScores(NamedTuple):
+@dataclass(frozen=True)
+class SearchScores(ArrayFields):
     """Scores of the points of a search, each an array [n]. A *point* is one layout.
 
     - seconds: the step time. Infinite if the point is illegal.
@@ -78,15 +78,12 @@ class SearchScores(NamedTuple):
         """Return the indices of the points that are legal and fit into memory."""
         return np.flatnonzero(self.reason == 0)
 
-    def followed_by(self, more: Self) -> Self:
-        """Return these scores, followed by the scores ``more``."""
-        return type(self)(*map(np.concatenate, zip(self, more, strict=True)))
-
 
 @dataclass(frozen=True)
-class Found:
+class Found(SearchScores):
     """All points of a search, with their scores.
 
+    - work: the points.
     - order: the points that are legal and fit, fastest first. Ties are ordered by P(OOM) (see ``ranking``).
     - crossed: the number of points in the first round. Candidates with more batch parts come after these.
     - refused: for each reason, the number of layouts that are illegal with every recompute mode. They are not among the
@@ -96,10 +93,6 @@ class Found:
     """
 
     work: Workload
-    seconds: np.ndarray
-    memory: np.ndarray
-    p_oom: np.ndarray
-    reason: np.ndarray
     order: np.ndarray
     crossed: int
     refused: np.ndarray
@@ -153,17 +146,9 @@ def search(
         scores = scores.followed_by(score(more, machine, constants, rejections(more, machine)))
         work = work.followed_by(more)
     return Found(
-        work,
-        scores.seconds,
-        scores.memory,
-        scores.p_oom,
-        scores.reason,
-        ranking(scores),
-        crossed,
-        refused,
-        limits.batch_parts,
-        time.perf_counter() - begin,
-    )
+        **vars(scores), work=work, order=ranking(scores), crossed=crossed, refused=refused,
+        batch_parts=limits.batch_parts, seconds_taken=time.perf_counter() - begin,
+    )  # fmt: skip
 
 
 def ranking(scores: SearchScores) -> np.ndarray:

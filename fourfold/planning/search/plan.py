@@ -10,10 +10,8 @@ import numpy as np
 
 from fourfold.errors import UserError
 from fourfold.planning.array_fields import Number
-from fourfold.planning.cost.block import block_time
 from fourfold.planning.cost.memory import p_out_of_memory, peak_memory, stage_memory
 from fourfold.planning.cost.step import step_parts
-from fourfold.planning.cost.weight_traffic import weight_traffic
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.search.fastest import Found, search
@@ -159,21 +157,13 @@ def of_blocks(every: int) -> str:
 
 def predict(work: Workload, machine: Machine, constants: Constants) -> Prediction:
     """Return the prediction for one layout. The layout need not be legal."""
-    block, traffic = block_time(work, machine, constants), weight_traffic(work, machine, constants)
-    parts = {name: float(value) for name, value in step_parts(work, machine, constants, block, traffic).items()}
+    parts = {name: float(value) for name, value in step_parts(work, machine, constants).items()}
     stages = [
         {name: float(size) for name, size in stage_memory(work, machine, stage).items()}
         for stage in _stages_shown(int(work.layout.pp))
     ]
     memory = float(peak_memory(work, machine))
-    return Prediction(
-        work=work,
-        parts=parts,
-        memory_bytes=memory,
-        p_oom=float(p_out_of_memory(memory, work, machine)),
-        stages=stages,
-        machine=machine,
-    )
+    return Prediction(work, parts, memory, float(p_out_of_memory(memory, work, machine)), stages, machine)
 
 
 def _stages_shown(pp: int) -> list[int]:

@@ -5,8 +5,6 @@ A *pass* reads or writes a full tensor once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number
@@ -145,49 +143,36 @@ def own_bytes(
     return passes(0), passes(1)
 
 
-class ExpertFlags(NamedTuple):
-    """Properties of a framework and a rank that determine how many bytes the experts move.
-
-    - is_own: whether the framework is fourfold.
-    - fused: whether pointwise operations are fused.
-    - in_8: whether matmuls run in 8 bits.
-    - in_place: whether exchanges deliver rows in the right order, and matmul kernels compute the activation and round.
-    - several: whether a rank has several experts.
-    - biased: whether separate operations add biases to the experts' outputs.
-    """
-
-    is_own: Flag
-    fused: Flag
-    in_8: Flag
-    in_place: Flag
-    several: Flag
-    biased: Flag
-
-
 def expert_bytes(
-    scores: Number, sent: Number, here: Number, inner: Number, how: ExpertFlags
-) -> tuple[Number, Number, Number]:
+    scores: Number, sent: Number, here: Number, inner: Number, *,
+    is_own: Flag, fused: Flag, in_8: Flag, in_place: Flag, several: Flag, biased: Flag,
+) -> tuple[Number, Number, Number]:  # fmt: skip
     """Return the bytes that a router and its experts move between their matmuls: in the forward pass, in the backward
     pass, and by the activation in the forward pass.
 
     Args:
-        scores: Bytes of the router's scores.
-        sent: Bytes of the rows of a rank's tokens.
-        here: Bytes of the rows of the rank's experts.
-        inner: Bytes of the same rows inside the experts, where a row has the expert's inner width.
-        how: Properties of the framework and the rank.
+        scores: Number of bytes of the router's scores.
+        sent: Number of bytes of the rows of a rank's tokens.
+        here: Number of bytes of the rows of the rank's experts.
+        inner: Number of bytes of the same rows inside the experts, where a row has the expert's intermediate size.
+        is_own: Whether the program uses fourfold's own operations.
+        fused: Whether it uses fused operations.
+        in_8: Whether matmuls run in 8 bits.
+        in_place: Whether exchanges put rows into order, and matmuls compute the activation and round.
+        several: Whether a rank has several experts.
+        biased: Whether separate operations add biases to the experts' outputs.
     """
-    passes = np.where(how.fused, FUSED_SCORE_PASSES, SCORE_PASSES)
-    in_place = np.asarray(how.in_place, bool)
+    passes = np.where(fused, FUSED_SCORE_PASSES, SCORE_PASSES)
+    in_place = np.asarray(in_place, bool)
     gates = [
-        np.where(how.is_own, np.where(how.fused, OWN_FUSED_GATE[way], OWN_GATE[way]),
+        np.where(is_own, np.where(fused, OWN_FUSED_GATE[way], OWN_GATE[way]),
                  np.where(in_place, 0.0, EXPERT_GATE_PASSES[way]))
         for way in (0, 1)
     ]  # fmt: skip
-    sorting = np.where(how.several, SORT_PASSES, 0.0) + np.where(how.in_8, PADDING_PASSES, 0.0)
+    sorting = np.where(several, SORT_PASSES, 0.0) + np.where(in_8, PADDING_PASSES, 0.0)
     moved = passes * scores + np.where(in_place, PLACING_PASSES * here, ROW_PASSES * sent + sorting * here)
-    rounding = np.where(how.in_8 & ~in_place, ROUNDING_PASSES, 0.0)
-    biased = np.where(in_place, 0.0, how.biased)
+    rounding = np.where(in_8 & ~in_place, ROUNDING_PASSES, 0.0)
+    biased = np.where(in_place, 0.0, biased)
     forward = moved + gates[0] * inner + rounding * (here + inner) + biased * EXPERT_BIAS_PASSES[0] * here
     backward = moved + gates[1] * inner + rounding * (here + 2 * inner)
     # The gradients of the biases of gate and up are sums over the gradients of gate and up, so they read both.

@@ -1,0 +1,84 @@
+"""Check the keys of [model] that belong together: the sizes of latent and linear attention, and of experts."""
+
+from __future__ import annotations
+
+import math
+
+from fourfold.config.expected_values import shown
+from fourfold.config.model_keys import UNSET, ModelKeys
+from fourfold.config.no_meaning import NOT_WITH_LATENTS
+
+
+def check_latents(keys: ModelKeys) -> None:
+    """Check the sizes of latent attention, and that keys which it does not support have their defaults."""
+    for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        if getattr(keys, key) == 0:
+            raise ValueError(f"kv_lora_rank = {keys.kv_lora_rank} needs {key}; {key} = 64 works")
+    if keys.qk_rope_head_dim % 2:
+        raise ValueError(f"qk_rope_head_dim = {keys.qk_rope_head_dim} is odd, but must be even; 64 works")
+    width = keys.qk_nope_head_dim + keys.qk_rope_head_dim
+    if keys.v_head_dim > width:
+        raise ValueError(
+            f"v_head_dim = {keys.v_head_dim} is above qk_nope_head_dim + qk_rope_head_dim = {width}; {width} works"
+        )
+    only = {"head_dim": width, "num_key_value_heads": keys.num_attention_heads, "position_embedding": "rope"}
+    for key, value in (NOT_WITH_LATENTS | only).items():
+        if getattr(keys, key) not in (UNSET, value):
+            raise ValueError(
+                f"{key} = {shown(getattr(keys, key))} does not go with kv_lora_rank = {keys.kv_lora_rank}; "
+                f"{key} = {shown(value)} works"
+            )
+
+
+def check_linear_attention(keys: ModelKeys) -> None:
+    """Check the sizes of linear attention layers. Without such layers, there are no such sizes."""
+    is_used = "linear_attention" in keys.layer_types
+    sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    for key in (f"linear_{size}" for size in sizes):
+        value = getattr(keys, key)
+        if is_used and value == 0:
+            raise ValueError(f"layer_types = {keys.layer_types} needs {key}; {key} = 16 works")
+        if value and not is_used:
+            raise ValueError(f"{key} = {value} has no meaning without a linear_attention layer; leave {key} out")
+    if is_used and keys.linear_num_value_heads % keys.linear_num_key_heads:
+        raise ValueError(
+            f"linear_num_key_heads = {keys.linear_num_key_heads} does not divide linear_num_value_heads = "
+            f"{keys.linear_num_value_heads}; linear_num_key_heads = "
+            f"{math.gcd(keys.linear_num_key_heads, keys.linear_num_value_heads)} works"
+        )
+
+
+def check_experts(keys: ModelKeys) -> None:
+    """Check that the router's choices are possible, and that each expert and the shared expert exist."""
+    if not keys.num_experts:
+        return
+    if keys.num_experts_per_tok > keys.num_experts:
+        raise ValueError(
+            f"num_experts_per_tok = {keys.num_experts_per_tok} is more than num_experts = {keys.num_experts}; "
+            f"num_experts_per_tok = {keys.num_experts} works"
+        )
+    if not keys.mlp.endswith("glu"):
+        raise ValueError(
+            f"num_experts = {keys.num_experts} is for gated MLPs, and mlp = '{keys.mlp}'; mlp = 'swiglu' works"
+        )
+    if keys.first_k_dense_replace >= keys.num_hidden_layers:
+        raise ValueError(
+            f"first_k_dense_replace = {keys.first_k_dense_replace} leaves none of num_hidden_layers = "
+            f"{keys.num_hidden_layers} with experts; first_k_dense_replace = 0 works"
+        )
+    few = 2 if keys.router_score == "sigmoid" and keys.n_group > 1 else 1
+    if keys.num_experts % (few * keys.n_group):
+        raise ValueError(
+            f"n_group = {keys.n_group} must split num_experts = {keys.num_experts} into groups of ≥ {few}; 1 works"
+        )
+    fewest = math.ceil(keys.num_experts_per_tok * keys.n_group / keys.num_experts)
+    if not fewest <= keys.topk_group <= keys.n_group:
+        raise ValueError(
+            f"topk_group = {keys.topk_group} must be {fewest} to n_group = {keys.n_group} for num_experts_per_tok "
+            f"= {keys.num_experts_per_tok} of num_experts = {keys.num_experts}; topk_group = {keys.n_group} works"
+        )
+    if keys.shared_expert_gate and not keys.shared_expert_intermediate_size:
+        raise ValueError(
+            "shared_expert_gate = true gates a shared expert, and shared_expert_intermediate_size = 0 makes none; "
+            f"shared_expert_intermediate_size = {keys.moe_intermediate_size} works"
+        )

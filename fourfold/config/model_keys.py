@@ -1,0 +1,178 @@
+"""The keys of the run file's section [model], with Hugging Face's names."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from fourfold.config.rope_scaling import RopeScaling
+from fourfold.config.strict import PathText, Size, Strict
+
+MOST_LAYERS = 100_000
+"""Largest number of blocks."""
+
+UNSET = 0
+"""Default of a size that ``ModelConfig`` derives from other sizes."""
+
+LayerType = Literal["full_attention", "sliding_attention", "linear_attention"]
+
+
+class ModelKeys(Strict):
+    """The keys of [model]. ``ModelConfig`` checks them, and fills in missing sizes."""
+
+    preset: str | None = Field(None, examples=["gpt2"])
+    """Start from a preset's sizes. Any other key overrides the preset."""
+    from_hf: PathText | None = None
+    """Start from a Hugging Face model's sizes and weights (folder or Hub id). Other keys override its config.json."""
+    vocab_size: Size = Field(examples=[50257])
+    """Number of tokens in the tokenizer's vocabulary."""
+    hidden_size: Size = Field(examples=[768])
+    """Width of the residual stream."""
+    num_hidden_layers: int = Field(examples=[12], gt=0, le=MOST_LAYERS)
+    """Number of blocks. Each has attention and an MLP."""
+    num_attention_heads: Size = Field(examples=[12])
+    """Number of query heads."""
+    num_key_value_heads: Size = UNSET
+    """Number of key and value heads (GQA). Must divide num_attention_heads. Default: num_attention_heads."""
+    head_dim: Size = UNSET
+    """Width of one head. Default: hidden_size / num_attention_heads."""
+    intermediate_size: int = Field(UNSET, gt=0)
+    """Inner width of the MLP. Default: 4 × hidden_size."""
+    max_position_embeddings: Size = 2048
+    """Largest sequence length. With position_embedding = 'learned', this is also the number of learned position
+    embeddings."""
+    mlp: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
+    """Type of the MLP: three matrices with a SiLU gate (swiglu) or a GELU gate (geglu), or two matrices with a plain
+    GELU (gelu) or a squared ReLU (relu2)."""
+    gelu_approximation: Literal["tanh", "none"] = "tanh"
+    """How geglu and gelu compute GELU: with a tanh approximation (tanh) or exactly, with the error function (none)."""
+    swiglu_limit: float = Field(0.0, ge=0)
+    """If c > 0, swiglu computes (up + 1) · gate · sigmoid(1.702 · gate), with gate clamped to at most c, and up to ±c
+    (GPT-OSS)."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Type of all norms."""
+    norm_placement: Literal["before", "after", "around"] = "before"
+    """Normalize the inputs of attention and MLP (before), their outputs (after, OLMo 2), or both (around, Gemma 2)."""
+    norm_eps: float = Field(1e-5, gt=0)
+    """Added to the variance (layernorm) or to the mean square (rmsnorm) inside a norm."""
+    zero_centered_norm: bool = False
+    """RMSNorms multiply by 1 + weight instead of weight (Gemma)."""
+    norm_rounds_last: bool = False
+    """RMSNorms multiply by the weight in float32, and round the product to the model's dtype (GPT-OSS). Otherwise they
+    round before they multiply. Zero-centered norms always round last."""
+    parallel_residual: bool = False
+    """Attention and MLP of a block read the same residual stream, so the MLP does not see attention's output
+    (GPT-NeoX)."""
+    position_embedding: Literal["rope", "learned"] = "rope"
+    """`rope` rotates queries and keys. `learned` adds a trained vector per position to the token embedding."""
+    rope_theta: float = Field(10000.0, gt=1)
+    """Base of the rotary frequencies."""
+    partial_rotary_factor: float = Field(1.0, gt=0, le=1)
+    """Fraction of a head's channels that are rotated (GPT-NeoX). The first channels are rotated."""
+    rope_scaling: RopeScaling | None = Field(None, examples=[{"rope_type": "linear", "factor": 2.0}])
+    """Stretch the rotary frequencies for longer contexts. By default, or with rope_type = 'default', they stay as
+    trained."""
+    sliding_window: int = Field(0, ge=0)
+    """Number of tokens that a query in a sliding_attention layer attends to, including itself. 0 turns windows off."""
+    layer_types: list[LayerType] = Field([])
+    """Attention types of the first layers. The list repeats for all later layers. Only sliding_attention layers use
+    sliding_window. If the list is empty, all layers use it. linear_attention layers are Gated DeltaNets, which keep a
+    state of fixed size instead of keys and values (Qwen3-Next)."""
+    no_rope_layers: list[Literal[0, 1]] = Field([])
+    """With rope: 1 for layers with rotary embeddings, and 0 for layers without position embeddings (SmolLM3). Like
+    layer_types, the list repeats. If it is empty, all layers have rotary embeddings."""
+    rope_local_base_freq: float = Field(0.0, ge=0)
+    """Rotary base of sliding_attention layers, which then ignore rope_scaling (Gemma 3). 0: all layers use
+    rope_theta."""
+    query_pre_attn_scalar: Size = UNSET
+    """Attention scores are divided by this number's square root. Default: head_dim."""
+    attention_multiplier: float = Field(UNSET, ge=0)
+    """Factor on attention scores, instead of query_pre_attn_scalar (Granite). Default: 1 / √query_pre_attn_scalar, with
+    latent attention times the factor of rope_scaling.mscale_all_dim."""
+    attn_logit_softcapping: float = Field(0.0, ge=0)
+    """If c > 0, attention scores s become c·tanh(s / c) (Gemma 2). This turns fused attention kernels off."""
+    final_logit_softcapping: float = Field(0.0, ge=0)
+    """If c > 0, the LM head's logits s become c·tanh(s / c) (Gemma 2)."""
+    attention_sinks: bool = False
+    """Each query head has a learned logit, its sink. It joins the softmax over the head's scores, but has no value
+    vector (GPT-OSS)."""
+    attention_bias: bool = False
+    """Biases in the query, key, and value projections."""
+    attention_output_bias: bool = False
+    """Bias in the attention's output projection."""
+    mlp_bias: bool = False
+    """Biases in the MLP's projections. With experts, the router's logits have biases too (GPT-OSS)."""
+    attention_output_gate: bool = False
+    """Multiply the outputs of the query heads by the sigmoid of a gate that is projected from the layer's input
+    (Qwen3-Next)."""
+    qk_norm: bool = False
+    """RMSNorms of queries and keys (Qwen3)."""
+    qk_norm_over: Literal["head", "all_heads"] = "head"
+    """With qk_norm, normalize each head separately, or all heads of a token together (OLMoE)."""
+    kv_lora_rank: int = Field(0, ge=0)
+    """Width of the latent that keys and values are computed from (multi-head latent attention, DeepSeek-V3). With 0,
+    they are computed from the hidden states."""
+    q_lora_rank: int = Field(0, ge=0)
+    """With kv_lora_rank, width of the latent that queries are computed from. With 0, they are computed from the hidden
+    states."""
+    qk_nope_head_dim: int = Field(0, ge=0)
+    """With kv_lora_rank, number of a head's query and key channels without rotary embeddings."""
+    qk_rope_head_dim: int = Field(0, ge=0)
+    """With kv_lora_rank, number of a head's query and key channels with rotary embeddings. All heads share these
+    channels of the keys."""
+    v_head_dim: int = Field(0, ge=0)
+    """With kv_lora_rank, width of one value head."""
+    linear_num_key_heads: int = Field(0, ge=0)
+    """Number of query and key heads of a linear_attention layer."""
+    linear_num_value_heads: int = Field(0, ge=0)
+    """Number of value heads of a linear_attention layer, a multiple of linear_num_key_heads. Each has its own state."""
+    linear_key_head_dim: int = Field(0, ge=0)
+    """Width of a query or key head of a linear_attention layer."""
+    linear_value_head_dim: int = Field(0, ge=0)
+    """Width of a value head of a linear_attention layer."""
+    linear_conv_kernel_dim: int = Field(4, gt=0, le=64)
+    """Number of tokens that the convolution of a linear_attention layer reads, including the current token."""
+    tie_word_embeddings: bool = False
+    """The LM head shares the embedding's weights."""
+    scale_embeddings: bool = False
+    """Multiply token embeddings by √hidden_size (Gemma)."""
+    embedding_multiplier: float = Field(1.0, gt=0)
+    """Factor on token embeddings (Granite)."""
+    residual_multiplier: float = Field(1.0, gt=0)
+    """Factor on the outputs of attention and MLP before they are added to the residual stream (Granite)."""
+    logits_scaling: float = Field(1.0, gt=0)
+    """Divide the LM head's logits by this number (Granite)."""
+    initializer_range: float = Field(0.02, gt=0)
+    """Standard deviation of the initial weights. For o_proj and down_proj, it is divided by √(2 ·
+    num_hidden_layers)."""
+    num_experts: int = Field(0, ge=0, le=2**16)
+    """Number of experts per MLP (mixture-of-experts model, MoE). 0 makes the MLPs dense."""
+    num_experts_per_tok: Size = 2
+    """Number of experts each token is routed to (top-k)."""
+    moe_intermediate_size: int = Field(UNSET, ge=0)
+    """Inner width of one expert. 0 uses intermediate_size."""
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """How router logits become scores: softmax over all experts, or a sigmoid for each expert (DeepSeek-V3)."""
+    norm_topk_prob: bool = True
+    """Divide the chosen experts' scores by their sum."""
+    router_bias: bool = False
+    """Add a bias per expert to the scores that choose experts, but not to the weights of the experts' outputs. With
+    moe.bias_update_rate, it balances the load (DeepSeek-V3)."""
+    n_group: Size = 1
+    """Number of groups that the experts are divided into. A token is routed only to experts of its best topk_group
+    groups (DeepSeek-V3). A group's score is the sum of its two best experts' scores with router_score = 'sigmoid', and
+    its best expert's score with 'softmax'."""
+    topk_group: Size = 1
+    """With n_group, number of groups that a token is routed to."""
+    routed_scaling_factor: float = Field(1.0, gt=0)
+    """Factor on the sum of the chosen experts' outputs."""
+    shared_expert_intermediate_size: int = Field(0, ge=0)
+    """Inner width of a shared expert, which processes every token. 0 means no shared expert."""
+    shared_expert_gate: bool = False
+    """Multiply the shared expert's output by a sigmoid gate (Qwen2-MoE)."""
+    first_k_dense_replace: int = Field(0, ge=0)
+    """Number of initial layers that use a dense MLP instead of experts (DeepSeek-V3: 3)."""
+    pad_vocab_size_to_multiple_of: Size = 128
+    """Pad the vocabulary of the embedding and the head to a multiple of this number. The padding tokens are never
+    predicted."""

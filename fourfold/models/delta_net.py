@@ -1,0 +1,193 @@
+"""Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464): linear attention. Each head has a state of fixed size, and a
+token changes the state instead of adding a key and a value.
+
+Shapes: B sequences, S tokens, H hidden size, N value heads, D width of a key head, E width of a value head, C channels.
+Each sequence has n chunks of c tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.config.model import ModelConfig
+from fourfold.models.causal_attention import AttentionContext, documents_of
+from fourfold.models.mlp import Linears
+from fourfold.models.norms import RMSNorm
+from fourfold.models.recomputation import recomputable
+
+CHUNK = 64
+"""Number of tokens that are computed together. More tokens make larger matmuls, but also more of them."""
+
+NORM_EPS = 1e-6
+"""Added to the squared length of queries and keys before they are scaled to length 1."""
+
+
+class DeltaNet(nn.Module):
+    """A layer with linear attention. It takes the place of self-attention in a block."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        heads = config.linear_num_value_heads
+        values = heads * config.linear_value_head_dim
+        self.inputs = Linears(
+            config.hidden_size,
+            False,
+            q_proj=keys,
+            k_proj=keys,
+            v_proj=values,
+            z_proj=values,
+            b_proj=heads,
+            a_proj=heads,
+        )
+        self.core = DeltaCore(config)
+        self.o_proj = nn.Linear(values, config.hidden_size, bias=False)
+
+    def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
+        out_BSH: Tensor = self.o_proj(self.core(*self.inputs(x_BSH), context))
+        return out_BSH
+
+
+class DeltaCore(nn.Module):
+    """Everything between the projections: convolutions, the delta rule, and the gated norm, in float32."""
+
+    CHANNELS = ("q_conv", "k_conv", "v_conv", "A_log", "dt_bias")
+    """Parameters with rows for the channels of a head, or one value per head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.key_width, self.value_width = config.linear_key_head_dim, config.linear_value_head_dim
+        heads, taps = config.linear_num_value_heads, config.linear_conv_kernel_dim
+        keys, values = config.linear_num_key_heads * self.key_width, heads * self.value_width
+        self.q_conv = nn.Parameter(torch.empty(keys, taps))
+        self.k_conv = nn.Parameter(torch.empty(keys, taps))
+        self.v_conv = nn.Parameter(torch.empty(values, taps))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.norm: nn.Module = RMSNorm(self.value_width, config.norm_eps)
+
+    @recomputable
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, a: Tensor, context: AttentionContext
+    ) -> Tensor:
+        return self.compute(q, k, v, z, b, a, context)
+
+    def compute(
+        self, q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, a: Tensor, context: AttentionContext
+    ) -> Tensor:
+        """Return the gated outputs of the heads, [B, S, N·E]. The inputs are in the order of ``DeltaNet.inputs``."""
+        out_BSNE = self.mix(q, k, v, b, a, context, *map(self.get_parameter, self.CHANNELS))
+        gate_BSNE = F.silu(z.float()).unflatten(-1, (-1, self.value_width))
+        gated_BSNE: Tensor = self.norm(out_BSNE) * gate_BSNE
+        return gated_BSNE.to(z.dtype).flatten(-2)
+
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, a: Tensor, context: AttentionContext, *parameters: Tensor
+    ) -> Tensor:
+        """Mix the tokens of each head, [B, S, N, E]. ``parameters`` are in the order of ``CHANNELS``."""
+        *convolutions, A_log_N, dt_bias_N = (parameter.float() for parameter in parameters)
+        ends_BE = context.document_ends_BE
+        documents_BS = None if ends_BE is None else documents_of(ends_BE, q.shape[1])
+        q, k, v = (
+            short_convolution(t.float(), weight, documents_BS)
+            for t, weight in zip((q, k, v), convolutions, strict=True)
+        )
+        q_BSND, k_BSND = (unit_heads(t, self.key_width, len(A_log_N)) for t in (q, k))
+        v_BSNE = v.unflatten(-1, (-1, self.value_width))
+        log_decay_BSN = -A_log_N.exp() * F.softplus(a.float() + dt_bias_N)
+        q_BSND = q_BSND * self.key_width**-0.5
+        return gated_delta_rule(q_BSND, k_BSND, v_BSNE, log_decay_BSN, b.float().sigmoid(), documents_BS)
+
+
+def short_convolution(x_BSC: Tensor, weight_CT: Tensor, documents_BS: Tensor | None) -> Tensor:
+    """Convolve each channel with its own T taps, of which the last is for the current token. Apply SiLU.
+
+    No tap reads a token of an earlier document.
+    """
+    length, taps = x_BSC.shape[1], weight_CT.shape[1]
+    out_BSC = x_BSC * weight_CT[:, -1]
+    for back in range(1, min(taps, length)):
+        earlier_BSC = F.pad(x_BSC[:, :-back], (0, 0, back, 0))
+        if documents_BS is not None:
+            is_same_BS = F.pad(documents_BS[:, :-back], (back, 0), value=-1) == documents_BS
+            earlier_BSC = earlier_BSC * is_same_BS[..., None]
+        out_BSC = out_BSC + earlier_BSC * weight_CT[:, -1 - back]
+    return F.silu(out_BSC)
+
+
+def unit_heads(t_BSf: Tensor, width: int, heads: int) -> Tensor:
+    """Return heads of length 1, [B, S, N, D]. If there are fewer key heads than value heads, repeat each of them."""
+    t_BSKD: Tensor = t_BSf.unflatten(-1, (-1, width))
+    t_BSKD = t_BSKD * (t_BSKD.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
+    return t_BSKD.repeat_interleave(heads // t_BSKD.shape[2], dim=2)
+
+
+def gated_delta_rule(
+    q_BSND: Tensor,
+    k_BSND: Tensor,
+    v_BSNE: Tensor,
+    log_decay_BSN: Tensor,
+    beta_BSN: Tensor,
+    documents_BS: Tensor | None = None,
+) -> Tensor:
+    """Run the recurrence of each head (eq. 10), and return the reads q·state, [B, S, N, E].
+
+    Each token multiplies the state [D, E] by its decay. Then it moves the value that its key reads from the state
+    towards its own value, by the fraction beta:
+
+        state ← exp(log_decay) · state
+        state ← state + k ⊗ beta · (v − k·state)
+
+    A document begins with a state of zeros. The tokens of a chunk are computed together (section 3.3), and the state
+    goes from chunk to chunk.
+    """
+    length = q_BSND.shape[1]
+    q, k, v = (_chunks(t) for t in (q_BSND, k_BSND, v_BSNE))  # [B, N, n, c, ·]
+    decay, beta = _chunks(log_decay_BSN).cumsum(-1), _chunks(beta_BSN)[..., None]
+    pair, reads, writes = _decays(decay, documents_BS)
+    k_beta = beta * k
+    system = (k_beta @ k.mT) * pair
+    known = torch.cat([beta * v, k_beta * reads], -1)
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    fresh, corrections = solved.split([v.shape[-1], k.shape[-1]], -1)
+    inside, q_reads, k_writes = (q @ k.mT) * pair, q * reads, k * writes
+    state, outputs = torch.zeros_like(k[:, :, 0].mT @ v[:, :, 0]), list[Tensor]()
+    for chunk in range(q.shape[2]):
+        values = fresh[:, :, chunk] - corrections[:, :, chunk] @ state
+        outputs.append(q_reads[:, :, chunk] @ state + inside[:, :, chunk] @ values)
+        state = state * reads[:, :, chunk, -1:] + k_writes[:, :, chunk].mT @ values
+    return torch.stack(outputs, 2).flatten(2, 3)[:, :, :length].transpose(1, 2)
+
+
+def _chunks(t_BSN: Tensor) -> Tensor:
+    """Return chunks [B, N, n, c, …] of a tensor [B, S, N, …]. Zeros fill the last chunk."""
+    missing = -t_BSN.shape[1] % CHUNK
+    padded_BSN = F.pad(t_BSN, (0, 0) * (t_BSN.ndim - 2) + (0, missing))
+    chunks_BncN: Tensor = padded_BSN.unflatten(1, (-1, CHUNK))
+    return chunks_BncN.movedim(3, 1)
+
+
+def _decays(decay_BNnc: Tensor, documents_BS: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how much is left of what one token wrote when another token reads it.
+
+    Args:
+        decay_BNnc: The logarithm of the decay from the chunk's beginning to each token, including the token's own.
+        documents_BS: The document of each token. Nothing is left of what another document wrote.
+
+    Returns:
+        Factors from token to token of a chunk [B, N, n, c, c], from the state before the chunk to each token
+        [B, N, n, c, 1], and from each token to the state after the chunk [B, N, n, c, 1].
+    """
+    is_seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay_BNnc.device).tril()
+    reads, writes = decay_BNnc.exp(), (decay_BNnc[..., -1:] - decay_BNnc).exp()
+    if documents_BS is not None:
+        documents_B1nc = _chunks(documents_BS[..., None])
+        last_B1n1 = documents_B1nc[..., -1:]
+        before_B1n1 = F.pad(last_B1n1[:, :, :-1], (0, 0, 1, 0))
+        is_seen = is_seen & (documents_B1nc[..., :, None] == documents_B1nc[..., None, :])
+        reads, writes = reads * (documents_B1nc == before_B1n1), writes * (documents_B1nc == last_B1n1)
+    pair = (decay_BNnc[..., :, None] - decay_BNnc[..., None, :]).masked_fill(~is_seen, -torch.inf).exp()
+    return pair, reads[..., None], writes[..., None]
