@@ -51,8 +51,8 @@ def import_hf(
 ) -> None:
     """Write a Hugging Face model as a checkpoint that any grid reads.
 
-    Weights keep their type, and only one is in memory at a time. Name the result in checkpoint.resume to start a run
-    from it. Starting from model.from_hf needs no import.
+    Weights keep their dtype, and only one tensor is in memory at a time. Name the result in checkpoint.resume to start
+    a run from it. Starting from model.from_hf needs no import.
     """
     from fourfold.huggingface.import_model import import_huggingface
     from fourfold.reports.terminal import print_transferred

@@ -8,7 +8,7 @@ _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def format_number(value: float) -> str:
-    """Format a number with at most four significant digits: 12.5k, 3.2M, 7B, 0.25, 3e-4."""
+    """Format a number with at most four significant digits, such as 12.5k, 3.2M, 7B, 0.25, or 3e−4."""
     rounded = float(f"{value:.4g}")  # Round first, so that 999,999 becomes 1M and not 1000k.
     magnitude = abs(rounded)
     if 0 < magnitude < 1e-2 or magnitude >= 1e15:
@@ -27,8 +27,8 @@ def downsample(y: Sequence[float | None], buckets: int) -> Sequence[int]:
     """Divide a series into ``buckets`` runs of neighboring points, and return the indices of the lowest and the highest
     point of each run, in order.
 
-    The first and the last point are always kept. A bucket without any number keeps one None, which a chart draws as a
-    gap. A series of at most 2·``buckets`` points is kept whole.
+    The indices of the first and the last point are always included. A run without any number contributes the index of
+    one None, which a chart draws as a gap. For a series of at most 2·``buckets`` points, return all indices.
     """
     count = len(y)
     if count <= 2 * buckets:
