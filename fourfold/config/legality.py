@@ -34,7 +34,6 @@ class Divides:
 
     axes: tuple[str, ...]
     what: str
-    """The number, as a phrase for ``reason``."""
     number: str
     """The number's name in ``Sizes``."""
     layer: str
