@@ -22,7 +22,7 @@ import torch
 from benchmarks.options import add_tiny
 from fourfold.config.layout import MatmulSizes, matmul_sizes
 from fourfold.config.run import RunConfig
-from fourfold.matmul_tuning.matmul_report import layer_records
+from fourfold.matmul_tuning.matmul_choice import layer_records
 from fourfold.matmul_tuning.matmul_table import machine_of
 from fourfold.matmul_tuning.matmul_times import (
     MOST_ROUNDS,

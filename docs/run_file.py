@@ -119,7 +119,9 @@ def _presets() -> str:
 
 def _count(number: int) -> str:
     """Format a count with three significant digits and a unit: 1.23M."""
-    unit, name = next((unit, name) for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1, "")) if number >= unit)
+    unit, name = next(
+        (unit, name) for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")) if number >= unit
+    )
     return f"{number / unit:.3g}{name}"
 
 

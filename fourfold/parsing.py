@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Iterator
 from typing import Any
 
 TOO_DEEP = "its lists or tables are nested too deeply"
@@ -31,3 +32,12 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
+
+
+def dotted_keys(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a table and of its subtables as ``section.key``, with their values."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from dotted_keys(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

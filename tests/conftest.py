@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from command_line import Cli, Result, exit_code
 from forked_starter import ForkedStarter
 from hypothesis import HealthCheck, settings
@@ -139,3 +140,11 @@ def browser() -> Iterator[Browser]:
     """Start a headless Chromium. Skip the test if there is none."""
     with chromium() as started:
         yield started
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Start a default group that contains only this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -22,7 +22,7 @@ import numpy as np
 from text import write_text
 
 from fourfold.data.canaries import Canaries, ledger_path
-from fourfold.data.merge import falls_within
+from fourfold.data.order import falls_within
 from fourfold.data.prepare import prepare
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.memorization.audit import AuditRequest

@@ -10,8 +10,8 @@ A checkpoint stores parts of global tensors in safetensors files:
         manifest-<checksum>.json    size and checksum of every file
 
 Tensors are named `model.<name>`, `optimizer.<moment>.<name>`, and `average.<name>`. A checkpoint is written under a
-temporary name and renamed when every process has finished, so it exists completely or not at all. Processes exchange
-only the sizes and checksums of their files.
+temporary name and renamed when every process has finished, so it exists completely or not at all. While saving,
+processes exchange no tensors: only the layout, and the sizes and checksums of their files.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Checkpointer:
         self._copies = CopyStream(job.device) if self._beside is not None else None
 
     def save(self, step: int, required: bool = True, prune: bool = True) -> None:
-        """Write `step_<step>`. With `async_mode` it appears once it is complete, at a later `poll` or `wait`.
+        """Write `step_<step>`. With `async_mode`, the checkpoint appears at a later `poll` or `wait`, once it is
+        complete.
 
         Args:
             step: Number of finished steps.
@@ -95,8 +96,8 @@ class Checkpointer:
             prune: Whether to remove older checkpoints. After a bad step, a run may still need an older one.
 
         Raises:
-            UserError: Weights are not finite. Raised on all processes.
-            WriteFailed: The checkpoint cannot be written.
+            UserError: Weights or optimizer states are not finite. Raised on all processes.
+            WriteFailed: The checkpoint cannot be written, and `required` or the run file says to raise.
         """
         self.wait(required=False)
         with self._allowed_to_fail(required):
@@ -162,21 +163,11 @@ class Checkpointer:
             if dist.get_rank() == 0:
                 print(f"warning: {failure}; training continues without this checkpoint", file=sys.stderr)
 
-    @contextmanager
-    def _removed_on_failure(self, step: int) -> Iterator[None]:
-        """Remove the unfinished checkpoint if the block fails, because a full disk needs the space."""
-        try:
-            yield
-        except UserError:
-            if dist.get_rank() == 0:
-                shutil.rmtree(self._partial(step), ignore_errors=True)
-            raise
-
     def _finish(self, prune: bool, layout: CheckpointTensors, state: CheckpointState, write: Write) -> None:
-        """When every rank has written its file, rank 0 writes the description, renames the folder, and prunes. A
-        failure is raised on all ranks."""
+        """Write this rank's file. When every rank has written its file, rank 0 writes the layout, the state, and the
+        manifest, renames the folder, and prunes. A failure is raised on all ranks."""
         folder, finished = self._partial(state.step), self.folder / f"step_{state.step}"
-        with self._removed_on_failure(state.step):
+        try:
             with failing_together(), writing(folder):
                 mine = write()
             written = gather_written(mine, self.job.grid.device_type)
@@ -188,17 +179,22 @@ class Checkpointer:
                         seal(folder, written)
                         flush(folder)
                         swap_in(folder, finished)
-                        # The link may be from an earlier attempt, and point to a step that this run has not reached.
+                        # Set the link at every save, because an earlier attempt may have left it pointing to a step
+                        # that this run has not reached.
                         best = self.folder / f"step_{state.best.step}"
                         if self.job.run.validation.keep_best and best.is_dir():
                             mark_best(best)
                         flush(self.folder)
+        except UserError:
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder, ignore_errors=True)  # A full disk needs the space.
+            raise
         self.newest = finished
         if dist.get_rank() == 0 and prune:
             self._prune(state.step)
 
     def _prune(self, step: int) -> None:
-        """Remove checkpoints that the new checkpoint makes unnecessary."""
+        """Remove the checkpoints that [checkpoint] no longer keeps, now that the new checkpoint exists."""
         if self.config.keep_latest_k:
             every, best = self.config.keep_every, best_checkpoint(self.folder)
             ours = [path for path in list_checkpoints(self.folder) if step_of(path) <= step]
@@ -240,6 +236,7 @@ def load_newest(path: Path, job: TrainingState, fall_back: bool) -> tuple[Path, 
 
     Raises:
         DamagedCheckpoint: The checkpoint is damaged, and there is no checkpoint to fall back to.
+        UserError: The checkpoint does not fit the run (see `load_checkpoint`).
     """
     while True:
         try:
@@ -251,15 +248,19 @@ def load_newest(path: Path, job: TrainingState, fall_back: bool) -> tuple[Path, 
 
 
 def load_checkpoint(path: Path, job: TrainingState) -> int:
-    """Fill a job's weights and optimizer from a checkpoint of any grid. Every process calls this.
+    """Fill a job's weights, optimizer, and all other saved state from a checkpoint of any grid. Every process calls
+    this.
+
+    From an imported model, only the weights are filled.
 
     Returns:
         The checkpoint's number of finished steps.
 
     Raises:
-        DamagedCheckpoint: The checkpoint is damaged. The job is unchanged unless the damage was inside a tensor file.
-            In that case its weights are unusable.
-        UserError: The checkpoint belongs to another model. The job is unchanged.
+        DamagedCheckpoint: The checkpoint is damaged. The job is unchanged unless the damage is inside a tensor file. In
+            this case, the job's weights are unusable.
+        UserError: The checkpoint has another model, other adapters, another optimizer, or another order of samples. The
+            job is unchanged.
     """
     with failing_together():
         state = read_state(path)
@@ -303,7 +304,7 @@ def load_sharded_weights(path: Path, job: TrainingState) -> None:
 
     Raises:
         DamagedCheckpoint: The checkpoint is damaged.
-        UserError: The checkpoint belongs to another model.
+        UserError: The checkpoint belongs to another model, or holds only adapters.
     """
     with failing_together():
         state = read_state(path)

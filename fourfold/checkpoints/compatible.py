@@ -1,4 +1,5 @@
-"""Check that a run can resume from a checkpoint: the model, the adapters, and the order of samples must be the same."""
+"""Check that a run can resume from a checkpoint: the model, adapters, optimizer, and order of samples must be the
+same."""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ def changed(path: Path, was: str, now: str) -> UserError:
 
 
 def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> None:
-    """Check that the checkpoint's model has the sizes of `model`.
+    """Check that the checkpoint has the model that `model` describes.
 
     Raises:
-        UserError: A size differs. The message names the first one.
+        UserError: A key of [model] differs. The message names the first one.
     """
-    # ModelConfig fills in keys that did not exist when the checkpoint was saved, including sizes that follow from other
-    # sizes.
+    # ModelConfig fills in keys that the checkpoint lacks because they are newer than it, including sizes that follow
+    # from other sizes.
     for key, was, now in _differences(saved_model(ModelConfig(**state.model)), saved_model(model)):
         raise changed(path, f"belongs to another model: its model.{key} is {was!r}", repr(now))
 

@@ -18,7 +18,7 @@ HEADER_BYTES = 512
 
 
 def checkpoint_bytes(run: RunConfig) -> int:
-    """Return the size of one checkpoint in bytes: weights, optimizer states, averages, and headers."""
+    """Estimate the size of one checkpoint in bytes: weights, optimizer states, averages, and headers."""
     shapes = trained_shapes(run.model, run.lora)
     weight = DTYPES[run.training.master_weights].itemsize
     moment = 4 if run.optimizer.stochastic_rounding else weight
@@ -53,7 +53,7 @@ def check_room(folder: Path, run: RunConfig) -> None:
 def check_room_at_start(folder: Path, run: RunConfig) -> None:
     """Check that one checkpoint of the run fits on the disk.
 
-    Warn if the disk is too small for all the checkpoints that the run keeps.
+    Warn if the disk is too small for all the checkpoints that the run keeps. If the run never saves, check nothing.
 
     Raises:
         WriteFailed: Not even one checkpoint fits.
@@ -74,7 +74,7 @@ def check_room_at_start(folder: Path, run: RunConfig) -> None:
 
 
 def _kept_at_once(config: CheckpointConfig, saves: int) -> int:
-    """Return how many checkpoints exist when a run's last save is complete, if there were this many saves before it."""
+    """Return how many checkpoints exist when a run's last save is complete, if `saves` saves came before it."""
     older = saves - config.keep_latest_k
     if not config.keep_latest_k or older <= 0:
         return saves + 1

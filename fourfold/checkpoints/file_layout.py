@@ -49,7 +49,7 @@ class SavedTensor(Strict):
     sharded: bool = True
     """Whether `sharded_over` cuts the tensor."""
     sharded_dim: int = 0
-    """Dim along which `sharded_over` cuts the tiles of x and y."""
+    """Dim along which `sharded_over` cuts the tiles."""
     pp: int = 0
     """Pipeline rank that writes the tensor."""
     copy_number: int = 0
@@ -67,7 +67,7 @@ class CheckpointTensors(Strict):
     sizes: dict[str, int]
     """Sizes of the grid's axes."""
     sharded_over: tuple[str, ...] = Field(strict=False)
-    """Axes that cut the tiles of x and y into shards, as torch.chunk does."""
+    """Axes that cut the tiles into shards, as torch.chunk does."""
     shards_per_node: int = Field(1, ge=1)
     """Number of ranks of a shard group on one node. If it is above 1, the shards have another order than the ranks
     (`parallel.tensor.sharding.shard_number`)."""
@@ -245,7 +245,7 @@ def read_layout(folder: Path) -> CheckpointTensors:
     """Read `layout.json`.
 
     Raises:
-        DamagedCheckpoint: The file is not a valid layout.
+        DamagedCheckpoint: The file is missing, has changed, or is not a valid layout.
     """
     file = folder / LAYOUT_FILE
     check_small_file(file)

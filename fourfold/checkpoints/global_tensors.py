@@ -81,7 +81,7 @@ Parts = Mapping[str, SavedPart]
 
 
 def trained_parts(job: TrainingState, with_averages: bool) -> Parts:
-    """Return the parts of the trained weights, of their moments, and of their averages.
+    """Return the parts of the trained weights, their moments, and their averages, and the routers' biases.
 
     Args:
         job: The job.

@@ -15,7 +15,7 @@ from fourfold.models.tensor_files import Entry, split_into_files, write_tensors
 
 
 def write_weights(folder: Path, model: ModelConfig, entries: Sequence[Entry]) -> dict[str, int]:
-    """Write whole tensors as a checkpoint, split into files by size. Each file counts as one pipeline rank.
+    """Write full tensors as a checkpoint, split into files by size. Each file counts as one pipeline rank.
 
     Returns:
         The size of every file in bytes.

@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files. They are computed during writing and compared before the files are used.
+"""Compute checksums of a checkpoint's files while writing, and compare them while loading.
 
     manifest-<checksum of the manifest>.json    size and checksum of every file in the folder
 
@@ -34,7 +34,7 @@ BESIDE = "huggingface"
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint has changed since it was written."""
+    """A checkpoint is incomplete, or has changed since it was written."""
 
 
 def damaged(path: Path, reason: str) -> DamagedCheckpoint:
@@ -57,10 +57,10 @@ def seal(folder: Path, written: Mapping[str, Written] | None = None) -> None:
 
 
 def check_small_file(file: Path) -> None:
-    """Compare the checksum of one file.
+    """Compare the checksum of one file with the manifest.
 
     Raises:
-        DamagedCheckpoint: The file is missing or its content differs.
+        DamagedCheckpoint: The file or the manifest is missing or has changed.
     """
     entry = _read_manifest(file.parent).get(file.name)
     if entry is None or not file.is_file():
@@ -72,7 +72,7 @@ def check_listing(folder: Path) -> None:
     """Check that every file of the manifest exists, and that no other file does.
 
     Raises:
-        DamagedCheckpoint: A file is missing or unknown.
+        DamagedCheckpoint: A file is missing or unknown, or the manifest is damaged.
     """
     entries, found = _read_manifest(folder), {path.name for path in folder.iterdir()}
     for name in entries:

@@ -25,7 +25,7 @@ from fourfold.parallel.grid.grid import Axis
 from fourfold.parallel.memory.offload import CopyStream
 
 OFFSETS = "DCP_SHARDING_INFO"
-"""Metadata key that torch.distributed.checkpoint uses for the start of each part in the whole tensor."""
+"""Metadata key that torch.distributed.checkpoint uses for the start of each part in the full tensor."""
 
 
 def entries_of(parts: Parts, layout: CheckpointTensors, copies: CopyStream | None = None) -> list[Entry]:
@@ -101,7 +101,7 @@ def read_boxes(folder: Path, layout: CheckpointTensors, wanted: dict[str, tuple[
 
     Args:
         folder: The checkpoint.
-        layout: Its layout.
+        layout: The checkpoint's layout.
         wanted: The tensor to fill and its box, by name.
 
     Raises:

@@ -36,16 +36,17 @@ _MEASURED = {
     "audit": {"documents", "suffix"},
     "evaluation": {"include_path", "limit", "num_fewshot"},
 }
-"""The same for sections that measure the model during training. Their keys matter only if their interval is not 0."""
+"""Keys of sections that measure the model during training. A change causes the same warning, unless the section's
+interval is 0."""
 
 
 class RecentSteps(Strict):
     """Losses and gradient norms of recent steps, which [checks] compares with later steps."""
 
     losses: list[float] = Field([])
-    """Losses of the last good steps. [checks] determines how many are kept."""
+    """Losses of the last `checks.spike_window` good steps. Empty if `checks.spike` is "off"."""
     grad_norms: list[float] = Field([])
-    """Gradient norms of the same steps."""
+    """Gradient norms of the steps in `losses`."""
     skipped_in_a_row: int = 0
     """Number of bad steps since the last good one."""
     overflows_in_a_row: int = 0
@@ -64,7 +65,7 @@ class StreamPosition(Strict):
     shuffle_buffer: int = 0
     """Number of documents that are shuffled at a time."""
     positions: list[dict[str, Any]]
-    """Position of each of its streams (see `data/stream.py`)."""
+    """Position of each of the dataset's streams, with the fields of `data.stream.Position`."""
 
 
 class BestValidation(Strict):
@@ -90,7 +91,8 @@ class CheckpointState(Strict):
 
     format: int
     step: int = Field(ge=0)
-    """Number of finished training steps. If `training` is unchanged, this is also the position in the data."""
+    """Number of finished training steps. If the settings in `training` are unchanged, this is also the position in the
+    data."""
     model: dict[str, Any]
     """The section [model] without `LAYOUT_FREE_KEYS`."""
     training: dict[str, int]
@@ -98,7 +100,8 @@ class CheckpointState(Strict):
     rng: str
     """State of torch's default generator, in base64."""
     optimizer_steps: int | None = Field(None, ge=0)
-    """Number of steps that changed the weights. It is below `step` after fp16 overflows."""
+    """Number of steps that changed the weights. It is below `step` after fp16 overflows and skipped steps. None for
+    imported models."""
     loss_scale: tuple[float, int] | None = Field(None, strict=False)
     """The loss scale and the number of steps since it last changed."""
     recent: RecentSteps = RecentSteps()
@@ -154,7 +157,8 @@ class CheckpointState(Strict):
 
 
 def state_of(run: RunConfig, step: int) -> CheckpointState:
-    """Describe a run after `step` steps. The caller fills in `optimizer_steps`."""
+    """Describe a run after `step` steps. The caller fills in what the run file does not determine, such as
+    `optimizer_steps` and `stream`."""
     return CheckpointState(
         format=FORMAT,
         step=step,
@@ -164,7 +168,7 @@ def state_of(run: RunConfig, step: int) -> CheckpointState:
         optimization=compared_settings(run),
         rng=_rng_state(),
         lora=run.lora if run.lora.rank else None,
-        base=adapted_model(run),
+        base=None if not run.lora.rank or run.model.from_hf is None else absolute_name(run.model.from_hf),
         optimizer=run.optimizer.name,
     )
 
@@ -173,7 +177,8 @@ def compared_settings(run: RunConfig) -> dict[str, Any]:
     """Return the run-file keys that determine, together with the data, how the weights change and what is measured
     during training, such as `optimizer.lr` and `validation.steps`.
 
-    A checkpoint keeps them as plain JSON, so that a later version can still read it after a key was renamed.
+    A checkpoint stores them as plain JSON, so that a later version can still read the checkpoint after a key was
+    renamed.
     """
     measured = {section: keys for section, keys in _MEASURED.items() if getattr(run, section).interval}
     sections = run.model_dump(mode="json", include=_COMPARED | measured).items()
@@ -196,7 +201,7 @@ def read_state(path: Path) -> CheckpointState:
     """Read `state.json`.
 
     Raises:
-        DamagedCheckpoint: The file has changed since it was written.
+        DamagedCheckpoint: The file is missing or has changed since it was written.
         UserError: The checkpoint has another format.
     """
     file = path / STATE_FILE
@@ -222,18 +227,13 @@ def read_state(path: Path) -> CheckpointState:
 
 
 def saved_model(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of [model] that a checkpoint keeps."""
+    """Return the keys of [model] that a checkpoint stores, with their values."""
     return {key: value for key, value in model.model_dump(mode="json").items() if key not in LAYOUT_FREE_KEYS}
 
 
 def sample_order(run: RunConfig) -> dict[str, int]:
     """Return the settings that determine, together with the step, which samples come next."""
     return {key: getattr(run.training, key) for key in ("seed", "global_batch_size", "seq_length")}
-
-
-def adapted_model(run: RunConfig) -> str | None:
-    """Return the model that a run's adapters belong to, or None if the run does not use LoRA."""
-    return None if not run.lora.rank or run.model.from_hf is None else absolute_name(run.model.from_hf)
 
 
 def absolute_name(model: str) -> str:

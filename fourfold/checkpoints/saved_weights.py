@@ -27,7 +27,7 @@ class SavedWeights:
 
         Raises:
             DamagedCheckpoint: The checkpoint is damaged.
-            UserError: `averaged` is set and there are no averages.
+            UserError: The checkpoint has another format, or `averaged` is set and there are no averages.
         """
         self.path = path
         self.state, self._layout = verify(path)
@@ -44,14 +44,14 @@ class SavedWeights:
         self.dtypes = {name: dtype_of(self._layout, self._stored[name]) for name in self.shapes}
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
-        """Read one whole parameter, or one expert of a parameter that stacks experts, in its stored dtype."""
+        """Read one full parameter, or one expert of a parameter that stacks experts, in its stored dtype."""
         slices = whole_or_part(self.shapes[name], expert)
         whole = torch.empty([s.stop - s.start for s in slices], dtype=self.dtypes[name])
         read_boxes(self.path, self._layout, {self._stored[name]: (whole, slices)})
         return whole if expert is None else whole[0]
 
     def fill(self, weights: dict[str, Tensor]) -> None:
-        """Fill whole parameters in place, by name.
+        """Fill full parameters in place, by name.
 
         Raises:
             UserError: The checkpoint has no such parameter in this shape.

@@ -26,10 +26,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def verify(path: Path) -> tuple[CheckpointState, CheckpointTensors]:
-    """Check a whole checkpoint in one process.
+    """Check a complete checkpoint in one process, and return its state and its layout.
 
     Raises:
         DamagedCheckpoint: The checkpoint is damaged.
+        UserError: The checkpoint has another format.
     """
     state = read_state(path)
     layout = check_structure(path, shapes_of(state))
@@ -63,7 +64,7 @@ def verified(path: Path, expected: Shapes) -> Iterator[CheckpointTensors]:
 
 
 def shapes_of(state: CheckpointState) -> Shapes:
-    """Return the shapes of all tensors that a checkpoint of a run must hold."""
+    """Return the shapes of all tensors that a checkpoint with this state must hold."""
     model = ModelConfig(**state.model)
     expected = {f"model.{name}": shape for name, shape in saved_shapes(model, state.lora).items()}
     if not state.weights_only:
@@ -77,12 +78,13 @@ def shapes_of(state: CheckpointState) -> Shapes:
 
 
 def saved_shapes(model: ModelConfig, lora: LoRAConfig | None) -> Shapes:
-    """Return the shapes of the weights in a checkpoint of a run: all weights, or with LoRA the adapters."""
+    """Return the shapes of the weights that a checkpoint of a model holds: all weights, or with LoRA only the
+    adapters."""
     return parameter_shapes(model) if lora is None else trained_shapes(model, lora)
 
 
 def check_structure(path: Path, expected: Shapes, rank: int = 0, ranks: int = 1) -> CheckpointTensors:
-    """Check a share of everything except the contents of tensor files.
+    """Check a share of everything except the contents of tensor files. Return the layout.
 
     Args:
         path: The checkpoint.

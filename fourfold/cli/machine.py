@@ -100,7 +100,7 @@ def calibrate(
         printed = (f"Rows: {fitted.rows}. Mean error before the fit: {_mean_error(fitted.before)}; on held-out rows: "
                    f"{_mean_error(fitted.held_out)}. Written: {out}")  # fmt: skip
     else:
-        from fourfold.tuning.start import microbenchmark
+        from fourfold.tuning.microbenchmark import microbenchmark
 
         with working("Measuring this machine"):
             measured = microbenchmark(processes)
@@ -132,7 +132,7 @@ def tune_matmul(
 
     run = load_run(run_file, overrides)
     # Import torch late, so that a mistake in the run file is reported immediately.
-    from fourfold.matmul_tuning.matmul_report import tune_matmuls
+    from fourfold.matmul_tuning.matmul_choice import tune_matmuls
     from fourfold.reports.tuned_matmul_table import print_matmuls
 
     with working("Timing the matmuls"):

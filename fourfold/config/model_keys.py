@@ -10,7 +10,6 @@ from fourfold.config.rope_scaling import RopeScaling
 from fourfold.config.strict import PathText, Size, Strict
 
 MOST_LAYERS = 100_000
-"""Largest number of blocks."""
 
 UNSET = 0
 """Default of a size that ``ModelConfig`` derives from other sizes."""
@@ -40,8 +39,7 @@ class ModelKeys(Strict):
     intermediate_size: int = Field(UNSET, gt=0)
     """Inner width of the MLP. Default: 4 × hidden_size."""
     max_position_embeddings: Size = 2048
-    """Largest sequence length. With position_embedding = 'learned', this is also the number of learned position
-    embeddings."""
+    """Largest sequence length. With position_embedding = 'learned', the number of learned position embeddings."""
     mlp: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
     """Type of the MLP: three matrices with a SiLU gate (swiglu) or a GELU gate (geglu), or two matrices with a plain
     GELU (gelu) or a squared ReLU (relu2)."""
@@ -62,8 +60,7 @@ class ModelKeys(Strict):
     """RMSNorms multiply by the weight in float32, and round the product to the model's dtype (GPT-OSS). Otherwise they
     round before they multiply. Zero-centered norms always round last."""
     parallel_residual: bool = False
-    """Attention and MLP of a block read the same residual stream, so the MLP does not see attention's output
-    (GPT-NeoX)."""
+    """Attention and MLP of a block run in parallel: they read the same residual stream (GPT-NeoX)."""
     position_embedding: Literal["rope", "learned"] = "rope"
     """`rope` rotates queries and keys. `learned` adds a trained vector per position to the token embedding."""
     rope_theta: float = Field(10000.0, gt=1)
@@ -114,8 +111,7 @@ class ModelKeys(Strict):
     """Width of the latent that keys and values are computed from (multi-head latent attention, DeepSeek-V3). With 0,
     they are computed from the hidden states."""
     q_lora_rank: int = Field(0, ge=0)
-    """With kv_lora_rank, width of the latent that queries are computed from. With 0, they are computed from the hidden
-    states."""
+    """With kv_lora_rank, width of the latent of the queries. 0 computes them from the hidden states."""
     qk_nope_head_dim: int = Field(0, ge=0)
     """With kv_lora_rank, number of a head's query and key channels without rotary embeddings."""
     qk_rope_head_dim: int = Field(0, ge=0)
@@ -175,5 +171,4 @@ class ModelKeys(Strict):
     first_k_dense_replace: int = Field(0, ge=0)
     """Number of initial layers that use a dense MLP instead of experts (DeepSeek-V3: 3)."""
     pad_vocab_size_to_multiple_of: Size = 128
-    """Pad the vocabulary of the embedding and the head to a multiple of this number. The padding tokens are never
-    predicted."""
+    """Pad the vocabulary to a multiple of this number. The padding tokens are never predicted."""

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from fourfold.config.data_section import DataConfig
 from fourfold.config.run import RunConfig
-from fourfold.data.conversations import PackedConversations
+from fourfold.data.conversations import PackedConversations, PreferencePairs
 from fourfold.data.dataset import Samples, SourceMixture, TokenWindows
 from fourfold.data.files import locked, writing
 from fourfold.data.hub import HubDataset
 from fourfold.data.manifest import corpus_tokenizer, open_as_made, read_manifest
-from fourfold.data.preferences import PreferencePairs
 from fourfold.data.prepare import prepare
 from fourfold.data.shuffled_documents import ShuffledDocuments
 from fourfold.data.sources import PYTHON_STDLIB
@@ -80,8 +79,6 @@ def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
         look_back,
         ahead=data.read_ahead * training.global_batch_size // data.streams,
         timeout=data.read_timeout,
-        text_key=data.text_key,
-        shuffle_buffer=data.shuffle_buffer,
         order=order,
     )
 

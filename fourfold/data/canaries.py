@@ -47,7 +47,7 @@ class Canaries:
     """Fraction of each copy's tokens that are replaced at random. Above 0, the copies of a canary are
     near-duplicates."""
     shift: int = 0
-    """Maximum number of tokens cut off the start of a copy."""
+    """Maximum number of tokens that are cut off at the start of a copy."""
     source: str | None = None
     """Source of the canaries. None takes documents out of the corpus, "random" draws random tokens, and a path reads a
     .jsonl file."""

@@ -86,7 +86,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """Return the text of the template. If there are several templates, join them."""
+        """Return the text of the template, or of all templates, joined."""
         found = self._tokenizer.chat_template
         return "".join(found.values()) if isinstance(found, dict) else str(found)
 

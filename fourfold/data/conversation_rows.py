@@ -120,7 +120,10 @@ def read_pair(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Con
     if len(lists) < 2 or not isinstance(prompt or [], list):
         raise ValueError(f"a row needs {_PAIRS}; this one has {_list_keys(row)}")
     lists = [[*(prompt or []), *answer] for answer in lists]
-    asked = len(prompt) if prompt else _count_shared_messages(*lists)
+    # Without a prompt, the messages at the start that both conversations share are the prompt. There is none if one
+    # conversation is the beginning of the other.
+    differ = (number for number, (one, other) in enumerate(zip(*lists, strict=False)) if one != other)
+    asked = len(prompt) if prompt else next(differ, 0)
     return [_make_conversation(row, messages, asked, used=used) for messages in lists]
 
 
@@ -186,13 +189,6 @@ def _check_keys(row: Mapping[str, Any], used: Collection[str]) -> None:
             f"the row has {key}, which would not be used; remove it, or drop it with "
             + " ".join(f"--ignore-key {name}" for name in unused)
         )
-
-
-def _count_shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
-    """Count the messages at the start that both conversations share. They are the prompt if the row has no prompt.
-    Return 0 if one conversation is the beginning of the other."""
-    pairs = enumerate(zip(chosen, rejected, strict=False))
-    return next((number for number, (one, other) in pairs if one != other), 0)
 
 
 def _list_keys(row: Mapping[str, Any]) -> str:

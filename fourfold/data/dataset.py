@@ -34,8 +34,8 @@ class Windows:
     """Index of each sample in the order of training [samples]."""
     look_back: int = 0
     answers: NDArray[np.bool_] | None = None
-    """Whether each token belongs to a trained answer of a conversation [samples, seq_length + 1]. None for plain text.
-    In a mixture, plain text is all True."""
+    """Whether each token belongs to a trained answer of a conversation [samples, seq_length + 1]. For plain text, None
+    or all True."""
     reference: NDArray[np.float32] | None = None
     """Log-probability of each answer under the reference model of preference optimization [samples]."""
     is_data: NDArray[np.bool_] | None = None
@@ -67,7 +67,7 @@ class TokenWindows:
     """One corpus, cut into windows of `seq_length` + 1 tokens.
 
     Window i starts at token i·seq_length. Neighboring windows share one token, so every token of the windows except the
-    very first is predicted once. Tokens at the end that do not fill a window are left out.
+    very first is predicted once. Tokens at the end that do not fill a window are not used.
 
     Sample n is one window. Epoch n // len(self) visits all windows in its own order, drawn from `seed`. Each sample
     also has the `look_back` tokens before its window, for masks.

@@ -35,7 +35,7 @@ def is_file_name(name: str) -> bool:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write `content` to a temporary name and rename it to `path`, so that no reader sees an incomplete file."""
+    """Write `content` to a temporary file and rename the file to `path`, so that no reader sees an incomplete file."""
     temporary = temporary_name(path)
     try:
         temporary.write_bytes(content)

@@ -114,9 +114,9 @@ def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]
 def hash_table_drops(targets: NDArray[np.int64], k: int, h: int, include_target: bool = True) -> NDArray[np.bool_]:
     """Choose the dropped targets as the published code does (strategy "hash-table", commit 35d29f9).
 
-    The key is the product of h tokens, wrapped to 64 bits, modulo 1,000,003. It is looked up in a table of uniform
-    random numbers. A product ignores the order of its factors and collapses to 0 for large h or with token 0, so prefer
-    "hash".
+    The key is the product of h tokens, wrapped to 64 bits, modulo 1,000,003. It selects a number in a table of uniform
+    random numbers, and the target is dropped if this number is below 1/k. A product ignores the order of its factors
+    and collapses to 0 for large h or with token 0, so prefer "hash".
 
     Args:
         targets: Target tokens [samples, S].

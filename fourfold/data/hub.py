@@ -67,8 +67,9 @@ class HubDataset(NamedTuple):
         datasets = import_extra("datasets", "datasets", f"reading {self} needs")
         try:
             return datasets.load_dataset(self.name, self.config, split=self.split, streaming=streaming)
-        except Exception as error:  # `datasets` passes on exceptions from the Hub, the network, and Python.
-            raise UserError(f"{self} cannot be loaded: {_one_line(error)}") from error
+        except Exception as error:  # `datasets` passes on any exception of the Hub, the network, and Python.
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise UserError(f"{self} cannot be loaded: {reason}") from error
 
 
 class HubStream:
@@ -112,7 +113,3 @@ class HubStream:
         if text is not None and not isinstance(text, str):
             raise UserError(f"{self._name}: '{self._text_key}' is {type(text).__name__}, not text; set data.text_key")
         return text
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

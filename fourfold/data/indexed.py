@@ -13,8 +13,8 @@ Layout of the .idx, little-endian throughout:
     int64[n]  first byte of each sequence in the .bin
     int64[d]  first sequence of each document, then n
 
-fourfold writes one sequence per document. It refuses multimodal files, which have n more bytes: the mode of each
-sequence.
+fourfold writes one sequence per document. Multimodal files, which have n more bytes (the mode of each sequence), are
+refused.
 """
 
 import array

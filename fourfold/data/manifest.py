@@ -49,7 +49,7 @@ class Manifest:
     bos_id: int | None = None
     """Token that begins every document. None if documents begin with their text."""
     notes: list[str] = field(default_factory=list)
-    """Notes for the user about how the input was read. Files that were left out are not listed here."""
+    """Notes for the user about how the input was read. Skipped files are not listed here."""
 
 
 _MANIFEST = TypeAdapter(Manifest)
@@ -64,7 +64,7 @@ class CorpusSplit:
     tokens: int = 0
     bytes: int = 0
     """Number of bytes of text."""
-    trained: int | None = None
+    trained_tokens: int | None = None
     """Number of trained tokens. None for text, because all its tokens are trained."""
 
     def count(self, documents: int, tokens: int, text_bytes: int = 0, trained: int = 0) -> None:
@@ -72,8 +72,8 @@ class CorpusSplit:
         self.documents += documents
         self.tokens += tokens
         self.bytes += text_bytes
-        if self.trained is not None:
-            self.trained += trained
+        if self.trained_tokens is not None:
+            self.trained_tokens += trained
 
 
 def manifest_path(prefix: str | Path) -> Path:
@@ -114,13 +114,11 @@ def write_manifests(
         write_whole(prefix.with_name(tokenizer_name), tokenizer.path.read_bytes())
     manifests: dict[str, Manifest] = {}
     for name in reversed(splits):
-        split = splits[name]
+        counts = asdict(splits[name])
+        del counts["prefix"]
         manifests[name] = manifest = Manifest(
             split=name,
-            documents=split.documents,
-            tokens=split.tokens,
-            bytes=split.bytes,
-            trained_tokens=split.trained,
+            **counts,
             tokenizer=tokenizer_name,
             fingerprint=tokenizer.fingerprint,
             vocab_size=tokenizer.vocab_size,
@@ -135,7 +133,8 @@ def write_manifests(
 
 
 def read_manifest(prefix: str | Path) -> Manifest | None:
-    """Read the manifest of a corpus. Return None if there is none, as for a corpus made by Megatron-LM.
+    """Read the manifest of a corpus. Return None if there is no manifest, for example because Megatron-LM made the
+    corpus.
 
     Raises:
         UserError: The file is not a valid manifest.

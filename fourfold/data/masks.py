@@ -5,7 +5,7 @@ A mask takes windows of the token stream and returns bool [samples, S]: whether 
 drops the same tokens. The run file names your own masks in `masks.functions`.
 """
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -67,12 +67,11 @@ def build_masks(
 
 
 def _import_mask(name: str) -> LossMask:
-    module, colon, function = name.partition(":")
     try:
-        found: LossMask | None = getattr(importlib.import_module(module), function) if colon else None
+        found: LossMask = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError, OSError) as error:
         raise UserError(f"masks.functions: '{name}' cannot be imported: {error}") from error
-    if found is None or not callable(found):
+    if not callable(found):
         raise UserError(f"masks.functions: '{name}' is not a function; write it as 'module:function'")
     return found
 
@@ -83,7 +82,7 @@ def _wrap_in_check(name: str, mask: LossMask) -> LossMask:
     def checked(windows: Windows) -> NDArray[np.bool_]:
         try:
             kept = mask(windows)
-        except OSError as error:  # Otherwise a caller would take it for a failed write of its own.
+        except OSError as error:  # Otherwise a caller could mistake it for a failed write.
             raise UserError(f"masks.functions: '{name}' failed: {error}") from error
         expected = windows.tokens[:, 1:].shape
         if not isinstance(kept, np.ndarray) or kept.dtype != np.bool_ or kept.shape != expected:

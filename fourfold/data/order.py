@@ -13,10 +13,21 @@ Bits = TypeVar("Bits", np.uint64, NDArray[np.uint64])
 
 
 def hash64(values: ArrayLike, seed: int) -> NDArray[np.uint64]:
-    """Return a seeded 64-bit hash of each integer in `values`, in the same shape. It is uniform over all 64 bits."""
+    """Return a seeded hash of each integer in `values`, in the same shape. The hash is uniform over 64 bits."""
     with np.errstate(over="ignore"):  # NumPy warns when a scalar wraps around, which is intended here.
         key = _mix(np.uint64(seed & _ALL_BITS) + _GOLDEN)
         return np.asarray(_mix(np.asarray(values).astype(np.uint64) * _GOLDEN + key))
+
+
+def falls_within(numbers: NDArray[np.int64], share: float, seed: int) -> NDArray[np.bool_]:
+    """Return whether each document is in a seeded random share of all documents.
+
+    Args:
+        numbers: Indices of the documents.
+        share: The share, in [0, 1).
+        seed: Seed of the choice.
+    """
+    return hash64(numbers, seed) < np.uint64(share * 2.0**64)
 
 
 def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLike = 0) -> NDArray[np.int64]:
@@ -59,7 +70,7 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) ->
 
 
 def _round(half: NDArray[np.uint64], keys: NDArray[np.uint64], number: int) -> NDArray[np.uint64]:
-    # Put the round number above the half, which has at most 32 bits.
+    # Put the round number above the bits of the half, which has at most 32.
     return _mix((half + np.uint64(number << 40)) * _GOLDEN + keys)
 
 

@@ -1,5 +1,5 @@
-"""Prepare a corpus on disk from text: tokenize, keep finished parts, merge the parts, and publish the whole corpus in
-one step."""
+"""Prepare a corpus on disk from text: tokenize, keep finished parts, merge the parts, and publish the complete corpus
+in one step."""
 
 import os
 import time
@@ -21,11 +21,10 @@ from fourfold.data.manifest import (
     validation_prefix,
     write_manifests,
 )
-from fourfold.data.merge import falls_within, merge
+from fourfold.data.order import falls_within
 from fourfold.data.progress import show_progress
-from fourfold.data.shards import cut_into_shards, digest
+from fourfold.data.shards import cut_into_shards, digest, merge, tokenize_all
 from fourfold.data.sources import InputFile, list_inputs, list_left_out, read_documents
-from fourfold.data.tokenize_shards import tokenize_all
 from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, train_bpe
 from fourfold.errors import UserError, given_as
 from fourfold.processes import available_cores
@@ -47,7 +46,7 @@ class PrepareSummary:
     reused: bool
     """Whether the corpus existed already."""
     notes: tuple[str, ...] = ()
-    """Notes for the user about how the input was read, such as which files were left out."""
+    """Notes for the user about how the input was read, such as which files were skipped."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +151,11 @@ def _make(
         splits = merge(shards, parts, loaded.vocab_size, request.validation_fraction, request.seed)
         _check_filled(splits, request)
         if request.canaries is not None:
-            with _append_to_errors(f"the tokenized text stays in {parts} for the next attempt"):
+            try:
                 ledger = ledger_path(prefix)
                 splits["train"] = plant(splits["train"], request.canaries, loaded, request.text_key, ledger)
+            except UserError as error:
+                raise UserError(f"{error}; the tokenized text stays in {parts} for the next attempt") from None
         else:
             ledger_path(prefix).unlink(missing_ok=True)  # An earlier corpus may have left a ledger behind.
         made = _publish(splits, prefix, request, loaded, collect_notes([], loaded))
@@ -196,7 +197,7 @@ def _check_options(
 
 
 def collect_notes(inputs: list[str], tokenizer: Tokenizer | None) -> list[str]:
-    """Return notes for the user: files that were left out, and a missing beginning-of-text token."""
+    """Return notes for the user: skipped files, and a missing beginning-of-text token."""
     notes = []
     for why, paths in list_left_out(inputs).items():
         more = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
@@ -248,15 +249,6 @@ def unfinished(prefix: Path) -> Iterator[Path]:
                 (parts / "lock").unlink(missing_ok=True)
                 with suppress(OSError):  # This fails if another process has started to use the folder.
                     parts.rmdir()
-
-
-@contextmanager
-def _append_to_errors(more: str) -> Iterator[None]:
-    """Append `more` to the message of a UserError."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{error}; {more}") from None
 
 
 def _remove_all_but(parts: Path, stems: set[str]) -> None:

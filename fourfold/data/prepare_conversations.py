@@ -14,7 +14,7 @@ from fourfold.data.chat import ChatTemplate
 from fourfold.data.conversation_rows import Completion, Conversation, read_pair, read_row
 from fourfold.data.indexed import IndexedWriter, bin_path, idx_path
 from fourfold.data.manifest import CorpusSplit, manifest_path, trained_prefix, validation_prefix, write_manifests
-from fourfold.data.merge import falls_within
+from fourfold.data.order import falls_within
 from fourfold.data.prepare import PrepareSummary, check_fraction, collect_notes, unfinished
 from fourfold.data.shards import digest
 from fourfold.data.sources import InputFile, list_inputs, read_rows
@@ -88,9 +88,9 @@ def _write_splits(
     reader: "RowReader", files: list[InputFile], names: list[str], prefix: Path, validation_fraction: float, seed: int
 ) -> dict[str, CorpusSplit]:
     """Write the tokens and the flags of every conversation to the corpus of its split. Return the splits by name."""
-    splits = {"train": CorpusSplit(prefix, trained=0)}
+    splits = {"train": CorpusSplit(prefix, trained_tokens=0)}
     if validation_fraction:
-        splits["validation"] = CorpusSplit(Path(validation_prefix(prefix)), trained=0)
+        splits["validation"] = CorpusSplit(Path(validation_prefix(prefix)), trained_tokens=0)
     with ExitStack() as stack:
         tokens, answers = {}, {}
         for name, split in splits.items():

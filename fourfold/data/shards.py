@@ -1,12 +1,19 @@
-"""Define shards, the units of tokenizing. One process turns a few files, or a part of a large file, into a small
+"""Tokenize shards of the input, and merge them. One process turns a few files, or a part of a large file, into a small
 corpus."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +21,13 @@ from numpy.typing import NDArray
 
 from fourfold.data.files import write_whole
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
+from fourfold.data.manifest import CorpusSplit
+from fourfold.data.order import falls_within
+from fourfold.data.progress import show_progress
 from fourfold.data.sources import InputFile, read_documents
 from fourfold.data.tokenizer import Tokenizer, as_document, load_tokenizer
 from fourfold.errors import UserError
+from fourfold.processes import end_with_parent
 
 SMALLEST_SHARD = 1 << 20  # In bytes.
 _MOST_SHARDS = 8192
@@ -116,6 +127,53 @@ def tokenize(shard: Shard, folder: Path) -> None:
     write_whole(_mark(shard, folder), buffer.getvalue())
 
 
+def tokenize_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
+    """Tokenize every shard that is not complete in `folder`.
+
+    Shards that were completed before an error are kept.
+
+    Args:
+        shards: The shards.
+        folder: Folder of the results.
+        workers: Maximum number of processes. With 1, this process does all the work.
+
+    Raises:
+        UserError: Input cannot be read, a document is too long or does not fit in memory, or a process was killed.
+    """
+    missing = list({shard.key: shard for shard in shards if not is_done(shard, folder)}.values())
+    with show_progress("tokenize", sum(shard.bytes for shard in missing)) as advance:
+        _tokenize(missing, folder, min(workers, len(missing)), advance)
+
+
+def _tokenize(shards: Sequence[Shard], folder: Path, workers: int, advance: Callable[[int], None]) -> None:
+    if workers <= 1:
+        for shard in shards:
+            tokenize(shard, folder)
+            advance(shard.bytes)
+        return
+    # Spawn instead of forking, because threads of torch or a GPU in the caller do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
+        running = {pool.submit(tokenize, shard, folder): shard for shard in shards}
+        try:
+            for future in as_completed(running):
+                future.result()
+                advance(running[future].bytes)
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"a tokenizing process ended early, probably out of memory; finished parts stay in {folder}, so try"
+                ' fewer workers (workers=1 if your script has no `if __name__ == "__main__":`)'
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # One process per core is already parallel enough.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # With the default handler, Ctrl-C ends a worker without a traceback.
+    end_with_parent()
+
+
 def is_done(shard: Shard, folder: Path) -> bool:
     """Return whether `tokenize` has completed this shard in `folder`."""
     return _mark(shard, folder).is_file()
@@ -124,6 +182,48 @@ def is_done(shard: Shard, folder: Path) -> bool:
 def open_result(shard: Shard, folder: Path) -> tuple[IndexedDataset, NDArray[np.int64]]:
     """Return the corpus of a completed shard, and the bytes of text in each of its documents."""
     return IndexedDataset(folder / shard.key), np.load(_mark(shard, folder), allow_pickle=False)
+
+
+def merge(
+    shards: Sequence[Shard], folder: Path, vocab_size: int, validation_fraction: float, seed: int
+) -> dict[str, CorpusSplit]:
+    """Merge the completed shards in `folder` into one corpus in the same folder, or into two if documents are held out.
+
+    The index of a document in the input and `seed` determine whether it is held out.
+
+    Args:
+        shards: The shards in input order.
+        folder: Folder of the shards and of the result.
+        vocab_size: Size of the vocabulary.
+        validation_fraction: Approximate fraction of the documents to hold out.
+        seed: Seed of the choice.
+
+    Returns:
+        The corpora "train" and, if `validation_fraction` > 0, "validation".
+    """
+    names = ("train", "validation") if validation_fraction > 0 else ("train",)
+    splits = {name: CorpusSplit(folder / f"merged-{name}") for name in names}
+    with ExitStack() as stack:
+        writers = {name: stack.enter_context(IndexedWriter(split.prefix, vocab_size)) for name, split in splits.items()}
+        seen = 0
+        for shard in shards:
+            corpus, text_bytes = open_result(shard, folder)
+            offsets = corpus.document_offsets
+            held_out = falls_within(np.arange(seen, seen + corpus.documents), validation_fraction, seed)
+            seen += corpus.documents
+            for begin, end in _runs(held_out):
+                name = "validation" if held_out[begin] else "train"
+                tokens = corpus.read(int(offsets[begin]), int(offsets[end] - offsets[begin]))
+                writers[name].add_documents(tokens, corpus.lengths[begin:end])
+                splits[name].count(end - begin, len(tokens), int(text_bytes[begin:end].sum()))
+    return splits
+
+
+def _runs(values: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Yield the range [begin, end) of each run of equal values."""
+    borders = np.flatnonzero(np.diff(values)) + 1
+    edges = [0, *borders.tolist(), len(values)] if len(values) else []
+    yield from pairwise(edges)
 
 
 def _mark(shard: Shard, folder: Path) -> Path:

@@ -33,9 +33,7 @@ _KNOWN = ", ".join(SUFFIXES)
 BLOCK = 1 << 24
 _SPLIT = "a text file is one document, so split it, or write its documents as lines of a .jsonl file"
 _OTHER_KEY = "choose one with --text-key, or several as in --text-key text,content"
-_STDLIB_LEAST_BYTES = 5_000_000
-_INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
-_TEST_FOLDERS = {"test", "tests", "idle_test"}
+_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 T = TypeVar("T")
 
@@ -336,12 +334,9 @@ def _is_input(path: Path) -> bool:
 
 
 def _list_python_stdlib() -> list[Path]:
-    """List the source files of the running interpreter's standard library, sorted. Include its tests only if all other
-    files have less than 5 MB."""
+    """List the source files of the running interpreter's standard library without its tests, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    every = sorted(path for path in root.rglob("*.py") if not _INSTALLED_FOLDERS & set(path.relative_to(root).parts))
-    without_tests = [path for path in every if not _TEST_FOLDERS & set(path.relative_to(root).parts)]
-    if not every:
+    found = sorted(path for path in root.rglob("*.py") if not _NOT_THE_LIBRARY & set(path.relative_to(root).parts))
+    if not found:
         raise UserError(f"the library of this Python ({root}) has no sources; prepare your own corpus instead")
-    enough = sum(path.stat().st_size for path in without_tests) >= _STDLIB_LEAST_BYTES
-    return without_tests if enough else every
+    return found

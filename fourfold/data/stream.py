@@ -118,8 +118,6 @@ class StreamedWindows:
         look_back: Number of tokens before each window that masks read.
         ahead: Maximum number of windows of one stream to hold in memory.
         timeout: If a stream yields no document for this many seconds, `read` raises UserError.
-        text_key: Name of the column with the text. It is only recorded in checkpoints.
-        shuffle_buffer: Number of documents that are shuffled together. It is only recorded in checkpoints.
         order: Reorders the documents of a stream. It may read many documents before it yields one.
     """
 
@@ -133,13 +131,10 @@ class StreamedWindows:
         look_back: int = 0,
         ahead: int = 64,
         timeout: float = 300.0,
-        text_key: str = "text",
-        shuffle_buffer: int = 0,
         order: Callable[[DocumentStream], DocumentStream] = lambda documents: documents,
     ) -> None:
         assert global_batch_size % len(streams) == 0, (global_batch_size, len(streams))
-        self.name, self.streams, self.tokenizer, self.text_key = name, streams, tokenizer, text_key
-        self.shuffle_buffer, self._order = shuffle_buffer, order
+        self.name, self.streams, self.tokenizer, self._order = name, streams, tokenizer, order
         self.seq_length, self.look_back, self._timeout, self._most = seq_length, look_back, timeout, ahead
         self._of_a_step = global_batch_size // len(streams)  # Number of windows per stream and step.
         self._begin: list[dict[int, Position]] = [{0: Position()} for _ in streams]

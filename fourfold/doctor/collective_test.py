@@ -29,7 +29,8 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class AllReduceTimes:
-    """The fastest times of a small and of a large all-reduce, in seconds, and the ranks with wrong sums."""
+    """The fastest times in seconds of a large all-reduce of ``size`` bytes (``seconds``) and of a small all-reduce
+    (``latency``), and the ranks with wrong sums."""
 
     backend: str
     world_size: int

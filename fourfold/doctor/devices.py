@@ -1,15 +1,18 @@
-"""Examine the devices that will train: GPUs with their memory, clocks, and errors, and the host's cores and memory."""
+"""Examine the devices that will train: GPUs with their memory, clocks, errors, and links, and the host's cores and
+memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 
 import torch
 
 from fourfold.doctor.finding import Finding, error, ok, warning
-from fourfold.doctor.nvidia_smi import query_gpus
 from fourfold.processes import available_cores
 from fourfold.training.console import format_bytes
 
@@ -22,7 +25,7 @@ SLOWED = {
 """nvidia-smi's reasons for lower clocks that indicate a problem. (Idleness and the power cap are no problem.)"""
 
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""The name of this field in newer and in older drivers."""
+"""nvidia-smi's field with these reasons: its name in newer drivers and in older drivers."""
 
 FIELDS = (
     "uuid",
@@ -37,6 +40,8 @@ FIELDS = (
 MOST_USED = 0.1
 """If more than this fraction of a GPU's memory is in use, another program must hold some of it."""
 
+NVIDIA_SMI_SECONDS = 30
+"""Number of seconds to wait for nvidia-smi. A faulty driver may never answer."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -52,8 +57,26 @@ def examine_devices() -> Iterator[Finding]:
     yield host(available_cores(), host_memory(), gpus)
 
 
+def query_gpus(*fields: str) -> list[dict[str, str]]:
+    """Return the given fields of every GPU as text.
+
+    The list is empty if nvidia-smi is missing, does not know these fields, or does not answer.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
+    except subprocess.TimeoutExpired:
+        return []
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    return [dict(zip(fields, line.split(", "), strict=True)) for line in lines if line]
+
+
 def gpu_state(subject: str, name: str, memory: float, reported: Mapping[str, str]) -> Finding:
-    """Judge a GPU by nvidia-smi's report, which is empty for GPUs that NVIDIA did not make."""
+    """Judge a GPU by nvidia-smi's report, which is empty if nvidia-smi does not know the GPU (for example, an AMD
+    GPU)."""
     text = f"{name}, {format_bytes(memory)}"
     if not reported:
         return ok(subject, text, name=name, memory=memory)
@@ -87,7 +110,26 @@ def host(cores: int, memory: float, gpus: int) -> Finding:
 
 
 def host_memory() -> float:
-    """Return the machine's bytes of memory, or the container's limit if it is lower."""
+    """Return the machine's memory in bytes, or the container's limit if it is lower."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
     return min(installed, int(limit)) if limit.isdecimal() else installed
+
+
+def examine_links() -> Iterator[Finding]:
+    """Examine whether the GPUs can access each other's memory."""
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        return
+    pairs = list(combinations(range(gpus), 2))
+    closed = [(a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    yield peer_access(len(pairs), closed)
+
+
+def peer_access(pairs: int, closed: Sequence[tuple[int, int]]) -> Finding:
+    """Judge the pairs of GPUs that cannot access each other's memory."""
+    if closed:
+        names = ", ".join(f"{a}-{b}" for a, b in closed[:4]) + (", …" if len(closed) > 4 else "")
+        advice = "traffic goes through the host's memory: check NVLink, IOMMU (ACS) and the virtual machine's settings"
+        return warning("peer access", f"{len(closed)} of {pairs} pairs of GPUs have none: {names}", advice)
+    return ok("peer access", f"{pairs} of {pairs} pairs of GPUs")

@@ -17,8 +17,8 @@ BLOCK = 4 * 2**20
 MOST_BYTES, MOST_SECONDS = 256 * 2**20, 5.0
 """Limits on the size and the time of the test file. The first limit that is reached ends the test."""
 LEAST_ROOM, LEAST_SPEED = 10 * 2**30, 100e6
-"""Free space in bytes and speed in bytes per second. Below the first, a checkpoint of a billion parameters (16 GB
-with its moments) does not fit. Below the second, saving it takes minutes."""
+"""Warn below this free space in bytes, or below this write speed in bytes per second. With less space, a checkpoint of
+a billion parameters (16 GB with its moments) does not fit. With less speed, saving it takes minutes."""
 
 
 class Speed(NamedTuple):
@@ -60,8 +60,8 @@ def speed(place: Path, measured: Speed | None) -> Finding:
 
 
 def measure(descriptor: int) -> Speed | None:
-    """Write blocks, flush them to disk, and read them again. Reading bypasses the kernel's cache if the kernel
-    allows it."""
+    """Write blocks, flush them to disk, and read them again. Reading bypasses the kernel's cache if the kernel allows
+    it. Return None if other bytes come back."""
     block = os.urandom(BLOCK)  # Use random bytes, because a disk may compress other data.
     start, size = time.perf_counter(), 0
     while size < MOST_BYTES and time.perf_counter() - start < MOST_SECONDS:

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fourfold.doctor.collective_test import examine_collective
-from fourfold.doctor.devices import examine_devices
+from fourfold.doctor.devices import examine_devices, examine_links
 from fourfold.doctor.disk import examine_disk
 from fourfold.doctor.finding import Finding
-from fourfold.doctor.links import examine_links
 from fourfold.doctor.network_interfaces import examine_network
-from fourfold.doctor.process_limits import examine_limits
 from fourfold.doctor.shared_memory import examine_shared_memory
 from fourfold.doctor.versions import examine_versions
 from fourfold.environment import read_environment
@@ -26,17 +24,12 @@ def examine(folder: Path) -> Iterator[Finding]:
     """
     place = read_environment(os.environ)
     if place is None or place.local_rank == 0:
-        yield from _machine(folder, several_machines=place is not None and place.world_size > place.local_world_size)
+        yield from examine_versions()
+        yield from examine_devices()
+        yield from examine_links()
+        yield from examine_network(several_machines=place is not None and place.world_size > place.local_world_size)
+        yield from examine_shared_memory()
+        yield from examine_disk(folder)
     for finding in examine_collective(place):
         if place is None or place.rank == 0:
             yield finding
-
-
-def _machine(folder: Path, several_machines: bool) -> Iterator[Finding]:
-    yield from examine_versions()
-    yield from examine_devices()
-    yield from examine_links()
-    yield from examine_network(several_machines)
-    yield from examine_shared_memory()
-    yield from examine_limits()
-    yield from examine_disk(folder)

@@ -1,4 +1,4 @@
-"""Define a finding of the doctor: a level, a line with the figure, and advice."""
+"""Define a finding of the doctor: a level, a line of text, and advice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one examination. ``figures`` holds the numbers in the line by name, so that programs can read
+    """The result of one examination. ``figures`` holds the values in the text by name, so that programs can read
     them."""
 
     subject: str

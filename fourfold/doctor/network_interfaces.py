@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import socket
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fourfold.doctor.finding import Finding, error, ok, warning
+from fourfold.training.console import format_bytes
 
 CLASSES = Path("/sys/class")
 SIOCGIFADDR = 0x8915
@@ -31,13 +33,15 @@ class Interface(NamedTuple):
 
 
 def examine_network(several_machines: bool) -> Iterator[Finding]:
-    """Examine the interfaces, fast networks, and the interfaces that NCCL and gloo choose."""
+    """Examine the interfaces, fast networks with the memory that they may pin, and the choices of NCCL and gloo."""
     found = interfaces()
     shown = [str(each) for each in found if each.address] or ["none with an IPv4 address"]
     yield ok("network", ", ".join(shown), **{each.name: each.address for each in found})
     fabrics = [name for name in ("infiniband", "cxi") if (CLASSES / name).is_dir() and any((CLASSES / name).iterdir())]
     for name in fabrics:
         yield ok("fabric", f"{name}: {', '.join(sorted(path.name for path in (CLASSES / name).iterdir()))}")
+    if "infiniband" in fabrics:
+        yield locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     if torch.cuda.device_count() and (chosen := os.environ.get("NCCL_SOCKET_IFNAME", "^")) and chosen[0] != "^":
         yield nccl_choice(found, chosen)
     # GPU jobs need gloo too, because checkpoint.async_mode = 'async' saves in a gloo group.
@@ -51,6 +55,14 @@ def interfaces() -> list[Interface]:
         for _, name in socket.if_nameindex()
         if name == "lo" or _read(name, "operstate") in ("up", "unknown")
     ]
+
+
+def locked_memory(soft: int) -> Finding:
+    """Judge the limit of locked memory, which RDMA needs."""
+    if soft == resource.RLIM_INFINITY:
+        return ok("locked memory", "no limit")
+    advice = "ulimit -l unlimited (memlock in limits.conf, or the container's --ulimit memlock=-1)"
+    return warning("locked memory", f"at most {format_bytes(soft)}; InfiniBand needs more", advice, limit=soft)
 
 
 def gloo_choice(

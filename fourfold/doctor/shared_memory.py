@@ -11,8 +11,8 @@ from fourfold.training.console import format_bytes
 
 FOLDER = Path("/dev/shm")
 LEAST, ENOUGH = 32 * 2**20, 2**30
-"""Sizes in bytes. Below the first one, NCCL fails between GPUs of one machine. Below the second one, memory may run
-out. (Containers often have 64 MiB, and a few GPUs need more.)"""
+"""Free space in bytes. Below the first size, NCCL fails between GPUs of one machine. Below the second size, shared
+memory may run out. (Containers often have 64 MiB, and a few GPUs need more.)"""
 ADVICE = "start the container with --shm-size=16g or --ipc=host, or remove old files there"
 
 

@@ -35,20 +35,20 @@ class EvaluationRequest(ScoringRequest):
     """A request to evaluate a model on texts and tasks."""
 
     texts: tuple[Path, ...] = ()
-    """Text files to predict."""
+    """Text files whose perplexity is measured."""
     overlap: int = 1
     """Number of tokens that each window repeats from the previous window."""
     context: int | None = None
-    """Length of the longest input in tokens. By default it is the model's context, but at most ``LONGEST_UNKNOWN`` if
-    fourfold did not train the model."""
+    """Maximum number of input tokens per forward pass. The default is the model's context length, but at most
+    ``LONGEST_UNKNOWN`` if fourfold did not train the model."""
     tasks: tuple[str, ...] = ()
     """Names of lm-eval tasks."""
     include_path: Path | None = None
     """A folder with your own tasks."""
     num_fewshot: int | None = None
-    """Number of examples in the prompt."""
+    """Number of examples in the prompt. None uses each task's own number."""
     limit: int | None = None
-    """Number of documents per task."""
+    """Maximum number of documents per task. None uses all."""
 
     def check(self) -> None:
         """Raise ``UserError`` if there is nothing to do, or if a file is missing."""
@@ -66,7 +66,8 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
     Failed tasks are in the record under "failed", each with its reason.
 
     Raises:
-        UserError: A task is unknown.
+        UserError: The tokenizer is unknown or does not fit the model, a text cannot be read or is empty, a task is
+            unknown, or the context or the overlap is out of range.
     """
     device = choose_device(place, subject.run.training.device if subject.run is not None else "auto")
     tokenizer = find_tokenizer(request, subject, special_tokens=False)
@@ -86,7 +87,7 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
 
         harness = HarnessModel(model, tokenizer, prefix, context)
         tasks, failed = harness.run_each(request.tasks, request.include_path, request.limit, request.num_fewshot)
-    if dist.is_initialized() and dist.get_rank() != 0:
+    if dist.get_rank() != 0:
         return None
     record = {"model": str(subject.checkpoint or subject.name), "context": context, "texts": texts, "tasks": tasks}
     return {**record, "failed": failed} if failed else record
@@ -103,6 +104,9 @@ def prefix_token(tokenizer: AnyTokenizer, name: str, source: Path | None = None)
         tokenizer: The tokenizer of the texts.
         name: The name of the model, for errors.
         source: The folder of the original Hugging Face model.
+
+    Raises:
+        UserError: The tokenizer has neither token.
     """
     begin = tokenizer.bos_id
     if begin is None and source is not None and (source / TOKENIZER_FILE).is_file():

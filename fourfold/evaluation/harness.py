@@ -33,7 +33,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     Args:
         prefix: The token that comes before a text.
-        context: Length of the longest input in tokens.
+        context: Maximum number of input tokens per forward pass.
+        max_new_tokens: Number of tokens to generate if the task does not say.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
             failure = TaskFailed(f"task {task}: lm-eval failed in it ({why})")
             failure.__cause__ = error
-        _raise_together(failure)
+        raise_together(failure)
         return results
 
     @property
@@ -134,7 +135,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate greedily. Each token takes one pass over the whole text. There is no cache, so any grid works."""
+        """Generate greedily. Each token takes one forward pass over the full context. There is no cache, so any grid
+        works."""
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, prompt: str, options: dict[str, Any]) -> str:
@@ -163,24 +165,17 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @contextmanager
     def _scoring(self) -> Iterator[None]:
-        """Run one pass on all processes. If the task has failed on any process, all processes learn about it here."""
-        _raise_together(None)
+        """Let the block run a forward pass on all processes. If the task has failed on any process, all processes learn
+        about it first."""
+        raise_together(None)
         self._is_scoring = True
         yield
-        self._is_scoring = False  # If the pass fails, this stays True.
-
-
-def _raise_together(failure: TaskFailed | None) -> None:
-    if dist.is_initialized():
-        raise_together(failure)
-    elif failure is not None:
-        raise failure
+        self._is_scoring = False  # If the pass fails, the attribute stays True.
 
 
 def _broadcast(value: T | None) -> T:
     """Return the first process's value on every process, because all processes must make the same request next."""
     values = [value]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, src=0)
     assert values[0] is not None
     return values[0]

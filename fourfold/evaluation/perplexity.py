@@ -1,4 +1,4 @@
-"""Measure a text's perplexity, loss, and bits per byte. Bits per byte do not depend on the tokenizer."""
+"""Measure a text's perplexity, loss, and bits per byte. Bits per byte can be compared between tokenizers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Hugging Face models: names, import, export, adapters, and any model on the grid."""
+"""Hugging Face models: weight names, import, export, adapters, tokenizers, and any model on the grid."""

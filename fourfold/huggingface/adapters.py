@@ -29,12 +29,12 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class Adapted:
-    """One peft adapter for a Hugging Face tensor that joins several of our parameters. Each of our parameters has an
-    adapter of rank r.
+    """One peft adapter for a Hugging Face tensor that joins several of fourfold's parameters. Each of these parameters
+    has an adapter of rank r.
 
-    The joint adapter's rank is r times the number of parameters. Its A stacks the parameters' A matrices. Its B is
-    block-diagonal, with the parameters' B matrices as blocks. So B·A has exactly the same effect as the single
-    adapters.
+    The joint adapter's rank (``whole_rank``) is r times the number of parameters. The joint A stacks the parameters' A
+    matrices. The joint B is block-diagonal, with the parameters' B matrices as blocks. So B·A has exactly the same
+    effect as the single adapters.
     """
 
     tensor: TheirTensor
@@ -51,16 +51,16 @@ class Adapted:
 
     @property
     def features(self) -> tuple[int, int]:
-        """Return the numbers of output features and input features."""
+        """Return (output features, input features)."""
         first, second = self.tensor.shape
         return (second, first) if self.tensor.transposed else (first, second)
 
     def a(self, saved: SavedWeights) -> Tensor:
-        """Return A, [whole rank, in]."""
+        """Return the joint A [whole_rank, in]."""
         return torch.cat([saved.read(_layer(part) + ".lora_A") for part in self.parts])
 
     def b(self, saved: SavedWeights) -> Tensor:
-        """Return B, [out, whole rank]."""
+        """Return the joint B [out, whole_rank]."""
         parts = [saved.read(_layer(part) + ".lora_B") for part in self.parts]
         whole = parts[0].new_zeros(self.features[0], self.whole_rank)
         for number, (part, b) in enumerate(zip(self.parts, parts, strict=True)):
@@ -70,7 +70,11 @@ class Adapted:
 
 
 def write_adapter(folder: Path, saved: SavedWeights, pretrained: Pretrained) -> dict[str, int]:
-    """Write a folder for ``peft.PeftModel.from_pretrained``. Return the size of its file by name."""
+    """Write a folder for ``peft.PeftModel.from_pretrained``. Return the size of its weight file in bytes, by name.
+
+    Raises:
+        UserError: The adapters are in the MLP of an MoE model, which peft cannot read.
+    """
     lora = _lora(saved)
     entries: list[Entry] = []
     adapted = _adapted(saved, pretrained.tensors, lora.rank)
@@ -101,7 +105,7 @@ class Merged:
         self.dtypes: Mapping[str, torch.dtype] = {name: pretrained.dtype(name) for name in pretrained.shapes}
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
-        """Read one whole parameter, or one expert of a parameter that stacks experts."""
+        """Read one full parameter, or one expert of a parameter that stacks experts."""
         whole = self.pretrained.read(name, expert)
         module = name.removesuffix(".weight")
         if f"{module}.lora_A" not in self.saved.shapes:
@@ -137,7 +141,8 @@ def _lora(saved: SavedWeights) -> LoRAConfig:
 
 
 def _peft_config(saved: SavedWeights, lora: LoRAConfig, adapted: Sequence[Adapted]) -> dict[str, Any]:
-    """Return adapter_config.json. Joined layers need their own rank and alpha, because peft scales by alpha / rank."""
+    """Return the content of adapter_config.json. A joint adapter needs its own rank and alpha, because peft scales by
+    alpha / rank."""
     joined = {each.module: len(each.parts) for each in adapted if len(each.parts) > 1}
     return {
         "peft_type": "LORA",

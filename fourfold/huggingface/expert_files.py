@@ -69,7 +69,7 @@ def in_modules(model: Any, rows: Mapping[str, Rows], tensors: Mapping[str, Tenso
             others[name] = parameter
     if not others:
         return found
-    # Files join or transpose the other parameters, so transformers' own table must find the place of every element.
+    # Files join or transpose these parameters, so let transformers' own table find the position of every element.
     sizes = [parameter.numel() for parameter in others.values()]
     numbers = zip(others, torch.arange(sum(sizes)).split(sizes), strict=True)
     parts = revert_weight_conversion(model, {name: part.view_as(others[name]) for name, part in numbers})

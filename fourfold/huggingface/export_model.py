@@ -61,8 +61,8 @@ def export_huggingface(
     Args:
         checkpoint: The checkpoint's folder.
         out: The folder to write.
-        dtype: Dtype of the weights. "auto" uses the dtype of the original model. If there is none, it uses the stored
-            dtype.
+        dtype: Dtype of the weights. "auto" uses the dtype of the original model if the run started from one, and
+            otherwise the stored dtypes.
         kind: The model_type to write. The default is the model_type of the original model. If there is none, it is the
             first model_type that computes the same.
         tokenizer: A tokenizer.json. By default the original model's tokenizer files are copied, or the corpus's
@@ -74,7 +74,8 @@ def export_huggingface(
         A record of the model and the sizes of the files.
 
     Raises:
-        UserError: No family computes the model, an option does not fit the model, or ``out`` exists.
+        UserError: There is no undamaged checkpoint, no family computes the model, an option does not fit the model, or
+            ``out`` exists.
     """
     checkpoint = _newest(checkpoint)
     saved = SavedWeights(checkpoint, averaged)
@@ -138,7 +139,7 @@ def _export_adapter(checkpoint: Path, saved: SavedWeights, out: Path) -> Transfe
 
 @contextmanager
 def as_huggingface(name: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the folder (or Hub id) of a model that transformers can open, and of its tokenizer.
+    """Yield the folder of a model that transformers can open, and the folder of its tokenizer.
 
     The tokenizer can be "bytes", and is None if the run's corpora are not found. A checkpoint or run of fourfold is
     exported into a temporary folder that exists while the block runs. Its weights keep their stored dtypes, and its
@@ -178,7 +179,8 @@ def _newest(path: Path) -> Path:
 
 
 def _config(model: ModelConfig, source: Path | None, kind: str | None) -> dict[str, Any]:
-    """Return the original config.json unchanged if it still describes the model. Otherwise write a new one."""
+    """Return the original config.json without its quantization if it still describes the model. Otherwise create a new
+    one."""
     if source is None:
         return config_of(model, kind)
     original = {key: value for key, value in read_config(source).items() if key != QUANTIZED}

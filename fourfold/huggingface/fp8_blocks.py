@@ -1,7 +1,7 @@
 """Read matrices that files store in 8 bits, with one float32 factor for each block of 128 rows and 128 columns.
 
 DeepSeek-V3's files store its linear layers like this (arXiv 2412.19437, section 3.3.2). The tensor of factors is named
-``weight_scale_inv``, although values are multiplied by them.
+``weight_scale_inv``, although the values are multiplied by the factors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ScaledMatrix:
         """Copy part of the matrix to ``out_OI``. ``expert`` is None, because each expert has its own matrix.
 
         Raises:
-            UserError: a value is NaN or infinite in the dtype of ``out_OI``.
+            UserError: A value is NaN or infinite in the dtype of ``out_OI``.
         """
         assert expert is None
         name, factors = self.names
@@ -58,7 +58,7 @@ def scaled_in(files: TensorFiles, names: Sequence[str], shape: tuple[int, ...]) 
     """Return the matrix that files store in FP8 under one of these names, or None.
 
     Raises:
-        UserError: a tensor is missing, has another shape, or is of another type.
+        UserError: A tensor is missing, or has another shape or dtype.
     """
     name = next((name for name in names if name + SUFFIX in files.shapes), None)
     if name is None:

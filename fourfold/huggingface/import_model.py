@@ -33,8 +33,8 @@ def import_huggingface(name: str, out: Path) -> Transferred:
     One parameter is in memory at a time.
 
     Raises:
-        UserError: The decoder cannot compute the model, files are missing, damaged, or have other shapes, or ``out``
-            exists.
+        UserError: The decoder cannot compute the model, files are missing or damaged, tensors have other shapes, the
+            tokenizer does not fit the model, or ``out`` exists.
     """
     folder = local_folder(name, PATTERNS)
     model = model_of(read_config(folder), str(folder))
@@ -54,6 +54,9 @@ def load_pretrained(job: TrainingState, name: str) -> None:
     """Fill a job's weights from a Hugging Face model. Every process reads only the slices that it holds.
 
     LoRA adapters are initialized as at the start of any run.
+
+    Raises:
+        UserError: Files are missing or damaged, or tensors have other shapes.
     """
     if dist.get_rank() == 0:
         local_folder(name, PATTERNS)

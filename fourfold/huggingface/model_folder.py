@@ -15,8 +15,8 @@ from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_model_folder
 
 SOURCE_FOLDER = "huggingface"
-"""Name of the folder for the original model's small files. It is inside the imported weights, and inside the folder
-of a run that starts from them."""
+"""Name of the folder for the original model's small files. It is inside an imported checkpoint, and inside the folder
+of a run that started from a Hugging Face model."""
 
 TOKENIZER_FILE, GENERATION_FILE = "tokenizer.json", "generation_config.json"
 SMALL_FILES = (
@@ -41,11 +41,11 @@ class Transferred:
 
     folder: str
     kind: str
-    """The `model_type` in config.json."""
+    """The `model_type` in config.json. For adapters, "LoRA of" and the base model's `model_type`."""
     parameters: int
     """Number of parameters, without vocabulary padding."""
     files: dict[str, int]
-    """The size of each file in bytes."""
+    """The size of each weight file in bytes, by name."""
     has_tokenizer: bool = True
     """False if an export found no tokenizer to write."""
 
@@ -61,7 +61,8 @@ class Transferred:
 
 
 def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES) -> None:
-    """Copy the files of a Hugging Face model, except its weights.
+    """Copy those of the named files that a Hugging Face model has. By default, these are its configuration and
+    tokenizer files.
 
     Raises:
         UserError: A link leads out of the folder, or a .json file is not valid JSON.
@@ -80,8 +81,8 @@ def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES
 
 
 def source_of(checkpoint: Path) -> Path | None:
-    """Return the folder with the small files of the original model. The checkpoint was imported from this model, or its
-    run started from it."""
+    """Return the folder with the small files of the original model, or None if there is none. The checkpoint was
+    imported from this model, or its run started from it."""
     places = (checkpoint / SOURCE_FOLDER, checkpoint.resolve().parent.parent / SOURCE_FOLDER)
     found = next((place for place in places if (place / CONFIG_FILE).exists()), None)
     if found is not None:

@@ -40,7 +40,7 @@ class PackedMatrices:
         """Copy part of one expert's matrix to ``out_OI``.
 
         Raises:
-            UserError: a value is too large for the dtype of ``out_OI``.
+            UserError: A value is too large for the dtype of ``out_OI``.
         """
         assert expert is not None
         whole_blocks = slice(columns.start // BLOCK, math.ceil(columns.stop / BLOCK))
@@ -59,7 +59,7 @@ def packed_in(files: TensorFiles, names: Sequence[str], shape: tuple[int, ...]) 
     """Return the matrices [E, in, out] that files store in MXFP4 under one of these names, or None.
 
     Raises:
-        UserError: a tensor is missing, has another shape, or does not hold bytes.
+        UserError: A tensor is missing, has another shape, or does not hold bytes, or rows do not divide into blocks.
     """
     kinds = "_blocks", "_scales"
     name = next((name for name in names if any(name + kind in files.shapes for kind in kinds)), None)

@@ -41,7 +41,8 @@ def parallelize(
         grid: The grid. Only its axes x, y, z, and dp may be larger than 1.
         rules: Styles (``plan_styles.STYLES``) by pattern of module names. They take precedence over the model's own
             plan.
-        weights: A folder of safetensors. Each process reads only its own slices.
+        weights: A folder of safetensors (default: the weights that the model has). Each process reads only its own
+            slices.
         precision: The dtype that the step computes in, "fp32" or "bf16" (default: the dtype of the weights).
         weight_prefetch: Number of blocks whose weights are gathered ahead (default 1).
 
@@ -49,8 +50,8 @@ def parallelize(
         The model on the grid.
 
     Raises:
-        UserError: A module cannot be put on the grid. The message names it. ``model`` is then partly replaced and
-            unusable.
+        UserError: The grid, the model's weights, or an option is not supported, or a module cannot be put on the grid.
+            In the last case, the message names the module, and ``model`` is partly replaced and unusable.
     """
     for axis in ("cp", "pp", "ep"):
         if (size := getattr(grid.sizes, axis)) > 1:
@@ -124,7 +125,8 @@ def _check_no_adapters(model: nn.Module) -> None:
 
 
 def _check_saved_buffers(model: nn.Module) -> None:
-    """Refuse saved buffers that the forward changes, and that are no floating-point numbers."""
+    """Refuse buffers that are saved with the weights if the forward pass changes them, or if they are not
+    floating-point."""
     for name, buffer in saved_buffers(model).items():
         parent = model.get_submodule(name.rpartition(".")[0])
         if isinstance(parent, (nn.BatchNorm1d, nn.SyncBatchNorm)):
@@ -141,8 +143,8 @@ def _make_buffers(model: nn.Module) -> None:
 
     Buffers that are saved with the weights are read from files later.
 
-    ``_init_weights`` would also initialize the parameters of the same modules. So it is called only if all of them are
-    on the meta device, because they have no values there.
+    ``_init_weights`` would also initialize the parameters of the same modules. So it is called only for modules whose
+    parameters are all on the meta device and have no values yet.
     """
     for name, module in model.named_modules():
         buffers = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}

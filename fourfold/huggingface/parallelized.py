@@ -82,7 +82,8 @@ class Parallelized(nn.Module):
             kwargs: Keyword arguments of the model.
 
         Raises:
-            UserError: The model's loss is not a sum over tokens, or packed documents would attend to each other.
+            UserError: The model's own loss is not next-token prediction or has an auxiliary loss of routers, or packed
+                documents would attend to each other.
         """
         labels = kwargs.get("labels")
         if labels is not None:
@@ -211,7 +212,8 @@ class Parallelized(nn.Module):
             self._take_gradients_in(self.stage.types.stored)
 
     def _take_gradients_in(self, dtype: torch.dtype) -> None:
-        """Cast the gradients to ``dtype``. Sums are float32, but torch's optimizers need the dtype of the weights."""
+        """Cast the gradients to ``dtype``. Gradients are summed in float32, but torch's optimizers need them in the
+        dtype of the weights."""
         for shard in self.shards:
             parameter = shard.parameter
             if parameter.requires_grad and parameter.dtype != self.stage.types.gradient:
@@ -231,7 +233,7 @@ class Parallelized(nn.Module):
         return self.on_grid.clip_gradients(max_norm)
 
     def gather(self, gradients: bool = False) -> dict[str, Tensor] | None:
-        """Return the whole weights, or the whole gradients, by name on rank 0, and None on other ranks.
+        """Return the full weights, or the full gradients, by name on rank 0. Return None on all other ranks.
 
         Everything passes through the memory of rank 0, so this is for small models.
 
@@ -248,7 +250,7 @@ class Parallelized(nn.Module):
         """Set all weights.
 
         Args:
-            weights: The whole weights by name, as ``gather`` returns them, on every process.
+            weights: The full weights by name, as ``gather`` returns them, on every process.
         """
         with self.on_grid.replacing_weights():
             for shard in self.shards:
@@ -282,7 +284,7 @@ class Parallelized(nn.Module):
 
         Args:
             folder: The checkpoint's folder.
-            optimizer: Its state is saved with the weights.
+            optimizer: If given, its state is saved too.
 
         Raises:
             UserError: ``folder`` is not a checkpoint or cannot be written, or the optimizer keeps a tensor that has
@@ -298,14 +300,14 @@ class Parallelized(nn.Module):
             optimizer: If given, its state is filled too.
 
         Raises:
-            UserError: ``folder`` is not a checkpoint of this model, or it has no state for the optimizer.
+            UserError: ``folder`` is not an undamaged checkpoint of this model, or it has no state for the optimizer.
         """
         numbers = read_numbers(Path(folder), optimizer is not None)
         with self.on_grid.replacing_weights():
             read_checkpoint(self._saved(), Path(folder), optimizer, numbers)
 
     def _saved(self) -> list[LocalShard]:
-        """Return the shards of all weights, and the buffers that are saved with the weights. Every rank has whole
+        """Return the shards of all weights, and the buffers that are saved with the weights. Every rank has full
         buffers."""
         tile = Tile(sharded=False)
         return self.shards + [

@@ -33,10 +33,11 @@ from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_regular
 
 PROGRESS_FILE = "parallelized.json"
-"""File of a checkpoint for numbers that the optimizer keeps, such as the number of steps."""
+"""File of a checkpoint for scalars in the optimizer state, such as the number of steps."""
 
 Numbers = dict[str, dict[str, Any]]
-"""Maps each parameter to the numbers in its optimizer state and to the names of the tensors in that state."""
+"""Maps each parameter to the scalars ("numbers") in its optimizer state and to the names of the tensors ("tensors") in
+this state."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each weight in files. A shard's global shape may split the last dim into several parts
@@ -51,7 +52,7 @@ class ParallelizedTensors:
     rows: Mapping[str, Rows]
     """For each name of a parameter, the tensors in files that it consists of, and the rows that each tensor fills."""
     tied: Sequence[Sequence[str]]
-    """The names of each parameter that has more than one name."""
+    """For each parameter that has more than one name, its names."""
 
 
 def read_weights(model: nn.Module, shards: Sequence[LocalShard], layout: ParallelizedTensors, folder: Path) -> None:
@@ -108,12 +109,13 @@ def _read_experts(files: TensorFiles, shard: LocalShard, matrices: Mapping[str, 
 
 
 def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: ParallelizedTensors, folder: Path) -> None:
-    """Write a folder for ``from_pretrained``, one tensor at a time through rank 0."""
+    """Write a folder for ``from_pretrained``, one tensor at a time through rank 0. Raise ``UserError`` on every process
+    if the folder exists or cannot be written."""
     waiting = list(shards)
     last: list[tuple[str, Tensor]] = []
 
     def gather(shard: LocalShard) -> Tensor:
-        """Return the whole tensor. It is gathered for the first of its entries, and kept for the next ones."""
+        """Return the full tensor. It is gathered when its first entry is written, and kept for its next entries."""
         if not last or last[0][0] != shard.name:
             last.clear()
             last.append((shard.name, _gathered(waiting.pop(0)).view(layout.shapes[shard.name])))
@@ -125,7 +127,7 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: Par
                 with new_folder(folder) as unfinished:
                     _write_configs(model, shards[0].local.dtype, unfinished)
                     write_tensor_files(unfinished, [entry for s in shards for entry in _entries(s, layout, gather)])
-        except ValueError as error:  # The error comes from transformers or from fourfold.
+        except ValueError as error:  # transformers raises ValueError, and UserError is a ValueError.
             raise UserError(str(error)) from None
         finally:
             while waiting:  # Rank 0 gathers while it writes. All other ranks, and rank 0 after an error, gather here.
@@ -173,8 +175,8 @@ def write_checkpoint(
 
 
 def read_numbers(folder: Path, with_optimizer: bool) -> Numbers:
-    """Read the optimizer's numbers in a checkpoint. Raise ``UserError`` if an optimizer needs them and there are
-    none."""
+    """Read the scalars of the optimizer state in a checkpoint. Raise ``UserError`` if the folder is not a checkpoint,
+    or if an optimizer needs a state and the checkpoint has none."""
     try:
         numbers: Numbers = parse_json(check_regular(folder / PROGRESS_FILE).read_text())
         if not isinstance(numbers, dict) or any(set(of_one) != {"numbers", "tensors"} for of_one in numbers.values()):
@@ -222,8 +224,12 @@ def _gathered(shard: LocalShard) -> Tensor:
 
 
 def _parts(shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer | None) -> tuple[Parts, Numbers]:
-    """Return the tensors of a checkpoint by name (weights and optimizer state), and the numbers in the optimizer
-    state."""
+    """Return the tensors of a checkpoint by name (weights and optimizer state). Also return the scalars and the names
+    of the tensors in the optimizer state, by parameter.
+
+    Raises:
+        UserError: The optimizer keeps a tensor that has neither the weight's shape nor one element.
+    """
     parts = {f"model.{shard.name}": SavedPart(shard, shard.local) for shard in shards}
     numbers: Numbers = {}
     if optimizer is None:

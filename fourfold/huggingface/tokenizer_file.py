@@ -38,11 +38,11 @@ def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
 
 
 def tokens_beyond(file: Path, vocab_size: int) -> list[str]:
-    """Return the added tokens in a tokenizer.json whose ids are beyond the vocabulary, such as a pad token without an
+    """Return the added tokens in a tokenizer.json whose ids are at least ``vocab_size``, such as a pad token without an
     embedding row.
 
     Raises:
-        UserError: The file is not a tokenizer.json, or an ordinary token is beyond the vocabulary.
+        UserError: The file is not a tokenizer.json, or an ordinary token has such an id.
     """
     tokenizer = _opened(file)
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
@@ -55,7 +55,7 @@ def tokens_beyond(file: Path, vocab_size: int) -> list[str]:
 
 
 def added_beyond(model: ModelConfig) -> int:
-    """Return how many of the tokens that the tokenizer of ``model.from_hf`` adds are beyond the embedding."""
+    """Return how many added tokens of the tokenizer of ``model.from_hf`` have no row in the embedding."""
     file = local_folder(str(model.from_hf), (TOKENIZER_FILE,)) / TOKENIZER_FILE
     return len(tokens_beyond(file, model.vocab_size)) if file.is_file() else 0
 

@@ -82,7 +82,7 @@ def _is_causal(model: Any) -> bool:
     rounding."""
     tokens_2S = torch.tensor([[0, 1, 2, 3], [0, 4, 5, 6]], device=model.device) % model.config.vocab_size
     one_V, other_V = model(input_ids=tokens_2S, use_cache=False).logits[:, 0].float()
-    # The condition is negated so that NaN logits pass. Another check refuses them.
+    # The condition is negated so that NaN logits pass. Another check refuses NaN logits.
     return not (one_V - other_V).abs().max() > 0.05 * one_V.abs().max()
 
 

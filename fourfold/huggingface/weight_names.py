@@ -17,10 +17,11 @@ from fourfold.models.transformer import parameter_shapes
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """One of our parameters inside a Hugging Face tensor: ``rows`` of the output dim, in ``groups`` of equal size.
+    """One of the decoder's parameters inside a Hugging Face tensor: ``rows`` of the output dim, in ``groups`` of equal
+    size.
 
     The first group begins at row ``first``, and each following group begins ``stride`` rows later. Any remaining rows
-    of our parameter are padding.
+    of the decoder's parameter are padding.
     """
 
     name: str
@@ -29,19 +30,20 @@ class TensorPiece:
     groups: int
     stride: int
     expert: int | None = None
-    """The index of the expert, if our parameter stacks experts along the first dim."""
+    """The index of the expert, if the decoder's parameter stacks experts along the first dim."""
     paired_rows: int = 0
-    """Number of rows at the beginning of each group that the Hugging Face tensor interleaves: the first half of our
-    rows has the even positions there, and the second half has the odd positions."""
+    """Number of rows at the beginning of each group that the Hugging Face tensor interleaves. In the decoder's
+    parameter, the rows with even positions in the Hugging Face tensor come first, and then the rows with odd
+    positions."""
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return the whole parameter, or one expert of a parameter that stacks experts."""
+        """Return the full parameter, or one expert of a parameter that stacks experts."""
         return parameter if self.expert is None else parameter[self.expert]
 
     def runs(self, rows: slice) -> Iterator[tuple[slice, slice]]:
-        """Divide ``rows`` of our parameter into runs whose rows are evenly spaced in the Hugging Face tensor. For each
-        run, yield two slices: its rows relative to the start of ``rows``, and the same rows in the Hugging Face tensor
-        (with a step of two if they are interleaved)."""
+        """Divide ``rows`` of the decoder's parameter into runs whose rows are evenly spaced in the Hugging Face tensor.
+        For each run, yield two slices: its rows relative to the start of ``rows``, and the same rows in the Hugging
+        Face tensor (with a step above 1 if the rows are interleaved)."""
         size, pairs = self.rows // self.groups, self.paired_rows
         if size == 1:
             first, last = (self.first + row * self.stride for row in (rows.start, rows.stop - 1))
@@ -57,8 +59,8 @@ class TensorPiece:
                 ours += len(part)
 
     def grouped(self, ours: Tensor) -> Tensor:
-        """Split the rows of our parameter into groups, [groups, rows of a group, …]. The rows of each group are in the
-        order of the Hugging Face tensor."""
+        """Split the rows of the decoder's parameter into groups, [groups, rows of a group, …]. The rows of each group
+        are in the order of the Hugging Face tensor."""
         whole: Tensor = ours[: self.rows].unflatten(0, (self.groups, -1))
         if not self.paired_rows:
             return whole
@@ -68,14 +70,16 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class TheirTensor:
-    """A tensor of a Hugging Face model, and the parameters of ours that it joins."""
+    """A tensor of a Hugging Face model, and the decoder's parameters that it joins."""
 
     name: str
     shape: tuple[int, ...]
     transposed: bool
     is_stacked: bool
-    """Whether the tensor and our parameters stack all experts. If they do, ``pieces`` describes the rows of one
-    expert."""
+    """Whether the tensor and the decoder's parameters stack all experts. If they do, ``pieces`` describes the rows of
+    one expert."""
+    is_convolution: bool
+    """Whether the tensor has a dim of size 1 after the first dim."""
     pieces: tuple[TensorPiece, ...]
 
     def joined(self, ours: Sequence[Tensor]) -> Tensor:
@@ -88,6 +92,8 @@ class TheirTensor:
     def _joined(self, ours: Sequence[Tensor]) -> Tensor:
         groups = [piece.grouped(tensor) for piece, tensor in zip(self.pieces, ours, strict=True)]
         whole = (groups[0] if len(groups) == 1 else torch.cat(groups, dim=1)).flatten(0, 1)
+        if self.is_convolution:
+            return whole[:, None]
         return whole.T.contiguous() if self.transposed else whole
 
 
@@ -96,14 +102,16 @@ def head_of(kind: str) -> str:
     return next(theirs for theirs, ours in FORMATS[kind].table.items() if ours == (HEAD,))
 
 
-def name_map(kind: str, model: ModelConfig) -> list[TheirTensor]:
-    """Return the tensors of a Hugging Face model of the family ``kind``, layer by layer."""
+def name_map(kind: str, model: ModelConfig, files: Format | None = None) -> list[TheirTensor]:
+    """Return the tensors of a Hugging Face model of the family ``kind``, layer by layer. The default format is the
+    format that transformers writes."""
+    files = files or FORMATS[kind]
     shapes = parameter_shapes(model)
     found: list[TheirTensor] = []
     other = ".q_proj." if model.q_lora_rank else ".q_b_proj."  # The two names of the projection to queries.
-    for theirs, ours, expert in _rows(FORMATS[kind].table, model):
+    for theirs, ours, expert in _rows(files.table, model):
         if ours[0] in shapes and other not in theirs:
-            found.append(_their_tensor(FORMATS[kind], theirs, ours, expert, shapes, model))
+            found.append(_their_tensor(files, theirs, ours, expert, shapes, model))
     placed = [(piece.name, piece.expert) for tensor in found for piece in tensor.pieces]
     assert len(placed) == len(set(placed)), f"two places in {kind} for one parameter"
     missing = set(shapes) ^ {name for name, _ in placed}
@@ -112,12 +120,15 @@ def name_map(kind: str, model: ModelConfig) -> list[TheirTensor]:
 
 
 def _rows(table: Table, model: ModelConfig) -> Iterator[tuple[str, tuple[str, ...], int | None]]:
-    """Yield a table's rows for every layer and expert: the Hugging Face name, our names, and the expert's index (or
-    None)."""
+    """Yield a table's rows for every layer and expert: the Hugging Face name, the decoder's names, and the expert's
+    index (or None)."""
     yield from ((theirs, ours, None) for theirs, ours in table.items() if "{i}" not in theirs)
     layered = [row for row in table.items() if "{i}" in row[0]]
     for i in range(model.num_hidden_layers):
+        other = ".self_attn." if model.type_of(i) == "linear_attention" else ".linear_attn."
         for theirs, ours in layered:
+            if other in theirs:
+                continue
             names = tuple(name.format(i=i) for name in ours)
             if "{e}" in theirs:
                 yield from ((theirs.format(i=i, e=e), names, e) for e in range(model.num_experts))
@@ -138,8 +149,9 @@ def _their_tensor(
     rows = [model.vocab_size if name in VOCABULARY else shape[0] for name, shape in zip(ours, dims, strict=True)]
     pairs = [model.rotary_dim * any(part in name for part in files.rotated_in_pairs) for name in ours]
     groups = max(1, min(rows) // model.head_dim) if any(pairs) else 1
-    if any(part in theirs for part in files.by_head):
-        groups = model.num_key_value_heads
+    heads = [key for part, key in files.by_head.items() if part in theirs]
+    if heads:
+        groups = getattr(model, heads[0])
     if any(part in theirs for part in files.by_row):
         groups = min(rows)
     stride = sum(rows) // groups
@@ -151,5 +163,8 @@ def _their_tensor(
     shape = (sum(rows), *dims[0][1:])
     transposed = len(shape) == 2 and any(part in theirs for part in files.transposed)
     shape = shape[::-1] if transposed else shape
+    is_convolution = any(part in theirs for part in files.convolutions)
+    if is_convolution:
+        shape = (shape[0], 1, *shape[1:])
     experts = shapes[ours[0]][:1] if is_stacked else ()
-    return TheirTensor(theirs, experts + shape, transposed, is_stacked, tuple(pieces))
+    return TheirTensor(theirs, experts + shape, transposed, is_stacked, is_convolution, tuple(pieces))

@@ -13,7 +13,7 @@ from torch import Tensor
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import family_of, read_config
-from fourfold.huggingface.file_formats import BUFFERS, FORMATS, HEAD
+from fourfold.huggingface.file_formats import BUFFERS, FORMATS, HEAD, WITH_STACKED_EXPERTS
 from fourfold.huggingface.fp8_blocks import ScaledMatrix, scaled_in
 from fourfold.huggingface.mxfp4 import PackedMatrices, packed_in
 from fourfold.huggingface.weight_names import TensorPiece, TheirTensor, head_of, name_map
@@ -22,7 +22,8 @@ from fourfold.models.transformer import parameter_shapes
 
 
 class Pretrained:
-    """A transformers folder, opened for a model of the same sizes without reading weights.
+    """The weights in a transformers folder, under the names of fourfold's decoder. Opening the folder reads no weights,
+    except to compare a tied head with the embedding.
 
     Raises:
         UserError: A file or tensor is missing, a shape is wrong, the model does not use a tensor, or weights exist only
@@ -34,10 +35,11 @@ class Pretrained:
         self.kind = family_of(config, str(folder))
         self.files = TensorFiles(folder)
         self.shapes = parameter_shapes(model)
-        self.tensors = name_map(self.kind, model)
+        is_stacked = any(name.endswith(".experts.gate_up_proj") for name in self.files.shapes)
+        self.tensors = name_map(self.kind, model, WITH_STACKED_EXPERTS.get(self.kind) if is_stacked else None)
         self._places: dict[str, list[tuple[TheirTensor, TensorPiece]]] = {}
-        """Where each of our parameters is in the files. If a parameter stacks experts, it has one place for each
-        expert, in order."""
+        """Where each of the decoder's parameters is in the files. A parameter that stacks experts has one entry per
+        expert, in order, unless the files stack the experts too."""
         for tensor in self.tensors:
             for piece in tensor.pieces:
                 self._places.setdefault(piece.name, []).append((tensor, piece))
@@ -49,12 +51,12 @@ class Pretrained:
                 self._packed[tensor.name] = packed
         whole = [tensor for tensor in self.tensors if tensor.name not in self._packed]
         self._names = {t.name: self.files.find(self._names_in_files(t.name), t.shape) for t in whole}
-        """Maps every other Hugging Face tensor to its name in these files."""
+        """Maps each Hugging Face tensor that is not in ``_packed`` to its name in these files."""
         self._check_nothing_left(model, config)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of one of our parameters. Raise ``UserError`` if its experts have different
-        dtypes."""
+        """Return the stored dtype of a parameter, which is bf16 for packed tensors. Raise ``UserError`` if its experts
+        have different dtypes."""
         tensors = [tensor for tensor, _ in self._places[name]]
         types = {
             torch.bfloat16 if tensor.name in self._packed else self.files.dtype(self._names[tensor.name])
@@ -67,7 +69,7 @@ class Pretrained:
         return types.pop()
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
-        """Read one of our parameters as a whole, or one expert of a parameter that stacks experts."""
+        """Read one full parameter, or one expert of a parameter that stacks experts."""
         slices = whole_or_part(self.shapes[name], expert)
         whole = torch.empty([s.stop - s.start for s in slices], dtype=self.dtype(name))
         self.read_into(whole, name, slices)
@@ -75,7 +77,7 @@ class Pretrained:
 
     @torch.no_grad()
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
-        """Copy the part ``slices`` of one of our parameters into ``out``. Rows of vocabulary padding are zero."""
+        """Copy the part ``slices`` of a parameter into ``out``. Rows of vocabulary padding are zero."""
         places = self._places[name]
         if places[0][0].is_stacked:
             for one, expert in zip(out, range(slices[0].start, slices[0].stop), strict=True):
@@ -106,15 +108,18 @@ class Pretrained:
             theirs, part = out[here], (there, *slices[1:])
             if tensor.transposed:
                 theirs, part = theirs.T, part[::-1]
+            if tensor.is_convolution:
+                theirs, part = theirs[:, None], (part[0], slice(0, 1), *part[1:])
             if stacked_expert is not None:
                 theirs, part = theirs[None], (slice(stacked_expert, stacked_expert + 1), *part)
             self.files.read_into(theirs, self._names[tensor.name], part)
 
     def _names_in_files(self, name: str) -> list[str]:
         """Return the names that a tensor may have in files. If the model was saved without its head, names lack the
-        prefix."""
+        prefix. If files also have a model of images, names have another prefix."""
         modules = [HEAD] if name == head_of(self.kind) else []  # transformers 5 uses this name for every head.
-        return [name, name.removeprefix(FORMATS[self.kind].prefix), *modules]
+        beside_images = name.replace("model.", "model.language_model.", 1)
+        return [name, name.removeprefix(FORMATS[self.kind].prefix), beside_images, *modules]
 
     def _check_nothing_left(self, model: ModelConfig, config: Mapping[str, Any]) -> None:
         beyond = FORMATS[self.kind].names_beyond(model.num_hidden_layers, config)

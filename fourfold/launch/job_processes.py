@@ -42,10 +42,10 @@ def run_on_grid(
         args: Arguments of the function after the place.
         world_size: Number of processes.
         wanted_device: "cpu", "cuda", or "auto" for a GPU if there is one.
-        timeout: Longest time in seconds to wait for another process.
+        timeout: Longest time that a collective waits for another process.
         heeds_stop_signals: Whether the function enters `stop_request`. Stop signals are held back until then.
         restarts: Number of times that local workers were restarted.
-        started: Start of the command, by `time.time` (default: now).
+        started: Time at which the command started, as `time.time()` returns it (default: now).
 
     Returns:
         The result of this process's call, or of rank 0's call if the workers were started here.
@@ -53,6 +53,7 @@ def run_on_grid(
     Raises:
         UserError: The launcher does not fit the run, or a worker raised this error.
         WorkerFailed: A worker crashed.
+        KeyboardInterrupt, SystemExit: See `run_workers`.
     """
     raise_file_limit()
     place = read_environment(os.environ)
@@ -101,7 +102,7 @@ def run_in_group(
         function: "package.module:name".
         args: Arguments of the function after the place.
         wanted: See `wanted_device` of `run_on_grid`.
-        timeout: Longest time to wait for another process, in seconds.
+        timeout: See `run_on_grid`.
     """
     with importing():
         call = pkgutil.resolve_name(function)
@@ -121,10 +122,10 @@ def run_in_group(
 
 
 def choose_device(place: Place, wanted: WantedDevice) -> torch.device:
-    """Return this process's GPU if the run file wants a GPU and there is one. Otherwise return the CPU.
+    """Return this process's GPU. If `wanted` is "cpu", or if it is "auto" and there is no GPU, return the CPU.
 
     Raises:
-        UserError: The run file requires a GPU, but there is none.
+        UserError: `wanted` is "cuda", but there is no GPU.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Start the processes of a job on this machine if no launcher did. Report their failures, and end them.
+"""Start the processes of a job on this machine if no launcher did, report their failures, and end the processes.
 
 This module does not import torch. The parent of the workers does not need torch and starts faster without it.
 """
@@ -42,7 +42,8 @@ RELAYED = {
 
 
 class WorkerFailed(RuntimeError):
-    """A worker crashed. The message has the worker's rank and traceback, so print it without another traceback."""
+    """A worker crashed. The message names the worker and has its traceback if there is one, so print the message
+    without another traceback."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,10 @@ class WorkerEnd:
     rank: int
     outcome: Literal["returned", "refused", "died", "failed"]
     value: Any
-    """The return value, the message of the UserError, the exit code, or the traceback."""
+    """For each outcome, in this order: the return value (only of rank 0), the message of the UserError, the exit code,
+    or the traceback."""
     time: float = field(default_factory=time.monotonic)
-    """Time at which the worker ended, on the clock that all processes of a machine share."""
+    """Time at which the worker ended (`time.monotonic()`, which all processes of a machine share)."""
 
 
 class JobHung(WorkerFailed):
@@ -167,7 +169,8 @@ def _receive(workers: WorkerProcesses, rank: int) -> WorkerEnd:
 
 
 def _return_or_raise(reports: Sequence[WorkerEnd], world_size: int, received: Sequence[int]) -> Any:
-    """Return rank 0's value, or raise the first failure. Later failures may come from workers that lost a peer."""
+    """Return rank 0's value, or raise the failure that is most likely the cause: the first UserError, or else the first
+    death of a worker, or else the first exception. Later failures may come from workers that lost a peer."""
     for outcome in ("refused", "died", "failed"):
         for report in reports:
             if report.outcome == outcome:
@@ -183,7 +186,7 @@ def _make_failure(report: WorkerEnd, world_size: int, received: Sequence[int]) -
         return WorkerFailed(f"{worker} failed:\n{report.value}")
     if report.value == HANG:
         return JobHung("the job hung and was ended")
-    # The worker did not stop in time, so the watchdog killed it.
+    # The worker did not stop in time, so its watchdog made it exit with 128 + the number of the stop signal.
     if report.value > 128 and report.value - 128 in received:
         return SystemExit(report.value)
     if report.value >= 0:
@@ -235,7 +238,7 @@ def _signals_blocked() -> contextlib.AbstractContextManager[None]:
 def _handler(signum: int, handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
     """Handle a signal differently inside the block.
 
-    Only the main thread receives signals, so other threads do nothing.
+    Only the main thread can set signal handlers, so in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

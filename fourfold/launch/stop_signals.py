@@ -24,8 +24,8 @@ SAVING = b"\nfourfold: saving a checkpoint after this step; press Ctrl-C again t
 
 
 class StopRequest:
-    """A request to stop. The first stop signal sets it, and so does the end of the time limit. A second Ctrl-C raises
-    KeyboardInterrupt.
+    """A request to stop. The first stop signal sets it, and so does the end of the time limit. A Ctrl-C after another
+    stop signal raises KeyboardInterrupt.
 
     Args:
         announce: Whether to answer a Ctrl-C on standard error.

@@ -1,8 +1,9 @@
-"""Start a watchdog for each process of a job. It ends a job that hangs, and names the rank that went silent.
+"""Start a watchdog for each process of a job. A watchdog ends a job that hangs, and names the rank that went silent.
 
 The watchdog is a separate process (`watchdog_process`), so it notices a hang even if the process is stopped or waits
-inside a library. It reads the heartbeat and the signals that arrive. The training process itself cannot do this: Python
-handles signals only between two instructions, and never during a collective that does not end.
+inside a library. The watchdog reads the process's heartbeats, and the numbers of the signals that the process receives.
+The training process itself cannot do this: Python handles signals only between two instructions, and never during a
+collective that does not end.
 """
 
 from __future__ import annotations

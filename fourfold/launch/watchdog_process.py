@@ -1,6 +1,6 @@
 """Run the watchdog process of a rank: wait for the rank's heartbeats, and report and end the rank if it hangs.
 
-It imports only the standard library and a few small modules of fourfold.
+It imports only the standard library and a few small modules of fourfold, so it starts quickly and needs little memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNWIND_SECONDS = 5.0
 """Number of seconds that a rank has to exit by itself after a second stop signal."""
 
 REPORT_SECONDS = 20.0
-"""Number of seconds that the first rank waits for the reports of all ranks."""
+"""Number of seconds to wait for the reports of all ranks before one rank names the silent rank without them."""
 
 STOPPED = "Tt"
 """The kernel's state letters for stopped processes."""
@@ -64,7 +64,7 @@ class Watch(NamedTuple):
 
 
 class HangingRank(NamedTuple):
-    """One rank of a job that hangs."""
+    """The report of one rank of a job that hangs."""
 
     rank: int
     host: str
@@ -120,7 +120,8 @@ def _read_signals(descriptor: int, seconds: float) -> set[int] | None:
 
 
 def _must_end(stops: list[float], now: float, watch: Watch) -> bool:
-    """Return whether a second stop signal has arrived, or the grace period after the first one is over."""
+    """Return whether the grace period after the first stop signal is over. With `forces`, also return True when
+    `UNWIND_SECONDS` have passed since a second stop signal."""
     if not stops:
         return False
     if watch.grace and now - stops[0] >= watch.grace:
@@ -130,7 +131,7 @@ def _must_end(stops: list[float], now: float, watch: Watch) -> bool:
 
 
 def end_rank(watch: Watch, code: int) -> None:
-    """Tell the rank to exit with `code`. Kill the rank if it does not exit."""
+    """Tell the rank to exit with `code`. Kill the rank if it does not exit within `UNWIND_SECONDS`."""
     with contextlib.suppress(BrokenPipeError):
         os.write(watch.tell, bytes([code]))
     with contextlib.suppress(ProcessLookupError):
@@ -144,9 +145,9 @@ def end_rank(watch: Watch, code: int) -> None:
 
 
 def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
-    """Write this rank's report.
+    """Write this rank's report, and make sure that hang.txt names the rank that went silent.
 
-    The first rank that can write the report names the rank that went silent. All other ranks wait for this report.
+    One rank writes hang.txt, usually rank 0 when it has all reports. All other ranks wait for this file.
     """
     folder = Path(watch.folder)
     verdict = folder / "hang.txt"
@@ -201,9 +202,10 @@ def describe(reports: list[HangingRank], world_size: int, folder: Path) -> str:
 def find_awaited(reports: list[HangingRank]) -> HangingRank:
     """Return the rank that all other ranks wait for, directly or indirectly.
 
-    If a rank is stopped, return it. Otherwise return a rank that is behind at least one peer and ahead of no peer. If
-    no rank is behind, return the rank that has been silent longest. Silence is compared only within one machine,
-    because clocks differ between machines.
+    If ranks are stopped, return one of them. Otherwise return a rank that is behind at least one peer and ahead of no
+    peer, or else any rank that is behind a peer. Among several such ranks, prefer the fewest heartbeats in the current
+    step. Return the rank that has been silent longest if several ranks remain, or if no rank is behind. Times of
+    heartbeats are compared only within one machine, because clocks differ between machines.
     """
     stopped = [report for report in reports if report.state in STOPPED]
     behind = [one for one in reports if any(_is_behind(one, other) for other in reports)]

@@ -76,7 +76,8 @@ class WorkerProcesses:
                 os.kill(process_id, signum)
 
     def exit_code(self, rank: int) -> int:
-        """Wait for a worker to end, and return its exit code. A negative code is the signal that ended it."""
+        """Wait for a worker to end, and return its exit code. If a signal ended it, the code is minus the signal's
+        number. If the starter has died, return the starter's exit code."""
         try:
             self._control.send(rank)
             code = self._control.recv()
@@ -108,7 +109,8 @@ def _start(
     senders: Sequence[Connection],
     modules: Sequence[str],
 ) -> None:
-    """Start the workers and send their process ids. Then wait for each worker that the caller names.
+    """Start the workers and send their process ids. Then wait for each worker that the caller names, and send its exit
+    code.
 
     When the caller ends, kill the workers.
     """
@@ -120,7 +122,7 @@ def _start(
         for module in modules:
             with importing(), contextlib.suppress(Exception):  # The workers will report any error.
                 importlib.import_module(module)
-        gc.freeze()  # A garbage collection in a worker would copy every shared memory page.
+        gc.freeze()  # Otherwise, a garbage collection in a worker would copy every memory page that it shares.
     context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
     try:

@@ -121,7 +121,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
         reference = _scores(_reference_scorer(request, other_model, device, inputs), inputs, request.offset)
     if scores is None:
         return None
-    if tokenizer is not None:  # The part of the text that was cut off must not be measured.
+    if tokenizer is not None:  # Decode the tokens again, because text that was cut off must not be measured.
         documents = [replace(document, text=tokenizer.decode(document.tokens.tolist())) for document in documents]
     special = () if tokenizer is None else tokenizer.special_ids
     return audit_record(

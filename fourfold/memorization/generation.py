@@ -19,7 +19,7 @@ on Gemma and Gemini."""
 
 
 def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], suffix: int) -> list[NDArray[np.int64]]:
-    """Replace the last ``suffix`` tokens of each document by greedy decoding, and return the new tokens.
+    """Generate ``suffix`` tokens greedily in place of the last tokens of each document, and return the new tokens.
 
     Every process of the model's grid must call this. Each new token takes one forward pass over the whole text. There
     is no cache, so this works on any grid.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # This imports torch. Reports import ATTACKS from this module
     from fourfold.memorization.scores import TokenScores
 
 LOWEST_SHARE = 0.2
-"""min-k % averages over this fraction of a document's tokens, namely the least likely ones."""
+"""min-k % averages over this fraction of a document's tokens: the least likely tokens."""
 
 FOLDS, PERMUTATIONS = 5, 199
 FEWEST = 10

@@ -107,7 +107,7 @@ def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> R
     training = {"seq_length": longest, "micro_batch_size": request.micro_batch_size}
     precision = {key: table.get("training", {}).get(key) for key in ("precision", "master_weights", "device")}
     table["training"] = {**{k: v for k, v in precision.items() if v is not None}, **training, "train_steps": 1}
-    # All other sections affect only training.
+    # Drop all other sections, because they affect only training.
     table = {key: table[key] for key in ("model", "data", "masks", "parallel", "training") if key in table}
     # Keep the section [data], because it names the tokenizer. Reset its format, because preferences would need [dpo].
     # Reset its streams, because they may not divide the new batch.

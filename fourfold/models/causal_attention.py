@@ -114,7 +114,7 @@ class AttentionContext:
     is_data_BS: Tensor | None = None
     """False for padding, which no expert takes. None means that there is no padding."""
     document_ends_BE: Tensor | None = None
-    """The ends of each sequence's documents, for layers without a mask. None if attention may leave documents."""
+    """The ends of each sequence's documents, for layers without a mask. None if attention may cross documents."""
 
 
 class AttentionTables(nn.Module):

@@ -1,5 +1,5 @@
-"""Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464): linear attention. Each head has a state of fixed size, and a
-token changes the state instead of adding a key and a value.
+"""Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464): linear attention. Each head has a state of fixed size. A token
+updates this state instead of adding a key and a value to a cache.
 
 Shapes: B sequences, S tokens, H hidden size, N value heads, D width of a key head, E width of a value head, C channels.
 Each sequence has n chunks of c tokens.
@@ -18,14 +18,14 @@ from fourfold.models.norms import RMSNorm
 from fourfold.models.recomputation import recomputable
 
 CHUNK = 64
-"""Number of tokens that are computed together. More tokens make larger matmuls, but also more of them."""
+"""Number of tokens in a chunk, which are computed together. Larger chunks make larger matmuls, but take more FLOPs."""
 
 NORM_EPS = 1e-6
 """Added to the squared length of queries and keys before they are scaled to length 1."""
 
 
 class DeltaNet(nn.Module):
-    """A layer with linear attention. It takes the place of self-attention in a block."""
+    """Linear attention, in place of a block's self-attention."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class DeltaCore(nn.Module):
     """Everything between the projections: convolutions, the delta rule, and the gated norm, in float32."""
 
     CHANNELS = ("q_conv", "k_conv", "v_conv", "A_log", "dt_bias")
-    """Parameters with rows for the channels of a head, or one value per head."""
+    """Names of the parameters that are split by heads. They have one row per channel, or one value per head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class DeltaCore(nn.Module):
 
 
 def short_convolution(x_BSC: Tensor, weight_CT: Tensor, documents_BS: Tensor | None) -> Tensor:
-    """Convolve each channel with its own T taps, of which the last is for the current token. Apply SiLU.
+    """Convolve each channel causally with its own T taps, and apply SiLU. The last tap is for the current token.
 
     No tap reads a token of an earlier document.
     """
@@ -119,7 +119,8 @@ def short_convolution(x_BSC: Tensor, weight_CT: Tensor, documents_BS: Tensor | N
 
 
 def unit_heads(t_BSf: Tensor, width: int, heads: int) -> Tensor:
-    """Return heads of length 1, [B, S, N, D]. If there are fewer key heads than value heads, repeat each of them."""
+    """Scale the vector of each token and head to length 1, [B, S, N, D]. If there are fewer key heads than value heads,
+    repeat each key head."""
     t_BSKD: Tensor = t_BSf.unflatten(-1, (-1, width))
     t_BSKD = t_BSKD * (t_BSKD.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
     return t_BSKD.repeat_interleave(heads // t_BSKD.shape[2], dim=2)
@@ -141,8 +142,8 @@ def gated_delta_rule(
         state ← exp(log_decay) · state
         state ← state + k ⊗ beta · (v − k·state)
 
-    A document begins with a state of zeros. The tokens of a chunk are computed together (section 3.3), and the state
-    goes from chunk to chunk.
+    A document begins with a state of zeros. The tokens of a chunk are computed together (section 3.3), and the state is
+    passed from chunk to chunk.
     """
     length = q_BSND.shape[1]
     q, k, v = (_chunks(t) for t in (q_BSND, k_BSND, v_BSNE))  # [B, N, n, c, ·]
@@ -163,7 +164,7 @@ def gated_delta_rule(
 
 
 def _chunks(t_BSN: Tensor) -> Tensor:
-    """Return chunks [B, N, n, c, …] of a tensor [B, S, N, …]. Zeros fill the last chunk."""
+    """Split a tensor [B, S, N, …] into chunks [B, N, n, c, …]. Pad the last chunk with zeros."""
     missing = -t_BSN.shape[1] % CHUNK
     padded_BSN = F.pad(t_BSN, (0, 0) * (t_BSN.ndim - 2) + (0, missing))
     chunks_BncN: Tensor = padded_BSN.unflatten(1, (-1, CHUNK))
@@ -171,14 +172,14 @@ def _chunks(t_BSN: Tensor) -> Tensor:
 
 
 def _decays(decay_BNnc: Tensor, documents_BS: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return how much is left of what one token wrote when another token reads it.
+    """Return the factors by which a token's write has decayed when a later token reads it.
 
     Args:
-        decay_BNnc: The logarithm of the decay from the chunk's beginning to each token, including the token's own.
-        documents_BS: The document of each token. Nothing is left of what another document wrote.
+        decay_BNnc: The logarithm of the total decay from the beginning of the chunk up to and including each token.
+        documents_BS: The document of each token. Between tokens of different documents, factors are 0.
 
     Returns:
-        Factors from token to token of a chunk [B, N, n, c, c], from the state before the chunk to each token
+        The factors from token to token of a chunk [B, N, n, c, c], from the state before the chunk to each token
         [B, N, n, c, 1], and from each token to the state after the chunk [B, N, n, c, 1].
     """
     is_seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay_BNnc.device).tril()

@@ -168,7 +168,7 @@ def _outer(grad_NO: Tensor, rows_NI: Tensor, groups: Groups) -> Tensor:
         return out_EOI
     out_EOI = rows_NI.new_empty(len(groups.sizes), grad_NO.shape[1], rows_NI.shape[1])
     for grad, rows, out_OI in zip(groups.split(grad_NO), groups.split(rows_NI), out_EOI, strict=True):
-        torch.mm(grad.T, rows, out=out_OI)  # An empty group has a zero gradient.
+        torch.mm(grad.T, rows, out=out_OI)  # An empty group gets zeros.
     return out_EOI
 
 

@@ -26,10 +26,10 @@ BLOCKS_AT_ONCE = 256
 """Number of blocks that are drawn and copied together, about 64 MiB in total."""
 
 ONES = ("dt_bias", "core.norm.weight")
-"""Endings of the names of linear attention's parameters that are ones, also in a model with zero-centered norms."""
+"""Name suffixes of linear attention's parameters that start as ones, even if the model's norms are zero-centered."""
 
 FASTEST_DECAY = 16.0
-"""Upper limit of the initial decay rates of linear attention (Mamba-2, arXiv 2405.21060)."""
+"""Upper limit of linear attention's initial decay rates (Mamba-2, arXiv 2405.21060)."""
 
 Slices = tuple[slice, ...]
 
@@ -52,7 +52,7 @@ def fill_slice(out: Tensor, name: str, shape: tuple[int, ...], slices: Slices, c
         out.copy_(_decay_rates(shape, _block_seed(seed, name, 0))[slices].log())
     elif name.endswith(ONES):
         out.fill_(1.0)
-    elif name.endswith(("bias", "sinks", "lora_B")):  # A new adapter adds nothing to its layer.
+    elif name.endswith(("bias", "sinks", "lora_B")):  # With B = 0, a new adapter adds nothing to its layer.
         out.zero_()
     elif len(shape) == 1:
         out.fill_(0.0 if config.zero_centered_norm else 1.0)
@@ -63,7 +63,7 @@ def fill_slice(out: Tensor, name: str, shape: tuple[int, ...], slices: Slices, c
 
 
 def _decay_rates(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return decay rates from a uniform distribution."""
+    """Draw decay rates uniformly between 0 and ``FASTEST_DECAY``. Raise rates below 0.01 to 0.01."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).mul_(FASTEST_DECAY).clamp_(min=0.01)
 
 

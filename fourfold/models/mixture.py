@@ -238,7 +238,7 @@ def combine(rows_NH: Tensor, order: Order, weights_TK: Tensor) -> Tensor:
         lambda grad_TKH, first_N: grad_TKH.flatten(0, 1)[first_N],
         first_N,
     )
-    del rows_NH  # This frees as much memory as the multiplication needs.
+    del rows_NH  # The multiplication below can then reuse this memory.
     return (rows_TKH * weights_TK.to(rows_TKH.dtype)[..., None]).sum(1)
 
 

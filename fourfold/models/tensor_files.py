@@ -231,7 +231,7 @@ def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, s
     text += b" " * (-len(text) % 8)
     checksum, size = xxhash.xxh3_128(), 0
     with path.open("wb") as file, ThreadPoolExecutor(1) as hasher:
-        for content in _contents(text, entries):  # Writing and hashing both release the GIL.
+        for content in _contents(text, entries):  # Writing and hashing overlap: both release the GIL.
             hashing = hasher.submit(checksum.update, content)
             size += file.write(content)
             hashing.result()

@@ -65,13 +65,13 @@ class Transformer(nn.Module):
         """Run the model, or one stage of it.
 
         Args:
-            labels_BS: next tokens, or IGNORE_INDEX for positions that the loss leaves out.
+            labels_BS: next tokens, or IGNORE_INDEX for positions that the loss skips.
             positions_BS: each token's position, by default 0, 1, 2, …
             document_ends_BE: the ends of each sequence's documents, if attention must not leave them. The last end is
                 S, repeated in rows with fewer documents.
             loss_scale: the factor that the caller multiplies the loss by before the backward pass.
             x_BSH: the hidden states from the previous stage.
-            reference_B: the reference model's log-probabilities, for a head of preference optimization.
+            reference_B: the reference model's log-probability of each sequence, for preference optimization (DPO).
             is_data_BS: False for padding, which no expert takes. By default there is no padding.
 
         Returns:
@@ -151,7 +151,7 @@ class Block(nn.Module):
 
 
 def attention_of(config: ModelConfig, number: int) -> Attention | LatentAttention | DeltaNet:
-    """Return the attention of a layer."""
+    """Create the attention module of a layer."""
     if config.type_of(number) == "linear_attention":
         return DeltaNet(config)
     return (LatentAttention if config.kv_lora_rank else Attention)(config, config.rotates(number))
@@ -163,7 +163,8 @@ def normed(x: Tensor, norm: nn.Module | None) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key-value heads."""
+    """Causal self-attention with grouped key-value heads, and with a gate on the heads' outputs if the model has
+    one."""
 
     def __init__(self, config: ModelConfig, rotates: bool = True) -> None:
         super().__init__()
@@ -191,8 +192,8 @@ class LMHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size))
 
     def forward(self, x_BSH: Tensor, labels_BS: Tensor | None = None, loss_scale: Tensor | float = 1.0) -> Tensor:
-        """Return the logits, or the loss if there are labels. ``loss_scale`` is for heads that compute gradients
-        together with the loss."""
+        """Return the logits, or the loss if there are labels. ``loss_scale`` is not used. It is for heads that compute
+        gradients together with the loss."""
         logits_BSV = softcapped(F.linear(x_BSH, self.weight)[..., : self.vocab_size], self.softcap)
         if labels_BS is None:
             return logits_BSV

@@ -35,7 +35,7 @@ from fourfold.parallel.tensor.preference_head import PreferenceHead
 from fourfold.parallel.tensor.sharding import Tiled, tie_again, tied_names
 
 Rules = dict[str, Callable[[str, Any], nn.Module]]
-"""Maps a pattern of module names to a function (name, module) that makes the replacement."""
+"""Maps a pattern of module names to a function that takes a name and a module, and returns the replacement."""
 
 
 def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts: Layouts | None = None) -> DataParallel:
@@ -54,7 +54,8 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts:
     if run.training.float8 != "none":
         use_float8(model, run.training.float8)
     if run.overlap.batch_parts > 1 and grid.x.size * grid.y.size > 1:
-        across_blocks = run.activation_checkpoint.mode != "full"  # In mode "full", each block is recomputed on its own.
+        # In mode "full", each block is recomputed separately, so no part may enter the next block early.
+        across_blocks = run.activation_checkpoint.mode != "full"
         run_in_parts(model, run.overlap.batch_parts, attention_split(run), grid, across_blocks)
     recompute(model, run.activation_checkpoint)
     if run.training.compile:
@@ -67,8 +68,8 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts:
 
 
 def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules:
-    """Return the layout of a decoder's modules over the tensor axes x and y. If several patterns match a name, the
-    first of them applies.
+    """Return the rules that replace a decoder's modules with layers that are split over the tensor axes x and y. If
+    several patterns match a name, the first pattern applies.
 
     Args:
         own_matmuls: replace every linear layer of the blocks, even with x = y = 1.
@@ -118,7 +119,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
 
 
 def _shared_core(core: nn.Module, grid: Grid, run: RunConfig) -> nn.Module:
-    """Return a layer's attention between the projections, on the grid."""
+    """Return the core on the grid that replaces a layer's attention core."""
     split, method, model = attention_split(run), context_method(run), run.model
     if isinstance(core, DeltaCore):
         return SharedDeltaCore(core, grid, split)

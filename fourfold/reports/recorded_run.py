@@ -14,7 +14,6 @@ from typing import Any
 from fourfold.errors import UserError
 from fourfold.parsing import parse_json
 from fourfold.reports.curve_charts import StepPositions
-from fourfold.reports.numbers import counted
 from fourfold.training.attempts import resumed_at
 from fourfold.training.console import format_bytes
 from fourfold.training.metrics import METRICS_FILE, read_metrics
@@ -121,11 +120,6 @@ def duration(seconds: float) -> str:
     """Format seconds in the largest unit with a value of at least one: 42 s, 3.5 min, 12.3 h."""
     name, size = next(((n, s) for n, s in (("h", 3600), ("min", 60)) if seconds >= s), ("s", 1))
     return f"{seconds / size:,.3g} {name}" if seconds / size < 1000 else f"{seconds / size:,.0f} {name}"
-
-
-def steps_of(count: int) -> str:
-    """Format a number of steps: 1 step, 2,000 steps."""
-    return counted(count, "step")
 
 
 def read_text(path: Path) -> str:

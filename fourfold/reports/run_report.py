@@ -9,11 +9,11 @@ from pathlib import Path
 
 from fourfold.data.files import write_output
 from fourfold.errors import UserError
-from fourfold.parsing import parse_toml
+from fourfold.parsing import dotted_keys, parse_toml
 from fourfold.reports import html
 from fourfold.reports.curve_charts import CONTROLS, Curve, Mark, StepPositions, curve_chart
 from fourfold.reports.numbers import counted
-from fourfold.reports.recorded_run import RecordedRun, largest, number_of, read_run, read_summary, read_text, steps_of
+from fourfold.reports.recorded_run import RecordedRun, largest, number_of, read_run, read_summary, read_text
 from fourfold.reports.short_records import MemorizationRecord, TaskRecord, read_short_record
 from fourfold.training.console import byte_unit, format_fact
 from fourfold.training.metrics import MEMORIZATION_FILE, TASKS_FILE
@@ -42,7 +42,7 @@ def write_run_report(run_dir: Path) -> Path:
     if sample.is_file():
         sections.append(html.text_block("Sample", read_text(sample), wrap=True))
     sections.append(html.text_block("Run file", run.run_file))
-    subtitle = f"fourfold training run, {steps_of(len(run.records))} recorded"
+    subtitle = f"fourfold training run, {counted(len(run.records), 'step')} recorded"
     report = run.folder / "report.html"
     write_output(report, html.page(run.name, subtitle, sections))
     return report
@@ -97,7 +97,7 @@ def _not_finite(run: RecordedRun, whose: str = "") -> list[str]:
     steps = [record["step"] for record in run.records if number_of(record, "loss") is None]
     if not steps:
         return []
-    text = f"The loss{whose} was not a finite number at {steps_of(len(steps))}, first at step {steps[0]:,}."
+    text = f"The loss{whose} was not a finite number at {counted(len(steps), 'step')}, first at step {steps[0]:,}."
     return [html.notice(text)]
 
 
@@ -211,14 +211,4 @@ def _flat(run: RecordedRun) -> dict[str, str]:
         tables = parse_toml(run.run_file)
     except ValueError as error:
         raise UserError(f"{run.folder / 'run.toml'} is not TOML ({error}); fix the file.") from None
-    flat: dict[str, str] = {}
-
-    def add(prefix: str, table: dict[str, object]) -> None:
-        for key, value in table.items():
-            if isinstance(value, dict):
-                add(f"{prefix}{key}.", value)
-            else:
-                flat[prefix + key] = str(value)
-
-    add("", tables)
-    return flat
+    return {key: str(value) for key, value in dotted_keys(tables)}

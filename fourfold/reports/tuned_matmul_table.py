@@ -9,16 +9,17 @@ HEADER = ("layers", "tokens × out × in", "matmul", "layout", "GFLOP/s", "gain"
 
 
 def print_matmuls(record: Mapping[str, Any]) -> None:
-    """Print one row per matmul: its rate with the default layout, and how much faster the chosen layout is.
+    """Print one row per matmul: its rate in the default layout, and how much faster another layout is.
 
     The column "other order" says how much faster than the default all matmuls of the layer are together if its weight
     has the memory order that was not chosen (transposed or not).
     """
-    print_table(f"Matmuls in {record['precision']}", HEADER, _rows(record["layers"]), words=HEADER[:4])
+    print_table(f"Matmuls in {record['precision']}", HEADER, matmul_rows(record["layers"]), words=HEADER[:4])
     print(f"{record['machine']}\n{record['file']}")
 
 
-def _rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def matmul_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the rows of the table."""
     rows = []
     for layer in layers:
         sizes = [layer[key] for key in ("tokens", "outputs", "inputs")]

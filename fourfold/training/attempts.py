@@ -1,4 +1,4 @@
-"""Record each start of a run, to find a step that fails every time."""
+"""Record when each attempt of a run starts and ends, to find a step that fails every time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def count_starts(run_dir: Path) -> int:
 
 
 def resumed_at(run_dir: Path) -> list[int]:
-    """Return the steps at which the recorded run was resumed from a checkpoint."""
+    """Return the step of each checkpoint that the recorded run was resumed from."""
     steps: list[int] = []
     for line in _read(run_dir):
         first = line.get("first_step")

@@ -15,9 +15,10 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fourfold.config.data_section import DataConfig
 from fourfold.config.run import RunConfig
 from fourfold.data.build import build_dataset, check_one_tokenizer, ensure_builtin, open_run_tokenizer, open_stream
-from fourfold.data.conversations import PackedConversations, PackingStatistics
+from fourfold.data.conversations import PackedConversations, PackingStatistics, PreferencePairs
 from fourfold.data.dataset import Samples, SourceMixture
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.indexed import check_exists
@@ -25,7 +26,6 @@ from fourfold.data.loader import Loader, MicroBatch
 from fourfold.data.manifest import read_manifest, validation_prefix
 from fourfold.data.mask_preview import Preview, preview
 from fourfold.data.masks import LossMask, build_masks
-from fourfold.data.preferences import PreferencePairs
 from fourfold.data.stream import StreamedWindows
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
@@ -35,7 +35,7 @@ from fourfold.parallel.grid.grid import Axis
 
 VALIDATION_SEED = 1
 STATISTICS_TOKENS = 1 << 17
-"""Before training, a goldfish mask is measured on this many training tokens. This takes milliseconds."""
+"""Before training, the loss masks are measured on about this many training tokens. This takes milliseconds."""
 FIRST_SAMPLES = 16
 """Number of samples of each corpus in the digest that detects changed data."""
 
@@ -49,21 +49,21 @@ class Corpora:
 
     train: Loader
     validation: Loader | None
-    samples: Samples
-    """The training data."""
 
     tokenizer: Tokenizer | None
-    """The tokenizer of the corpus, or None if the corpus does not name one."""
+    """The tokenizer of the corpora, or None if neither the corpora nor the run file name one."""
 
     masks: list[LossMask]
     """The loss masks except goldfish. Validation uses only these."""
 
     goldfish: Goldfish | None
+    data: DataConfig
+    """The section [data]."""
 
     @property
     def stream(self) -> StreamedWindows | None:
         """Return the training data if it is streamed, else None."""
-        return self.samples if isinstance(self.samples, StreamedWindows) else None
+        return self.train.dataset if isinstance(self.train.dataset, StreamedWindows) else None
 
     def close(self) -> None:
         """Stop the threads that read ahead."""
@@ -72,13 +72,13 @@ class Corpora:
         self.train.close()
 
     def packing(self) -> list[PackingStatistics]:
-        """Return how full the training sequences are, for each corpus of conversations."""
-        sources = self.samples.sources if isinstance(self.samples, SourceMixture) else []
+        """Return how each training corpus of conversations was packed into sequences."""
+        sources = self.train.dataset.sources if isinstance(self.train.dataset, SourceMixture) else []
         return [source.statistics for source in sources if isinstance(source, PackedConversations)]
 
     def pairs(self) -> list[PreferencePairs]:
-        """Return the pairs of answers in the training data and in the validation data."""
-        mixtures = [self.samples] if self.validation is None else [self.samples, self.validation.dataset]
+        """Return the corpora of answer pairs in the training data and in the validation data."""
+        mixtures = [each.dataset for each in (self.train, self.validation) if each is not None]
         sources = [source for mixture in mixtures if isinstance(mixture, SourceMixture) for source in mixture.sources]
         return [source for source in sources if isinstance(source, PreferencePairs)]
 
@@ -89,7 +89,7 @@ class Corpora:
         because a change may affect only a few of them."""
         found: dict[str, Any] = defaultdict(xxhash.xxh3_128)
         validation = None if self.validation is None else self.validation.dataset
-        for name, mixture in (("training data", self.samples), ("validation data", validation)):
+        for name, mixture in (("training data", self.train.dataset), ("validation data", validation)):
             for samples in (mixture, *mixture.sources) if isinstance(mixture, SourceMixture) else ():
                 found[name].update(samples.read(np.arange(FIRST_SAMPLES)).tokens.tobytes())
                 if isinstance(samples, PackedConversations | PreferencePairs):
@@ -102,14 +102,15 @@ class Corpora:
 
 
 def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
-    """Open the corpora. If the run uses a built-in source without a corpus, create its corpus first.
+    """Open the corpora. If the run uses the built-in corpus and it does not exist yet, prepare it first.
 
     Args:
         run: The run.
         batch: The axis that splits the global batch.
 
     Raises:
-        UserError: A corpus is missing or damaged, or its vocabulary does not fit the model.
+        UserError: A corpus is missing or damaged, its format, tokenizer, or vocabulary does not fit the run, or the run
+            file lacks a tokenizer or a validation corpus that it needs.
     """
     train, validation = _prefixes(run)
     for prefix, _ in [*train, *validation]:
@@ -130,21 +131,21 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
     held_out = None
     if needs_validation:
         unseen = build_dataset(validation, run.training.seq_length, VALIDATION_SEED)
-        held_out = _loader(run, unseen, batch, masks, prefetch=False)
+        held_out = make_loader(run, unseen, batch, masks, prefetch=False)
     of_training: list[LossMask] = masks if goldfish is None else [*masks, goldfish]
     return Corpora(
-        train=_loader(run, samples, batch, of_training, prefetch=True),
+        train=make_loader(run, samples, batch, of_training, prefetch=True),
         validation=held_out,
-        samples=samples,
         tokenizer=tokenizer,
         masks=masks,
         goldfish=goldfish,
+        data=run.data,
     )
 
 
 def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, Tokenizer | None]:
-    """Show which tokens the run's loss masks leave out at the beginning of its training data. This takes one process
-    and no model."""
+    """Preview which tokens the run's loss masks leave out at the beginning of its training data. Also return the
+    tokenizer, if there is one. This takes one process and no model."""
     train, _ = _prefixes(run)
     for prefix, _ in train:
         _check_corpus(prefix, run)
@@ -172,12 +173,12 @@ def _training_data(
 def micro_batches(
     batches: Sequence[MicroBatch[NDArray[Any]]], run: RunConfig, cp: Axis, device: torch.device
 ) -> list[MicroBatch[Tensor]]:
-    """Copy a loader's micro-batches to the device, and take this rank's share of each sequence (context
-    parallelism)."""
+    """Copy a loader's micro-batches to the device, and take this rank's share of each sequence (context parallelism).
+    Raises ``UserError`` for a token outside the model's vocabulary."""
 
     def tensor(array: NDArray[Any]) -> Tensor:
         found = torch.from_numpy(array)
-        # A copy from pinned memory is asynchronous.
+        # Pin the memory, because only a copy from pinned memory is asynchronous.
         return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
     found = []
@@ -192,8 +193,8 @@ def micro_batches(
 
 
 def _check_tokens(batch: MicroBatch[NDArray[Any]], vocab_size: int) -> None:
-    """Refuse a token outside the vocabulary. Otherwise each rank would silently assume that another rank has its
-    embedding."""
+    """Refuse a token outside the vocabulary. Otherwise each rank would silently assume that another rank has the
+    token's embedding."""
     smallest, largest = int(batch.tokens.min()), int(batch.tokens.max())
     if batch.labels is not None:
         largest = max(largest, int(batch.labels.max()))
@@ -218,7 +219,8 @@ def _prefixes(run: RunConfig) -> tuple[list[Source], list[Source]]:
     return [(prefix, 1.0)], [(validation_prefix(prefix), 1.0)]
 
 
-def _loader(run: RunConfig, dataset: Samples, batch: Axis, masks: list[LossMask], *, prefetch: bool) -> Loader:
+def make_loader(run: RunConfig, dataset: Samples, batch: Axis, masks: Sequence[LossMask], *, prefetch: bool) -> Loader:
+    """Return the loader of this process's share of a run's batches."""
     training = run.training
     sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
     return Loader(dataset, *sizes, batch.rank, batch.size, masks, prefetch=prefetch)
@@ -258,7 +260,7 @@ def _tokenizer(run: RunConfig) -> Tokenizer | None:
 
 
 def _check_validation(run: RunConfig, validation: list[Source], tokenizer: Tokenizer | None) -> None:
-    """Refuse a validation corpus that was made with another tokenizer than the streamed training data."""
+    """Refuse a validation corpus that was made with a different tokenizer than the streamed training data uses."""
     for prefix, _ in validation:
         manifest = read_manifest(prefix)
         if manifest is not None and tokenizer is not None and manifest.fingerprint != tokenizer.fingerprint:

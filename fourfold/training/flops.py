@@ -19,7 +19,8 @@ multiplied. In an MoE model, these are the router and the experts that a token i
 
 
 class FlopCount(NamedTuple):
-    """Number of FLOPs per token, averaged over a sequence, without recomputation."""
+    """FLOPs per token of the forward pass and of a training step, averaged over a sequence and without recomputation,
+    and the number of parameters that a token is multiplied with."""
 
     matmul_parameters: int
     forward: int
@@ -32,12 +33,12 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
     Attention is QK^T and PV. Each takes 2·K·heads·head_dim FLOPs for a token that sees K keys. With a causal mask, a
     token sees S/2 keys on average (exactly (S+1)/2). The backward pass takes twice as many FLOPs as the forward pass:
     one matmul for the input gradient and one for the weight gradient. Norms, softmax, rotary embedding, and activations
-    are left out, as in the paper.
+    are not counted, as in the paper.
 
     Args:
         model: Sizes of the decoder.
         seq_length: Number of tokens in a sequence.
-        frozen: Leave out weight gradients and adapters (LoRA).
+        frozen: Whether the model is frozen (LoRA). Then weight gradients are not counted. Adapters are never counted.
     """
     work = workload_of_model(model).but(seq_length=seq_length)
     matrices, attention = round(float(work.token_matrices)), round(float(work.token_attention))
@@ -51,7 +52,7 @@ class PeakFlops(NamedTuple):
     flops: float
     """The peak in FLOP/s."""
     source: str
-    """A sentence that names the published figure."""
+    """A sentence with the published number and its source."""
 
 
 def mfu(tflops_per_device: float, peak: PeakFlops | None) -> float | None:

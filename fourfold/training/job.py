@@ -57,7 +57,7 @@ class StepResult:
 
     @classmethod
     def none(cls, device: torch.device) -> StepResult:
-        """Return the result of a step whose batch is left out. It has no tokens, and its numbers are NaN."""
+        """Return the result of a step whose batch is left out: NaN for the loss and the gradient norm, and 0 tokens."""
         nan = torch.tensor(math.nan, device=device)
         return cls(nan, nan, torch.zeros((), device=device), skipped=True)
 
@@ -68,7 +68,7 @@ class Job(TrainingState):
     def __init__(
         self, run: RunConfig, grid: Grid, device: torch.device, stages: dict[int, DataParallel] | None = None
     ) -> None:
-        """Allocate memory for the model and its optimizer. Then call ``initialize`` or load a checkpoint.
+        """Allocate memory for the model and its optimizer. The caller then calls ``initialize`` or loads a checkpoint.
 
         Args:
             run: The run.
@@ -76,6 +76,9 @@ class Job(TrainingState):
             device: This process's device.
             stages: This process's pipeline stages on the meta device. None makes them (``meta_stages``), with the
                 fastest matmul layouts that are known for this machine.
+
+        Raises:
+            UserError: A parameter group or a LoRA target matches no parameter.
         """
         if run.optimizer.groups:
             check_groups(run.optimizer, trained_shapes(run.model, run.lora))
@@ -127,7 +130,7 @@ class Job(TrainingState):
 
         Args:
             micro_batches: This rank's micro-batches.
-            kept: Number of tokens in the loss, over all ranks (``count_kept``).
+            kept: Number of tokens in the loss (with [dpo], pairs), over all ranks (``count_kept``).
         """
         factor = 1.0 if self.loss_scale is None else self.loss_scale.scale
         scale = factor / kept.clamp(min=1)
@@ -155,7 +158,8 @@ class Job(TrainingState):
             loss_scale: Factor that the gradient of the loss will be multiplied by.
 
         Returns:
-            The sum of the token losses, or the logits if the micro-batch has no labels.
+            The sum of the token losses, or the logits if the micro-batch has no labels. With [dpo], the sum of the
+            pairs' losses, or the log-probability of each answer [B] if the micro-batch has no ``reference``.
         """
         doing("forward and backward of a micro-batch")
         inputs = (micro_batch.tokens, micro_batch.labels, micro_batch.positions, micro_batch.document_ends)
@@ -172,6 +176,9 @@ class Job(TrainingState):
 
         Returns:
             False if fp16 gradients overflowed. The gradients were then dropped, and the weights are unchanged.
+
+        Raises:
+            UserError: Gradients overflow even at the smallest loss scale.
         """
         if self.copies is not None:
             self.copies.join()
@@ -191,17 +198,18 @@ class Job(TrainingState):
         return True
 
     def skip_update(self) -> bool:
-        """Drop the gradients instead of updating. Weights, moments, and the loss scale do not change. Returns False."""
+        """Drop the gradients instead of updating. The weights, moments, and loss scale stay as they are. Returns
+        False."""
         self.optimizer.drop_gradients()
         return False
 
     def evaluate(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> Tensor:
-        """Compute the mean loss of the kept tokens over all ranks, without gradients."""
+        """Compute the mean loss of the kept tokens (with [dpo], of the pairs) over all ranks, without gradients."""
         kept = self.count_kept(micro_batches)
         return self.mean_loss(self.outputs(micro_batches), kept)
 
     def take_preferences(self) -> dict[str, float]:
-        """Return the metrics of all pairs since the last call, over all ranks. Without [dpo] there are none.
+        """Return the metrics of all pairs since the last call, over all ranks. Return {} if there were no pairs.
 
         Returns:
             The mean margin (``dpo_margin``), the share of pairs with a positive margin (``dpo_accuracy``), and the mean
@@ -281,7 +289,7 @@ class Job(TrainingState):
         return all_reduce(mine, self.grid.tokens, "kept tokens")
 
     def mean_loss(self, losses: Sequence[Tensor], kept: Tensor) -> Tensor:
-        """Divide the summed losses of all ranks by the kept tokens of the step. Every process gets the result."""
+        """Divide the sum of all ranks' losses by the step's number of kept tokens. Every process gets the result."""
         total = sum(losses, start=torch.zeros((), device=self.device))
         for axis in (self.grid.tokens, self.grid.pp):
             total = all_reduce(total, axis, "loss")
@@ -304,7 +312,7 @@ def build_model(run: RunConfig, layers: range | None = None) -> Transformer:
 
 
 def meta_stages(run: RunConfig, grid: Grid, layouts: Layouts | None = None) -> dict[int, DataParallel]:
-    """Build this process's pipeline stages on the meta device. The whole model never exists.
+    """Build this process's pipeline stages on the meta device. No process ever builds the full model.
 
     Args:
         run: The run.

@@ -39,7 +39,8 @@ def check_machine_memory(run: RunConfig) -> None:
 
 
 def _bytes_per_parameter(run: RunConfig) -> int:
-    """Return the bytes of a weight, its gradient, and its moments. Muon keeps one moment for most weights."""
+    """Return the bytes of a weight, its gradient, and its moments (with LoRA, only of a weight). For Muon, count one
+    moment, because most weights have only one."""
     training, size = run.training, {"fp32": 4, "bf16": 2, "fp16": 2}
     if run.lora.rank:
         return size[training.precision]

@@ -30,7 +30,7 @@ class StepMetrics:
     """
 
     step: int  # Step number. The first step is 1.
-    loss: float  # Mean over the trained tokens, in nats per token.
+    loss: float  # Mean over the trained tokens, in nats per token. In preference training, mean over pairs.
     grad_norm: float  # Global gradient norm before clipping.
     lr: float
     tokens: int  # Number of tokens since the beginning of the run, including masked ones.
@@ -61,7 +61,7 @@ class StepMetrics:
 class MetricsWriter:
     """Appends steps to `run_dir`/metrics.jsonl.
 
-    Every line is flushed, so a crash loses at most the line that is being written.
+    Lines are written without buffering, so a crash of the process loses at most the line that is being written.
 
     Args:
         run_dir: Folder of the run.
@@ -97,7 +97,7 @@ class MetricsWriter:
 def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = None) -> list[dict[str, Any]]:
     """Return the objects of a metrics.jsonl, in the order of the file.
 
-    Empty lines are left out. If a crash has cut off the last line, it is left out too.
+    Empty lines are skipped. The last line is also skipped if a crash has cut it off.
 
     Args:
         path: The file.
@@ -166,7 +166,8 @@ def _to_line(record: Mapping[str, Any]) -> str:
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Rewrite the record without the lines of later steps. It is replaced by rename, so a crash cannot lose it."""
+    """Rewrite the record without the lines of later steps. A rename replaces the file, so a crash cannot lose the
+    record."""
     kept = [record for record in read_metrics(path) if record["step"] <= step]
     unfinished = path.with_suffix(".jsonl.tmp")
     with unfinished.open("w", encoding="utf-8") as file:

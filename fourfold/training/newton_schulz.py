@@ -19,7 +19,11 @@ EPS = 1e-7
 
 
 def orthogonalize(matrices_BMN: Tensor) -> Tensor:
-    """Run the Newton-Schulz iteration x ← a·x + (b·A + c·A²)·x, where A = x·xᵀ, on each matrix of a stack [B, M, N]."""
+    """Orthogonalize each matrix of a stack [B, M, N].
+
+    Divide the matrix by its Frobenius norm, then run the Newton-Schulz iteration x ← a·x + (b·A + c·A²)·x, where A is
+    x·xᵀ. A tall matrix is transposed first, so that A is small.
+    """
     a, b, c = COEFFICIENTS
     is_tall = matrices_BMN.shape[1] > matrices_BMN.shape[2]
     x_BMN = matrices_BMN.mT if is_tall else matrices_BMN
@@ -37,6 +41,6 @@ def update_scale(shape: tuple[int, ...]) -> float:
     With it, Muon and AdamW use the same learning rate and weight decay (Liu et al. 2025, arXiv 2502.16982, eq. 4).
 
     Args:
-        shape: Shape of the whole matrix, or of a stack of matrices.
+        shape: Shape of the full matrix, or of a stack of matrices.
     """
     return 0.2 * math.sqrt(max(shape[-2:]))

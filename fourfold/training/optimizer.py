@@ -31,8 +31,8 @@ class Treatment(NamedTuple):
 
 
 def treatment(name: str, dims: int, config: OptimizerConfig) -> Treatment:
-    """Return the settings of a parameter. They come from the first group of the run file that names the parameter,
-    or from [optimizer] if no group does."""
+    """Return the settings of a parameter. They come from the first group of the run file that names the parameter, or
+    from [optimizer] if no group does. Unless a group sets ``weight_decay``, only matrices are decayed."""
     decay = config.weight_decay if is_matrix(name, dims) else 0.0
     for group in config.groups:
         if _matches(group, name):
@@ -68,8 +68,8 @@ def _matches(group: ParameterGroup, name: str) -> bool:
 class ShardedOptimizer:
     """AdamW or Lion for all parameters, or Muon for matrices and AdamW for everything else.
 
-    The optimizer steps the plain local tensors behind FSDP2's parameters. With DTensors, Python would dispatch every
-    operation of every step, and the first step would compile a sharding strategy for each operation.
+    The optimizer steps the plain local tensors behind FSDP2's parameters. With DTensors, every operation of every step
+    would be dispatched in Python, and the first step would compute a sharding strategy for each operation.
     """
 
     def __init__(self, shards: Sequence[LocalShard], run: RunConfig, grid: Grid) -> None:
@@ -108,8 +108,8 @@ class ShardedOptimizer:
             # The updated memory must be the memory that the model (or FSDP2's all-gather) reads.
             assert _same_memory(shard.current, parameter), f"{shard.name} has moved"
             if rule == "adamw" and shard.grad is not None and not self.config.stochastic_rounding:
-                # AdamW's kernel needs gradient and weight in the same dtype. For a bf16 weight, free the float32
-                # gradient.
+                # AdamW's kernel needs gradient and weight in the same dtype, so convert the gradient and free the
+                # original.
                 parameter.grad = shard.tile.as_tile(shard.grad).to(parameter.dtype).contiguous()
                 shard.parameter.grad = None
         self._steps += 1
@@ -129,7 +129,7 @@ class ShardedOptimizer:
             parameter.grad = shard.parameter.grad = None
 
     def _of_rule(self, rule: Rule) -> Iterator[int]:
-        """Yield the shards that a rule updates and that have a gradient."""
+        """Yield the index of each shard that a rule updates and that has a gradient."""
         for index, shard in enumerate(self.shards):
             if self.rules[index] == rule and shard.grad is not None:
                 yield index
@@ -185,8 +185,8 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _step_and_round(self, lr: float) -> None:
-        """Step AdamW with bfloat16 weights: update a float32 copy of one weight at a time, and round the result to
-        bfloat16."""
+        """Step AdamW with bfloat16 weights: update a float32 copy of one weight at a time, and round the result
+        stochastically to bfloat16."""
         beta1, beta2 = self.config.betas
         for index in self._of_rule("adamw"):
             parameter, shard = self.parameters[index], self.shards[index]
@@ -249,7 +249,7 @@ class ShardedOptimizer:
         return self._steps
 
     def set_steps_taken(self, steps: int) -> None:
-        """After loading moments, set the step count that AdamW's bias correction uses."""
+        """After loading moments, set the number of steps taken. AdamW's bias correction uses it."""
         self._steps = steps
         for index, parameter in enumerate(self.parameters):
             self.moments(index)
@@ -279,7 +279,8 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 def learning_rate(step: int, train_steps: int, peak: float, config: SchedulerConfig) -> float:
     """Return the learning rate of a step.
 
-    It warms up linearly to ``peak``, then decays to ``peak`` · ``min_lr_ratio`` at the last step.
+    It warms up linearly to ``peak``. Unless ``decay_style`` is "constant", it then decays to ``peak`` ·
+    ``min_lr_ratio`` at the last step. "wsd" holds ``peak`` until the last ``decay_ratio`` of the steps.
 
     Args:
         step: Index of the step. The first step is 0.

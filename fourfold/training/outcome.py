@@ -15,11 +15,12 @@ class Outcome:
     steps: int
     """Number of optimizer steps taken, including steps before this job."""
     loss: float | None
-    """Loss of the last good step. None if no step was taken."""
+    """Loss of the last good step of this job. None if there was none."""
     checkpoint: str | None
-    """The newest checkpoint in the run's folder."""
+    """The newest checkpoint in the run's folder. None if there is none."""
     sample: str | None
-    """Sample text that the model generated. None if the run file has no [sample]."""
+    """Sample text that the model generated. None if the run file has no ``sample.prompt``, or if the job was
+    stopped."""
     stopped: bool
     """Whether a signal or the time limit ended the job before its last step."""
     is_first_process: bool

@@ -1,4 +1,4 @@
-"""Gather each sharded matrix on one rank, for computations that need the whole matrix (Muon).
+"""Gather each sharded matrix on one rank, for computations that need the full matrix (Muon).
 
 Each matrix of a pipeline stage belongs to one rank of the stage, its owner. All ranks own about the same amount of
 work. In each round, a rank gathers the matrices that it owns, transforms them, and sends every rank its part of the
@@ -111,11 +111,11 @@ class OwnedMatrices:
         take: Callable[[Matrix, Tensor], None],
         empty: Tensor,
     ) -> None:
-        """Apply a function to every whole matrix, and give each rank its part of the results. Every process calls this.
+        """Apply a function to every full matrix, and give each rank its part of the results. Every process calls this.
 
         Args:
             part_of: Returns this rank's part of a matrix. Experts are numbered within this rank's shard.
-            function: Maps a stack of whole matrices [B, rows, columns] to results of the same shape.
+            function: Maps a stack of full matrices [B, rows, columns] to results of the same shape.
             take: Receives this rank's part of a result.
             empty: An empty tensor with the dtype and device of the tensors that ``part_of`` returns.
         """
@@ -126,7 +126,8 @@ class OwnedMatrices:
             results = _flat(whole_BMN, each)
             del whole_BMN
             back = self._send(results, each.returned_sizes, each.held_sizes, "optimizer: updates of matrices")
-            self._spread(each, back, take)
+            for matrix, part in zip(each.held, back.split(self._sizes(each.held)), strict=True):
+                take(matrix, part.view(part_shape(self.shards[matrix.shard])))
             del results, back
 
     def _gathered(self, each: Round, part_of: Callable[[Matrix], Tensor], empty: Tensor) -> Tensor:
@@ -140,10 +141,6 @@ class OwnedMatrices:
         for target, entries in _in_place(whole_BMN, each.arriving, arrived):
             target.copy_(entries)
         return whole_BMN
-
-    def _spread(self, each: Round, back: Tensor, take: Callable[[Matrix, Tensor], None]) -> None:
-        for matrix, part in zip(each.held, back.split(self._sizes(each.held)), strict=True):
-            take(matrix, part.view(part_shape(self.shards[matrix.shard])))
 
     def _sizes(self, matrices: Sequence[Matrix]) -> list[int]:
         """Return the number of elements in this rank's part of each matrix."""
@@ -219,8 +216,8 @@ class _Holders:
         return _bounds(self._all_parts(self._alike[name])[rank], expert)
 
     def nearest(self, name: str, expert: int | None, part: Bounds, owner: int) -> int:
-        """Return the rank that sends a part to the owner. Among the ranks that hold the part, it is the one that has
-        the same position as the owner on the most outer axes."""
+        """Return the rank that sends a part to the owner. It is the rank with this part whose position on the grid is
+        most like the owner's. Outer axes are compared first."""
         place = self._places[owner]
         return min(
             self.of(name, expert)[part],
@@ -262,7 +259,7 @@ def _flat(whole_BMN: Tensor, each: Round) -> Tensor:
 def _in_place(
     matrices_BMN: Tensor, places: Sequence[tuple[int, Bounds]], entries: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Divide the flat ``entries`` among parts of the whole matrices. Yield each part, as a view of its matrix, and its
+    """Divide the flat ``entries`` among parts of the full matrices. Yield each part, as a view of its matrix, with its
     section of ``entries``."""
     for (slot, part), values in zip(places, entries.split([_entries(part) for _, part in places]), strict=True):
         target = matrices_BMN[slot][tuple(slice(*each) for each in part)]

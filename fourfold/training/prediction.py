@@ -22,8 +22,8 @@ STEPS = 10
 class PredictionCheck:
     """Compares the prediction with the measurement on rank 0, if the run file names its machine (``metrics.machine``).
 
-    On a CPU, the machine file must have been measured on that CPU. Memory is compared only on GPUs, because on a CPU
-    most of a process's memory belongs to the interpreter.
+    On a CPU, nothing is compared unless the machine file was measured on that CPU. Memory is compared only on GPUs,
+    because on a CPU most of a process's memory belongs to the interpreter.
     """
 
     def __init__(self, run: RunConfig, run_dir: Path, on_gpu: bool) -> None:

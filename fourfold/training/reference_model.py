@@ -1,7 +1,7 @@
 """Compute the reference log-probabilities of preference optimization (DPO) once, on the job's own grid.
 
 The reference model is the model at the start of training, so its weights exist only at step 0. DPO needs only one
-number for each answer: the reference model's log-probability. These numbers are kept in a file. So no second model
+number for each answer: the reference model's log-probability. These numbers are stored in a file. So no second model
 takes memory, and a resumed run reads the same numbers on any grid.
 """
 
@@ -17,15 +17,14 @@ import torch.distributed as dist
 import xxhash
 from numpy.typing import NDArray
 
+from fourfold.data.conversations import PreferencePairs
 from fourfold.data.files import write_output
-from fourfold.data.loader import Loader
 from fourfold.data.masks import LossMask, labels_of
-from fourfold.data.preferences import PreferencePairs
 from fourfold.errors import UserError
 from fourfold.parallel.grid.communicate import all_reduce
 from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_together
 from fourfold.parsing import parse_json
-from fourfold.training.corpora import Corpora, micro_batches
+from fourfold.training.corpora import Corpora, make_loader, micro_batches
 from fourfold.training.job import Job
 
 REFERENCE_FILE = "reference.json"
@@ -41,13 +40,14 @@ def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Pat
 
     Args:
         job: The job.
-        corpora: Its data.
+        corpora: The job's data.
         run_dir: Folder of the run.
         checkpoint: The checkpoint that the run resumes from. None at the start of a run, when the job's weights are
             the reference.
 
     Raises:
-        UserError: A resumed run has no file with the log-probabilities, or the file belongs to other pairs or masks.
+        UserError: A resumed run has no readable file with the log-probabilities, or the file belongs to other pairs or
+            masks.
     """
     sources = corpora.pairs()
     digests = decided_by_rank_0(lambda: {_digest_key(s): digest_of(s, corpora.train.masks) for s in sources})
@@ -69,13 +69,12 @@ def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Pat
 
 @torch.no_grad()
 def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[LossMask, ...]) -> NDArray[np.float32]:
-    """Return the log-probability of each document of a corpus of pairs. Documents that are left out have NaN."""
-    training, batch = job.run.training, job.grid.batch
-    sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
-    loader = Loader(source, *sizes, batch.rank, batch.size, masks)
+    """Return the log-probability of each document of a corpus of pairs. Documents of skipped pairs have NaN."""
+    batch, batch_size = job.grid.batch, job.run.training.global_batch_size
+    loader = make_loader(job.run, source, batch, masks, prefetch=False)
     documents = source.corpus.documents
     sums, counts = (torch.zeros(documents, dtype=torch.float64, device=job.device) for _ in range(2))
-    for step in range(-(-len(source) // training.global_batch_size)):
+    for step in range(-(-len(source) // batch_size)):
         numbers = loader.sample_numbers(step).reshape(-1)
         mine = micro_batches(loader.assemble(numbers), job.run, job.grid.cp, job.device)
         outputs = job.outputs(mine)  # On ranks without the last stage, the list is empty.
@@ -91,7 +90,8 @@ def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[
 
 
 def digest_of(source: PreferencePairs, masks: Sequence[LossMask]) -> str:
-    """Return a digest of a corpus of pairs: its tokens, and the labels that the masks keep."""
+    """Return a digest of a corpus of pairs: its tokens, which of them are trained, and the labels of about
+    ``MASKED_SAMPLES`` answers."""
     digest = xxhash.xxh3_128()
     for corpus in (source.corpus, source.answers):
         digest.update(corpus.read(0, corpus.tokens).data)
@@ -120,14 +120,14 @@ def _read(places: list[Path], sources: list[PreferencePairs], digests: dict[str,
     found = []
     for source in sources:
         values = kept.get(str(source.corpus.prefix)) if isinstance(kept, dict) else None
-        # Answers that are left out have None.
+        # Answers of skipped pairs have None.
         are_numbers = isinstance(values, list) and all(isinstance(value, float | int | None) for value in values)
         if not are_numbers or values is None or len(values) != source.corpus.documents:
             raise UserError(
                 f"{path} has no log-probabilities of the {source.corpus.documents} answers of {source.corpus.prefix}; "
                 "train on the pairs that the run started with, or start again with checkpoint.resume = 'never'"
             )
-        # Files of earlier versions have no digest. They are accepted.
+        # Accept a file without a digest, because earlier versions of fourfold wrote none.
         if kept.get(_digest_key(source), digests[_digest_key(source)]) != digests[_digest_key(source)]:
             raise UserError(
                 f"{path} was computed for other pairs than {source.corpus.prefix} has now, or with other [masks]; set "

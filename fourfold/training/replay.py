@@ -33,14 +33,14 @@ class Replay:
 
     Args:
         job: The job.
-        publish: Publishes a checkpoint that is still being written. It is called before each check, because the check
-            may end the run.
+        publish: Called before each check to publish a checkpoint that is still being written, because the check may end
+            the run.
     """
 
     def __init__(self, job: Job, publish: Callable[[], object] = lambda: None) -> None:
         self.job, self.interval, self._publish = job, job.run.checks.replay_interval, publish
         self.seconds = 0.0
-        """Time that the check added to the last step: comparisons, and the first pass."""
+        """Seconds that the check added to the last step: the comparison of replicas, and the first pass."""
 
     def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> Tensor:
         """Run ``Job.forward_backward`` once, or twice if this step (the first step is 0) is due for a check.
@@ -78,7 +78,7 @@ class Replay:
 
     def _watched(self, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> tuple[Tensor, list[Given]]:
         inputs = CollectiveInputs()
-        if self.job.run.training.compile:  # Record nothing: inside a dispatch mode, this would run uncompiled.
+        if self.job.run.training.compile:  # Record no collectives: in a dispatch mode, the model would run uncompiled.
             loss = self.job.forward_backward(micro_batches, kept)
         else:
             with inputs:
@@ -161,8 +161,8 @@ class Replay:
 
 
 def _odd_ones(everyone: Sequence[dict[tuple[str, str], int]]) -> tuple[str, list[int]]:
-    """Return the first shard whose replicas differ, and the ranks whose replica differs from the majority's. If there
-    is no majority, return all ranks."""
+    """Return the name of the first tensor whose replicas differ, and the ranks whose replica is not the most common
+    one. If two are equally common, return all ranks with a replica."""
     for key in dict.fromkeys(key for values in everyone for key in values):
         holders = {rank: values[key] for rank, values in enumerate(everyone) if key in values}
         counts = Counter(holders.values()).most_common()

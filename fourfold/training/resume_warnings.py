@@ -47,8 +47,8 @@ def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
 
 
 def settings_warnings(was: Mapping[str, Any], now: Mapping[str, Any], step: int, checkpoint: Path) -> Iterator[str]:
-    """Return warnings about changed keys and about a jump of the learning rate. They name every changed key that
-    affects how the weights are trained or what is measured.
+    """Yield warnings about changed keys and about a jump of the learning rate. They name every changed key that affects
+    how the weights are trained or what is measured.
 
     Args:
         was: Value of each run-file key in the steps before the checkpoint. If the checkpoint is from another version of
@@ -82,7 +82,7 @@ def rate_at(schedule: SavedSchedule, step: int) -> float:
 
 
 def has_effect(key: str, schedule: SavedSchedule) -> bool:
-    """Return whether a key has any effect, given all other settings."""
+    """Return whether a key has any effect under the settings of a schedule."""
     match key:
         case "training.train_steps" | "lr_scheduler.min_lr_ratio":
             return schedule.decay_style != "constant"

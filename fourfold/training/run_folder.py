@@ -39,7 +39,8 @@ def open_run_folder(run_dir: Path) -> Iterator[None]:
 
 
 def where_it_continues(run: RunConfig) -> str:
-    """Tell the user which checkpoint a stopped run has, how many steps are lost, and which command continues it."""
+    """Return sentences that tell the user which checkpoint a stopped run has, how many steps are lost, and which
+    command continues the run."""
     folder = folder_of(run)
     taken = steps_taken(folder)
     # Ignore checkpoints of steps after `taken`. They exist if the run once got further, and then started again from

@@ -30,7 +30,7 @@ from fourfold.training.step_checks import SharedFigures
 from fourfold.training.tracking import Tracking, check_trackers
 
 EXPERT_RECORDS = 100
-"""Number of steps in which the record includes the load of every expert."""
+"""Approximate maximum number of steps for which the load of every expert is recorded."""
 
 
 class RunRecord:
@@ -87,7 +87,7 @@ class RunRecord:
             more: Metrics that only some runs or steps have, such as the validation loss.
             skipped: Whether the weights were left unchanged.
         """
-        # A batch that is left out takes no time, so a rate would be meaningless.
+        # If no token was in the loss (for example, because the batch was left out), a rate has no meaning.
         tokens_per_second = self.tokens_per_step / seconds if figures.kept else 0.0
         tflops = self.flops.training * tokens_per_second / self.run.parallel.world_size / 1e12
         load = self.job.expert_load if figures.kept else None
@@ -124,13 +124,15 @@ class RunRecord:
             self.failure = failure
 
     def _shows_experts(self, metrics: StepMetrics) -> bool:
-        """Return True for the first step, the last, and about ``EXPERT_RECORDS`` in between, if the loss is finite."""
+        """Return True for the first step, the last step, and at most about ``EXPERT_RECORDS`` steps in between, if the
+        loss is finite."""
         last, interval = self.run.training.train_steps, self.run.metrics.log_interval
         is_due = metrics.step % max(interval, last // EXPERT_RECORDS) == 0 or metrics.step in (1, last)
         return is_due and math.isfinite(metrics.loss)
 
     def go_back(self, steps: int) -> None:
-        """Drop the lines of all steps after the first ``steps``. The run takes those steps again."""
+        """Drop the lines of all steps after the first ``steps``. The run takes those steps again. Raises ``failure`` if
+        an earlier line could not be written."""
         if self.failure is not None:
             raise self.failure
         self.writer.close()
@@ -138,7 +140,8 @@ class RunRecord:
         self.tracking.go_back(steps)
 
     def end(self, outcome: Outcome) -> None:
-        """Write the summary and the sample."""
+        """Write and print the summary, and write the sample. Raises ``failure`` if an earlier line could not be
+        written."""
         if self.failure is not None:
             raise self.failure
         seconds = time.perf_counter() - self.started

@@ -1,4 +1,4 @@
-"""Sample text from a model on the grid. Every process takes part, and no process holds the whole model."""
+"""Sample text from a model on the grid. Every process takes part, and no process holds the full model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from fourfold.training.job import Job
 
 
 def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
-    """Continue ``text`` by ``sample.max_new_tokens`` tokens, or to the end of the document.
+    """Generate up to ``sample.max_new_tokens`` tokens after ``text``, and return the text with them.
 
-    Each new token takes a forward pass over the whole window, as in training. This works on any grid, because it needs
-    no key-value cache.
+    Generation stops early at an end-of-document token. Each new token takes a forward pass over the full window, as in
+    training. This works on any grid, because it needs no key-value cache.
+
+    Raises:
+        UserError: The logits are not finite.
     """
     config, run = job.run.sample, job.run
     window = run.training.seq_length

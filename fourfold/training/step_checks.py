@@ -29,7 +29,7 @@ class SharedFigures(NamedTuple):
     loss: float
     grad_norm: float
     kept: int
-    """Number of tokens in the loss."""
+    """Number of tokens in the loss. With [dpo], the number of pairs."""
 
     stopped: bool
     """Whether at least one process has been asked to stop."""
@@ -42,7 +42,7 @@ class SharedFigures(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The verdict on a step: the action to take and the reason. ``reason`` is empty if the step is good."""
+    """The verdict on a step: the action to take, and the reason, which is empty if the step is good."""
 
     action: Literal["update", "skip", "roll_back", "stop"]
     reason: str = ""
@@ -86,7 +86,8 @@ class StepChecks:
         return verdict
 
     def roll_back(self) -> int:
-        """Load the newest checkpoint, and return its number of steps."""
+        """Load the newest checkpoint, or an earlier one if it is damaged and ``checkpoint.resume = 'auto'``. Return its
+        number of steps."""
         assert self.checkpointer.newest is not None, "judge has found one"
         path, step = load_newest(self.checkpointer.newest, self.job, self.run.checkpoint.resume == "auto")
         self.checkpointer.newest = path
@@ -174,7 +175,8 @@ class StepChecks:
         return Verdict("stop", f"{complaint}; {REMEDY}, and {where}")
 
     def _record(self, step: int, figures: SharedFigures, verdict: Verdict) -> None:
-        """Write a bad step and the numbers of its samples to bad_steps.jsonl, and print what the run does about it."""
+        """Write a bad step and the indices of its samples to bad_steps.jsonl. Print what the run does about the step,
+        unless it stops."""
         loss, grad_norm = (value if math.isfinite(value) else str(value) for value in figures[:2])
         line = {
             "step": step + 1,

@@ -28,21 +28,22 @@ def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
     found = {number: position for each in everyone for number, position in each.items()}
     positions = [found[number] for number in range(len(stream.streams))]
     return StreamPosition(
-        source=stream.name, text_key=stream.text_key, tokenizer=stream.tokenizer.fingerprint,
-        shuffle_buffer=stream.shuffle_buffer, positions=positions,
+        source=stream.name, text_key=corpora.data.text_key, tokenizer=stream.tokenizer.fingerprint,
+        shuffle_buffer=corpora.data.shuffle_buffer, positions=positions,
     )  # fmt: skip
 
 
 def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> None:
-    """Continue a streamed dataset at the position in a checkpoint. Every process calls this.
+    """Continue a streamed dataset at the position in a checkpoint. Every process calls this. Nothing happens if the
+    data is not streamed, or if there is no checkpoint.
 
     Args:
-        corpora: The data. Nothing happens if it is not streamed.
+        corpora: The data.
         checkpoint: The checkpoint.
         steps: Number of finished steps in the checkpoint.
 
     Raises:
-        UserError: The checkpoint was trained on other data.
+        UserError: The checkpoint was trained on other data, or with another text column, tokenizer, or shuffle buffer.
     """
     stream = corpora.stream
     if stream is None or checkpoint is None or steps == 0:
@@ -55,9 +56,9 @@ def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> No
             wanted = f"data.source = '{stream.name}' in {len(stream.streams)} streams"
             raise changed(checkpoint, f"was trained on {was}", wanted)
         for key, before, now in (
-            ("text_key", saved.text_key, stream.text_key),
+            ("text_key", saved.text_key, corpora.data.text_key),
             ("tokenizer", saved.tokenizer, stream.tokenizer.fingerprint),
-            ("shuffle_buffer", saved.shuffle_buffer, stream.shuffle_buffer),
+            ("shuffle_buffer", saved.shuffle_buffer, corpora.data.shuffle_buffer),
         ):
             if before != now:
                 raise changed(checkpoint, f"was trained with data.{key} = '{before}'", f"'{now}'")

@@ -36,7 +36,8 @@ from fourfold.huggingface.import_model import load_pretrained
 from fourfold.huggingface.model_folder import SMALL_FILES, SOURCE_FOLDER, keep_small_files
 from fourfold.huggingface.tokenizer_file import check_same_tokenizer
 from fourfold.launch.job_processes import choose_device
-from fourfold.launch.stop_signals import StopRequest
+from fourfold.launch.stop_signals import StopRequest, stop_request
+from fourfold.launch.watchdog import watchdog
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_together, raise_together, true_on_any_rank
 from fourfold.parallel.tensor.float8 import require_float8
@@ -52,8 +53,10 @@ from fourfold.training.run_record import RunRecord
 from fourfold.training.sample import sample_text
 from fourfold.training.step_checks import LEFT_OUT, SharedFigures, StepChecks, Verdict, figures_of_all_ranks
 from fourfold.training.streaming import continue_stream, stream_position
-from fourfold.training.supervision import supervised
 from fourfold.training.validation_loss import is_exhausted, is_last_step, note_validation, validate
+
+HANGS = "hangs"
+"""Subfolder of a run's folder that holds one folder per hang, named by the start of the attempt."""
 
 
 class Callback(Protocol):
@@ -78,14 +81,15 @@ CallbackMaker = Callable[[RunConfig, Job, Tokenizer | None, Path], Callback]
 
 @dataclass(frozen=True)
 class TakenStep:
-    """A step after the weights have moved, or after its gradients were dropped."""
+    """The results of a step whose update was applied or skipped."""
 
     number: int
     """Index of the step. The first step is 0."""
     figures: SharedFigures
     verdict: Verdict
     is_updated: bool
-    """False if the weights are unchanged: the step was bad, or its fp16 gradients overflowed."""
+    """False if the weights are unchanged: the step was bad, its batch was left out, or its fp16 gradients
+    overflowed."""
     preferences: dict[str, float]
     """The metrics of preference training ([dpo]). Empty otherwise."""
     seconds: float
@@ -103,11 +107,15 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker] = ())
         The outcome. Every process returns its own.
 
     Raises:
-        UserError: The run cannot start, cannot save, or diverges.
+        UserError: The run cannot start, cannot save, or diverges, or a replayed step gives different results.
     """
     if run.lora.rank and run.model.from_hf is None:
         raise UserError(f"lora.rank = {run.lora.rank} needs a model to adapt; name one in model.from_hf")
-    with supervised(place, run) as stop, ExitStack() as stack:
+    limits, launched = run.fault_tolerance, place.launcher != "local"
+    seconds = 60 * limits.max_wall_time
+    with stop_request(announce=place.rank == 0, launched=launched, seconds=seconds) as stop, ExitStack() as stack:
+        started = decided_by_rank_0(lambda: time.strftime("%Y-%m-%dT%H-%M-%S"))
+        stack.enter_context(watchdog(folder_of(run) / HANGS / started, place, limits))
         trainer = prepare(place, run, callbacks, stop, stack)
         while trainer.has_next_step():
             trainer.after_step(trainer.train_step())
@@ -209,7 +217,7 @@ class Trainer:
             started += self.replay.seconds  # Do not include the replay check in the step's time and rate.
             result = StepResult(loss, job.clip(), kept)
         failure = None if self.record is None else self.record.failure
-        # This is the only point of the step that waits for a GPU.
+        # Wait for the GPU. In an ordinary step, this is the only such point.
         figures = figures_of_all_ranks(result, self.stop.is_set, failure is not None)
         if figures.failed:
             self.checkpointer.wait(required=False)
@@ -271,8 +279,8 @@ class Trainer:
         return outcome
 
     def _roll_back(self) -> None:
-        """Go back to the newest checkpoint, and continue from there. The metrics of later steps are removed, and the
-        data continues at the checkpoint's step."""
+        """Go back to the newest checkpoint, and remove the metrics of later steps. The data continues at the
+        checkpoint's step."""
         self.steps = self.checks.roll_back()
         continue_stream(self.corpora, self.checkpointer.newest, self.steps)
         with failing_together():

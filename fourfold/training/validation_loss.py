@@ -32,7 +32,8 @@ def validate(job: Job, corpora: Corpora) -> dict[str, float]:
 
 
 def note_validation(best: BestValidation, config: ValidationConfig, step: int, loss: float) -> bool:
-    """Record the loss of a validation. Return whether it is the lowest so far.
+    """Record the loss of a validation. Return whether it is the first finite loss, or lower than the lowest loss so far
+    by more than ``validation.min_improvement``.
 
     Args:
         best: The record, which is updated.

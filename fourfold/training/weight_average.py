@@ -43,7 +43,8 @@ class WeightAverage:
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Put the averages in place of the weights while the block runs. The caller must call ``publish``."""
+        """Put the averages in place of the weights while the block runs. The caller must call ``Job.publish`` at the
+        start of the block and after the block."""
         with torch.no_grad():
             weights = [shard.local.clone() for shard in self.shards]
             try:

@@ -7,14 +7,16 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fourfold.environment import Place
+from fourfold.environment import Place, read_environment
+from fourfold.launch.job_processes import run_on_grid
 from fourfold.matmul_tuning.matmul_times import gpu_seconds
 
 SECONDS_PER_POINT = 0.4
@@ -43,6 +45,19 @@ class MeasuredRates:
     """Seconds of an all-reduce, by number of ranks and then by number of bytes."""
     all_gather: dict[int, dict[int, float]] = field(default_factory=dict)
     """Seconds of an all-gather, by number of ranks and then by number of bytes of the gathered tensor."""
+
+
+def microbenchmark(processes: int | None) -> dict[str, Any] | None:
+    """Run the microbenchmark on the processes of a launcher. Without a launcher, run it on ``processes`` local
+    processes (default: one per GPU, or 2 without GPUs).
+
+    Returns:
+        The measured rates. Under a launcher, None on every process except the first.
+    """
+    place = read_environment(os.environ)
+    count = place.world_size if place is not None else processes or torch.cuda.device_count() or 2
+    measured = run_on_grid(f"{__name__}:measure", [], count)
+    return asdict(measured) if place is None or place.rank == 0 else None
 
 
 def measure(place: Place) -> MeasuredRates:

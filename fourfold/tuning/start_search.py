@@ -19,8 +19,7 @@ from fourfold.planning.machines.machine import Machine, load_machine
 from fourfold.planning.request import request_from_options
 from fourfold.planning.search.limits import parse_limits
 from fourfold.tuning.candidates import search_candidates
-from fourfold.tuning.slurm_trial import SlurmTrial
-from fourfold.tuning.trial_process import LocalTrial
+from fourfold.tuning.trial_process import LocalTrial, SlurmTrial
 from fourfold.tuning.tuner import Search, Settings, Start, Subject
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")

@@ -24,8 +24,7 @@ from fourfold.tuning.candidates import Candidates
 from fourfold.tuning.ledger import Ledger
 from fourfold.tuning.propose import BETTER, Proposal, doubt, incumbent, posterior_of, propose
 from fourfold.tuning.result import Result, Trial
-from fourfold.tuning.slurm_trial import cancel
-from fourfold.tuning.trial_process import TrialProcess
+from fourfold.tuning.trial_process import TrialProcess, cancel
 from fourfold.tuning.trial_run import RUN_FOLDER, measured, trial_run
 
 RUN_FILE, TRIALS = "run.toml", "trials"

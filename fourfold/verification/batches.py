@@ -61,7 +61,7 @@ class RandomSamples:
         is_padding = self._is_padding(numbers, documents[:, self.look_back :])
         tokens[:, self.look_back :][is_padding] = 0
         kept = self.kept(numbers) & ~is_padding[:, 1:]
-        answers = np.concatenate([~kept[:, :1], kept], axis=1)  # The first token is never predicted.
+        answers = np.concatenate([~kept[:, :1], kept], axis=1)  # The first token is never a target.
         return Windows(tokens, documents, numbers, self.look_back, answers, self._reference(numbers, kept), ~is_padding)
 
     def kept(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -59,12 +59,12 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
         pipelines = _short_pipelines(run, target)
     elif grid.pp > 1:
         # Trace a full pipeline, and one with pp more micro-batches. Schedules other than 1F1B accept only certain
-        # numbers of micro-batches.
+        # micro-batch counts.
         filled, more = 2 * grid.pp * stages_per_rank(grid), grid.pp
         if target.micro_batches > filled + more and (target.micro_batches - filled) % more == 0:
             pipelines = [target._replace(micro_batches=m) for m in (filled, filled + more)]
     elif target.micro_batches > 4:
-        # From the third micro-batch on, gradients of earlier micro-batches exist.
+        # From the third micro-batch on, gradients of earlier micro-batches exist. So extrapolate from three and four.
         pipelines = [target._replace(micro_batches=m) for m in (3, 4)]
     # Only a few layers are special: the first and the last ones, and the layers whose weights are gathered ahead. With
     # a single micro-batch, trace one more layer, because gradients need more memory than activations only if there are

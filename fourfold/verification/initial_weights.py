@@ -43,7 +43,7 @@ def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> floa
         return math.inf
     kinds = {name: re.sub(r"\d+", "", name) for name in drawn}
     pooled = [torch.cat([drawn[n].flatten() for n in drawn if kinds[n] == kind]) for kind in set(kinds.values())]
-    # The rates are uniform between 0 and 16, so their quantiles in a normal distribution are standard normal.
+    # The rates are uniform between 0 and 16, so the inverse normal CDF of rate / 16 is standard normal.
     normal = [torch.special.ndtri(torch.cat([rate.exp() / 16 for rate in rates.values()]))] if rates else []
     return max(_standard_errors(weight) for weight in (*drawn.values(), *pooled, *normal))
 

@@ -1,11 +1,11 @@
-"""List the parts of a run file that parity replaces or leaves out. Nothing here imports torch."""
+"""List the parts of a run file that parity replaces or ignores. Nothing here imports torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from fourfold.config.run import RunConfig
+from fourfold.parsing import dotted_keys
 from fourfold.verification.random_corpora import can_write
 
 Against = Literal["plain", "transformers"]
@@ -58,13 +58,13 @@ def not_compared(run: RunConfig, verified: RunConfig, against: Against = "plain"
         A reason for each key whose value parity replaces, and for each key or section that has no effect in parity and
         is not at its default.
     """
-    found, replaced = dict(ALWAYS), dict(_leaves(verified.model_dump()))
+    found, replaced = dict(ALWAYS), dict(dotted_keys(verified.model_dump()))
     if not can_write(run):
         found["data.format"] = SMALL_VOCABULARY
     if run.model.from_hf is not None and against == "plain":
         found["model.from_hf"] = FROM_RANDOM
-    own = dict(_leaves(run.model_dump()))
-    for key, value in _leaves(run.model_dump(exclude_defaults=True)):
+    own = dict(dotted_keys(run.model_dump()))
+    for key, value in dotted_keys(run.model_dump(exclude_defaults=True)):
         section = key.partition(".")[0]
         name = section if section in REASONS else key
         if name in REASONS:
@@ -75,14 +75,6 @@ def not_compared(run: RunConfig, verified: RunConfig, against: Against = "plain"
         if replaced[key] != value and not (key in OWN_TYPES and in_own_types(run)):
             found[key] = f"parity runs with {_shown(replaced[key])} in place of {_shown(value)}"
     return found
-
-
-def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _is_in(key: str, places: tuple[str, ...]) -> bool:

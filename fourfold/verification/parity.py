@@ -165,7 +165,7 @@ def resharded(run: RunConfig) -> RunConfig:
 
 
 def _eps(run: RunConfig, sizes: Mapping[str, int]) -> list[int]:
-    """Return the numbers of ranks over which a grid can split the experts, largest first."""
+    """Return the possible values of ``ep`` on a grid with these sizes, largest first."""
     ranks = math.prod(sizes.get(axis, 1) for axis in ("dp", "cp", "z"))
     if not run.model.num_experts:
         return [1]

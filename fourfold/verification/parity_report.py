@@ -60,7 +60,7 @@ class ParityReport:
     """A description of the grid that the short run was resumed on."""
 
     not_compared: dict[str, str]
-    """Keys and sections of the run file that parity replaces or leaves out, each with a reason."""
+    """Keys and sections of the run file that parity replaces or ignores, each with a reason."""
 
     own_types: list[Deviation] = field(default_factory=list)
     """Relative errors of gradients and weights in the run's own dtypes, on the grid and on one process. Empty if the

@@ -36,7 +36,7 @@ def write_corpus(prefix: Path, run: RunConfig, seed: int) -> None:
     the length of a window."""
     draw = np.random.default_rng((5, seed))
     length, is_text = run.training.seq_length, run.data.format == "text"
-    split = CorpusSplit(prefix, trained=None if is_text else 0)
+    split = CorpusSplit(prefix, trained_tokens=None if is_text else 0)
     with IndexedWriter(prefix, run.model.vocab_size) as corpus, IndexedWriter(trained_prefix(prefix), 2) as answers:
         needed = 2 * run.training.global_batch_size * (length + 1)
         while split.tokens < needed or split.documents % 2:

@@ -24,7 +24,7 @@ def rounding_error(
     Each weight should be one of the two neighbors of its exact value. The probability of the upper neighbor should be
     (exact value − lower neighbor) / (upper neighbor − lower neighbor). So the mean of the errors should be zero, and
     the correlation of the errors with this probability should be zero too. If weights are rounded to the nearest
-    neighbor, the correlation is large. Muon's matrices are left out, because Muon multiplies in bfloat16.
+    neighbor, the correlation is large. Muon's matrices are skipped, because Muon multiplies in bfloat16.
 
     Args:
         run: The run. It must sum gradients in float32, so that clipping does not round them.

@@ -241,7 +241,7 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_l
             job = Job(run, grid, torch.device("cpu"), stages)
             if job.expert_load is not None:
                 job.expert_load.planned = expert_load or [1.0] * run.model.num_experts
-            job.loss_scale = None  # Loss scaling's check for overflows would need data.
+            job.loss_scale = None  # To check for overflows, loss scaling would need data.
             recorder.own(job)
             recorder.watch(next(iter(stages.values())).units.blocks)
             recorder.start()

@@ -106,7 +106,7 @@ class WatchedCollectives:
                 self.dtypes[line[2]].add(whole.dtype)
             if work is not None:
                 self._flight_of[work] = flight
-                if not self._on_gpu and operation not in ("send", "recv"):  # gloo reports no end of these.
+                if not self._on_gpu and operation not in ("send", "recv"):  # gloo does not report when these end.
                     work.get_future().then(lambda _: flight.land())
             return work
 

@@ -12,7 +12,7 @@ import pytest
 from tiny_corpus import documents_of
 
 from fourfold.data import prepare as module
-from fourfold.data import tokenize_shards as workers
+from fourfold.data import shards as workers
 from fourfold.data.build import ensure_builtin
 from fourfold.data.files import WriteFailed
 from fourfold.data.indexed import IndexedDataset

@@ -17,13 +17,10 @@ from pool import Pool
 
 from fourfold.doctor import collective_test, devices, disk, examine
 from fourfold.doctor.collective_test import AllReduceTimes, all_reduce, examine_collective, nccl_network
-from fourfold.doctor.devices import gpu_state, host
+from fourfold.doctor.devices import gpu_state, host, peer_access, query_gpus
 from fourfold.doctor.disk import Speed, examine_disk, room, speed
 from fourfold.doctor.finding import Finding, error, ok
-from fourfold.doctor.links import peer_access
-from fourfold.doctor.network_interfaces import Interface, gloo_choice, interfaces, nccl_choice
-from fourfold.doctor.nvidia_smi import query_gpus
-from fourfold.doctor.process_limits import locked_memory
+from fourfold.doctor.network_interfaces import Interface, gloo_choice, interfaces, locked_memory, nccl_choice
 from fourfold.doctor.shared_memory import shared_memory
 from fourfold.doctor.versions import torch_build
 from fourfold.environment import Place

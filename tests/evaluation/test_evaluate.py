@@ -259,6 +259,7 @@ def test_a_tokenizer_without_an_end_is_refused(cli: Cli, tmp_path: Path) -> None
     assert code == 2 and "name an eos_token" in err, err
 
 
+@pytest.mark.usefixtures("alone")
 def test_answers_and_prompts_at_their_limits() -> None:
     pytest.importorskip("lm_eval")
     from fourfold.evaluation.harness import HarnessModel

@@ -133,6 +133,7 @@ def task_of_each(rank: int, world_size: int, folders: list[Path]) -> str:
     return str(failure.value).partition("(")[2].partition(":")[0]
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_failure_of_the_model_itself_is_not_the_tasks(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     from fourfold.evaluation.harness import HarnessModel

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from command_line import Cli
 from mutations import DEPTH
 from tiny_runs import tiny_run
@@ -125,14 +123,6 @@ def test_the_state_of_a_checkpoint(change: dict[str, Any], tmp_path: Path) -> No
     seal(tmp_path)
     with pytest.raises(DamagedCheckpoint, match=r"state\.json is damaged"):
         read_state(tmp_path)
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Start a default group that contains only this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def sample(logit: float, temperature: float) -> str:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fourfold.config.run import RunConfig
 from fourfold.data.build import build_dataset
+from fourfold.data.conversations import PreferencePairs
 from fourfold.data.dataset import SourceMixture
 from fourfold.data.loader import Loader
 from fourfold.data.masks import answers_only, document_boundary
-from fourfold.data.preferences import PreferencePairs
 from fourfold.data.prepare_conversations import prepare_conversations
 from fourfold.errors import UserError
 from fourfold.parallel.grid.grid import Grid

@@ -16,10 +16,10 @@ from tiny_chat import CHATML, TALK, make_chat_tokenizer, write_rows
 from tiny_runs import LLAMA, tiny_run
 
 from fourfold.config.run import RunConfig
+from fourfold.data.conversations import PreferencePairs
 from fourfold.data.dataset import Windows
 from fourfold.data.loader import Loader
 from fourfold.data.masks import answers_only, document_boundary
-from fourfold.data.preferences import PreferencePairs
 from fourfold.data.prepare_conversations import prepare_conversations
 from fourfold.data.transformers_tokenizer import open_tokenizer
 from fourfold.environment import Place

@@ -22,9 +22,8 @@ from fourfold.run_file.dump import to_toml
 from fourfold.run_file.load import load_run
 from fourfold.tuning.attempt import Attempt
 from fourfold.tuning.result import Result
-from fourfold.tuning.slurm_trial import SlurmTrial
 from fourfold.tuning.start_search import search_for
-from fourfold.tuning.trial_process import LocalTrial, TrialProcess
+from fourfold.tuning.trial_process import LocalTrial, SlurmTrial, TrialProcess
 from fourfold.tuning.trial_run import trial_run
 from fourfold.tuning.tune_record import finish
 from fourfold.tuning.tuner import Settings

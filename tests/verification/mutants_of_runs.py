@@ -28,7 +28,7 @@ DATA_PATH = [
     ),
     Mutant(
         "the rejected answer has the mask of the chosen one",
-        "data.preferences:PreferencePairs.read",
+        "data.conversations:PreferencePairs.read",
         "self.answers.read(start, length)",
         "self.answers.read(int(self._offsets[document // 2 * 2]), length)",
         grid=DP2,
@@ -150,8 +150,8 @@ TRAINER = [
     Mutant(
         "the goldfish mask applies to validation",
         "training.corpora:open_corpora",
-        "_loader(run, unseen, batch, masks, prefetch=False)",
-        "_loader(run, unseen, batch, masks if goldfish is None else [*masks, goldfish], prefetch=False)",
+        "make_loader(run, unseen, batch, masks, prefetch=False)",
+        "make_loader(run, unseen, batch, masks if goldfish is None else [*masks, goldfish], prefetch=False)",
         grid=X2,
         sections=HASH,
     ),

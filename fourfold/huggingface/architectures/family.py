@@ -33,7 +33,7 @@ class Family:
 
     architecture: str
     keys: Mapping[str, str]
-    """Maps our keys to their names in config.json. A file may omit some of them."""
+    """Maps keys of [model] to their names in config.json. A file may omit some of them."""
     defaults: Mapping[str, Any]
     """The family's default values for missing keys."""
     fixed: Mapping[str, Any]
@@ -61,10 +61,13 @@ class Family:
     window."""
     lists_layer_types: bool = False
     """Whether the key layer_types, if given, replaces ``slides``."""
+    has_linear_layers: bool = False
+    """Whether layers have linear or full attention, as layer_types lists them. By default, every n-th layer has full
+    attention, with n = full_attention_interval."""
     rope_local_theta: float | None = None
     """Default rotary base of sliding-window layers. None if they use the same base as all other layers."""
     reads_local_theta: bool = False
-    """Whether the key rope_local_base_freq sets this base."""
+    """Whether the key rope_local_base_freq sets the rotary base of sliding-window layers."""
     rotating_layers: Literal["all", "sliding", "only_sliding", "listed", "with_theta"] = "all"
     """Layers with rotary embeddings: all of them, only sliding-window layers if there is a window, only sliding-window
     layers in any case, the layers that no_rope_layers lists, or the layers for which layer_rope_theta is not 0."""

@@ -1,4 +1,4 @@
-"""Write the config.json of a Hugging Face model for one of our models."""
+"""Write a Hugging Face config.json for a model of fourfold."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fourfold.huggingface.architectures.rope_keys import FULL, SLIDING
 
 
 def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
-    """Return a config.json of the family ``kind`` for one of our models.
+    """Return a config.json of the family ``kind`` for a model.
 
     The default is the first family that can compute the model.
 
     Raises:
-        UserError: No family computes the same as the model.
+        UserError: ``kind`` is unknown or computes something else, or no family computes what the model computes.
     """
     kinds = [kind] if kind is not None else list(FAMILIES)
     for each in kinds:
@@ -34,7 +34,11 @@ def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
 
 
 def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes one of our models. Names and the vocabulary's padding may differ."""
+    """Return whether a config.json describes ``model``.
+
+    ``preset``, ``from_hf``, ``initializer_range``, and the vocabulary padding do not count. Return False if the decoder
+    cannot compute the config's model.
+    """
     aside = {"preset", "from_hf", "initializer_range", "pad_vocab_size_to_multiple_of"}
     try:
         theirs = model_of(config, CONFIG_FILE)
@@ -46,8 +50,8 @@ def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:
 def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
     family = FAMILIES[kind]
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": kind}
-    # Without these keys, transformers would use the ids of the family's first model. This model's vocabulary may not
-    # have them.
+    # Without these keys, transformers would use the ids of the family's first model, which this model's vocabulary may
+    # lack.
     config |= {key: family.defaults.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config |= {theirs: getattr(model, ours) for ours, theirs in family.keys.items()}
     config |= {key: None for key in NONE_IS_0 if config.get(key) == 0}
@@ -71,6 +75,8 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
         config["no_rope_layers"] = [int(model.rotates(layer)) for layer in layers]
     if family.rotating_layers == "with_theta":
         config["layer_rope_theta"] = [model.rope_theta * model.rotates(layer) for layer in layers]
+    if family.has_linear_layers:
+        config["layer_types"] = [model.type_of(layer) for layer in layers]
     if family.slides is not None:
         config |= _their_windows(model, family)
     return config

@@ -7,7 +7,7 @@ model.generate(...)
 
 from fourfold.data.transformers_tokenizer import import_transformers
 
-import_transformers()  # If transformers is missing, this error says how to install it.
+import_transformers()  # If transformers is missing, this raises an error that says how to install it.
 
 from fourfold.inference.loki.basis import LokiBasis  # noqa: E402
 from fourfold.inference.loki.cache_size import cache_bytes  # noqa: E402

@@ -39,8 +39,8 @@ def decode(
         query_BND: Queries of one token.
         key_BKSD: Cached keys.
         value_BKSD: Cached values.
-        proxy_BKSd: Leading rotated dims of the keys, which are used to rank the keys.
-        basis_KDd: The leading components, which project the queries.
+        proxy_BKSd: Leading dims of the keys after rotation by the basis, which are used to rank the keys.
+        basis_KDd: The leading components of the basis, which project the queries in the same way.
         k: Number of keys to attend to.
         config: Loki's settings.
         scaling: Factor on the scores.
@@ -50,7 +50,7 @@ def decode(
     query_BKGD = query_BND.unflatten(1, (key_BKSD.shape[1], -1))
     query_BKGd = (project(query_BKGD, basis_KDd) * scaling).to(proxy_BKSd.dtype)
     step = DecodeStep(query_BKGD, query_BKGd, key_BKSD, value_BKSD, proxy_BKSd, k, config, scaling, visible_B1S, k_B)
-    if not torch.is_grad_enabled():  # The compiled kernels have no backward.
+    if not torch.is_grad_enabled():  # The compiled kernels have no backward pass.
         kernels = config.kernels_for(key_BKSD.device, key_BKSD.dtype, value_BKSD.dtype, proxy_BKSd.dtype)
         if kernels != "torch":
             with torch.cuda.device_of(query_BND):  # Triton launches kernels on the current device.
@@ -71,7 +71,8 @@ def _compiled(step: DecodeStep, package: Literal["triton", "numba"]) -> Tensor:
 
 
 def project(x_BKSD: Tensor, basis_KDd: Tensor) -> Tensor:
-    """Return the leading rotated dims, [B, K, S, d]. The sums are computed in float32, and then rounded once."""
+    """Project x on the leading components of the basis, [B, K, S, d]. The matmul is computed in float32 and rounded
+    once, to the dtype of x."""
     return torch.matmul(x_BKSD.float(), basis_KDd).to(x_BKSD.dtype)
 
 

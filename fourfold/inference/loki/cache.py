@@ -1,6 +1,7 @@
-"""Define cache layers with preallocated keys and values, and with the keys' leading rotated dims beside them.
+"""Define Loki's cache layers, whose storage grows by doubling. Layers with a basis also store the keys' leading dims
+after rotation by the basis.
 
-``replace_cache`` replaces the layers of a transformers cache by these layers, with the same contents.
+``replace_cache`` replaces the layers of a transformers cache with these layers, with the same contents.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class GrowingLayer(DynamicLayer):
 
 
 class LokiLayer(GrowingLayer):
-    """Keys and values, and a *proxy* of the keys: their leading rotated dims, [B, K, S, d]. To rank the keys,
-    Loki reads only the proxy."""
+    """Keys and values, and a *proxy* of the keys: their leading dims after rotation by the basis, [B, K, S, d]. To rank
+    the keys, Loki reads only the proxy."""
 
     def __init__(self, basis_KDd: Tensor, capacity: int = 0) -> None:
         super().__init__(capacity)

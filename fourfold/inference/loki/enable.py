@@ -82,7 +82,7 @@ def enable_loki(
 
 
 def disable_loki(model: PreTrainedModel) -> PreTrainedModel:
-    """Restore a model's own attention, and return the model.
+    """Restore a model's original attention, and return the model.
 
     If the program has set another attention since Loki was enabled, this attention is kept. Models that share a
     configuration object share the choice of attention. So another model with this object becomes dense too.

@@ -46,7 +46,7 @@ class Fingerprint:
             sample_matrix(parameter)
             for attention in attentions
             for name, parameter in sorted(attention.named_parameters())
-            if parameter.ndim == 2 and "lora_" not in name  # A basis also fits the model with an adapter.
+            if parameter.ndim == 2 and "lora_" not in name  # A basis fits a model with or without adapters.
         ]
         return cls(
             ", ".join([config.model_type, *sizes]), json.dumps(rope, sort_keys=True, default=str), torch.cat(parts)

@@ -42,7 +42,8 @@ class LayerState:
     """Records, for evaluation, which keys the simulated rows choose."""
 
     def release(self) -> None:
-        """Release the cache layer, so that the model does not keep it in memory."""
+        """Drop the references to the cache layer and its proxy, so that the model does not keep them in memory after a
+        pass."""
         if isinstance(self.layer, LokiLayer):
             self.layer.proxy_BKSd = None
         self.layer = None
@@ -61,7 +62,7 @@ def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: di
     hidden_states = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
     recipe = state.recipe
     if recipe.basis_KDd is not None and recipe.basis_KDd.device != hidden_states.device:
-        # The first pass may be in inference mode. Tensors that are made in inference mode cannot be used outside it.
+        # Leave inference mode, in which the first pass may run. Tensors that are made in it cannot be used outside it.
         with torch.inference_mode(False):
             recipe.basis_KDd = recipe.basis_KDd.to(hidden_states.device)
     state.release()

@@ -277,7 +277,7 @@ def _products(four, key):
 
 @_compiled
 def _exponentiate(scores_S):
-    """Replace each score by exp(score − largest). NaN stays NaN. Return the sum without the NaNs."""
+    """Replace each score with exp(score − largest). NaN stays NaN. Return the sum without the NaNs."""
     largest, total = NEVER, np.float32(0)
     for s in range(scores_S.size):
         largest = scores_S[s] if scores_S[s] > largest else largest

@@ -40,8 +40,8 @@ Windows = Sequence[Sequence[int]]
 def measure_quality(model: PreTrainedModel, windows: Windows, basis: LokiBasis, config: LokiConfig) -> dict[str, Any]:
     """Measure Loki, the oracle, and the control on windows of text.
 
-    Every row of a window chooses its keys, as in the paper's protocol (``prefill = "simulate"``). Layers that stay
-    dense are left out of the means. Loki is disabled afterwards, even if it was enabled before.
+    Every row of a window chooses its keys, as in the paper's protocol (``prefill = "simulate"``). The means
+    skip layers that stay dense. Loki is disabled afterwards, even if it was enabled before.
 
     Args:
         model: A transformers model.

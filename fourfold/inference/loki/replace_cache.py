@@ -32,7 +32,7 @@ class LayerRecipe:
 
 
 def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool) -> GrowingLayer | None:
-    """Replace a layer of the cache by a layer with the same contents that fits ``recipe``, unless the layer already
+    """Replace a layer of the cache with a layer with the same contents that fits ``recipe``, unless the layer already
     fits or cannot be replaced.
 
     Args:
@@ -58,8 +58,8 @@ def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool)
 
 
 def _is_replaceable(layer: object, recipe: LayerRecipe, is_loki: bool) -> bool:
-    """Return whether a layer can and must be replaced: it holds all keys and values without rotation, and ``recipe``
-    asks for another type of layer. (A layer with a sliding window holds all of them until the window is full.)"""
+    """Return whether a layer can and must be replaced: it holds all keys and values, and ``recipe`` asks for another
+    type of layer. (A layer with a sliding window holds all keys and values until the window is full.)"""
     if not is_loki:
         return False
     if type(layer) is DynamicLayer:
@@ -79,8 +79,8 @@ def _filled_from(layer: object, recipe: LayerRecipe) -> GrowingLayer:
 
 
 def _with_current_basis(layer: LokiLayer, recipe: LayerRecipe, basis_KDd: Tensor) -> GrowingLayer:
-    """Return the layer. If the basis, the number of ranking dims, or the proxy's dtype has changed, return a new layer
-    whose proxy is computed again from the keys."""
+    """Return the layer. If the basis or the number of ranking dims has changed, return a new layer whose proxy is
+    computed again from the keys."""
     if layer.basis is not basis_KDd:  # In all steps except the first, this is the same tensor.
         if layer.basis.shape != basis_KDd.shape or not torch.equal(layer.basis.to(basis_KDd.device), basis_KDd):
             return _filled_from(layer, recipe)

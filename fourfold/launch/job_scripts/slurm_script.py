@@ -14,8 +14,8 @@ from fourfold.errors import UserError
 from fourfold.launch.job_scripts.slurm_site import Options, Site, one_line
 
 WAIT_SECONDS = 120
-"""Number of seconds that a job's processes may keep running after the first of them has ended. Rank 0 writes the report
-in this time."""
+"""Number of seconds that a job's processes may keep running after the first of them has ended. In this time, rank 0
+writes the report of a hang."""
 
 TIME = r"(\d+-)?\d+(:\d+){0,2}"
 """Pattern of SLURM's times: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, and DAYS-HOURS to

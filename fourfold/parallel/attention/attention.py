@@ -75,7 +75,7 @@ class SharedAttentionCore(AttentionCore, Tiled):
         return self.attend_share(*self.norm_all_heads(q, k), v, context)
 
     def attend_share(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        """Collect what this rank's heads, sequences, or queries need, and attend."""
+        """Gather the tensors that this rank's heads, sequences, or queries need, and attend."""
         if self.split == "sequence":
             context = replace(context, first_query=self.y.rank * q.shape[1])
             k, v = (gather(t, self.y, 1, "attention: keys and values") for t in (k, v))
@@ -90,7 +90,7 @@ class SharedAttentionCore(AttentionCore, Tiled):
         return rank_after_rank(out, self.token_ranks) if self.split == "heads" else out
 
     def attend_here(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        """Attend with this rank's heads. The only collectives in here run over cp. This part is compiled."""
+        """Attend with this rank's heads. The only collectives here run over cp. Without cp, this method is compiled."""
         return self.attend_heads(q, k, v, context)
 
     def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
@@ -122,7 +122,7 @@ class SharedAttentionCore(AttentionCore, Tiled):
         return attend_masked(q, k, v, mask_B1QS, scores, self.sinks).transpose(1, 2)
 
     def _my_kv_heads(self, kv: Tensor) -> Tensor:
-        """Return the whole heads that this rank's queries read, from a slice of the key or value features."""
+        """Gather the key or value heads that this rank's query heads read. ``kv`` has this rank's features."""
         if self.split == "heads":
             kv = gather(kv, self.y, 2, "attention: keys and values")
         if not self.kv_inside_x:

@@ -37,7 +37,7 @@ def take_chunks(t_BS: Tensor, rank: int, ranks: int) -> Tensor:
 def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[Tensor]:
     """Return this rank's tokens of a micro-batch.
 
-    The table of documents is not split, because attention compares the documents of all tokens.
+    ``document_ends`` is not split, because attention compares the documents of all tokens.
     """
     if cp.size == 1:
         return micro_batch
@@ -107,7 +107,7 @@ def gather_sequence(cp: Axis, *of_tokens: Tensor) -> tuple[Tensor, ...]:
 
 
 def scatter_sequence(out_BShD: Tensor, cp: Axis) -> Tensor:
-    """Reverse the exchange: return this rank's tokens of all heads, [B, T, N, D]."""
+    """Reverse ``gather_sequence``: return this rank's tokens of all heads, [B, T, N, D]."""
     if cp.size == 1:
         return out_BShD
     parts_nBThD = torch.stack([take_chunks(out_BShD, rank, cp.size) for rank in range(cp.size)])

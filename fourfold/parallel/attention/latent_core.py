@@ -34,7 +34,7 @@ class LatentLinear(Linear4D):
 
 
 def latent_projections(linears: nn.ModuleDict, grid: Grid, overlap: OverlapConfig) -> LinearGroup:
-    """Replace the projections to the latents by parallel layers."""
+    """Replace the projections to the latents with parallel layers."""
     return LinearGroup(linears, grid, "features", "latents", overlap, LatentLinear)
 
 

@@ -94,8 +94,11 @@ class DataParallel(ABC):
 
     @abstractmethod
     def begin_backward(self, last: bool) -> None:
-        """Prepare for the backward pass of a micro-batch. ``last`` marks the last backward pass of a step, in which the
-        gradients are summed over ranks."""
+        """Prepare for the backward pass of a micro-batch.
+
+        Args:
+            last: whether this backward pass completes the gradients of a step, so that all sums over ranks can run.
+        """
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a weight gradient that was computed separately after the backward pass."""

@@ -105,7 +105,7 @@ class FullySharded(DataParallel):
         super().materialize(device)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                # None allows gradients of any dtype. FSDP2's gradient sums can have another dtype than the weight.
+                # None allows any dtype. FSDP2's gradient sums may have a different dtype from the weight.
                 parameter.grad_dtype = None
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
@@ -137,7 +137,7 @@ class FullySharded(DataParallel):
         if self.keeps_weights_for_the_step:
             model.set_reshard_after_backward(last)
         if self.grid.sizes.zero == 0:
-            model.set_requires_all_reduce(last)  # Sum over z in every backward, and over dp·cp only in the last one.
+            model.set_requires_all_reduce(last)  # Sum over z in each backward pass, and over dp·cp in the last.
         elif self.waits_for_the_last:
             model.set_requires_gradient_sync(last)  # Keep unsharded gradients until the last backward pass.
 

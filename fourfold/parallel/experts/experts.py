@@ -64,7 +64,7 @@ class ParallelMixture(nn.Module):
             self.gate.count_dropped(kept_TK | (routing.experts_TK == experts))
         order = order_by_expert(routing.experts_TK, kept_TK, experts, is_data_T is not None)
         weights_TK = sum_gradient(routing.weights_TK, self.grid.y, "router: weights' gradient")
-        # The calls are nested, because a variable would keep the experts' outputs in memory.
+        # Nest these calls, because a variable would keep the experts' outputs in memory.
         return combine(self._outputs(x_Th, order), order, weights_TK).view_as(x_BTh)
 
     def _outputs(self, x_Th: Tensor, order: Order) -> Tensor:
@@ -125,7 +125,7 @@ class ParallelExperts(Tiled):
         out_Nh = grouped_matmul(active_Nf, self.down_proj, groups)
         if self.down_proj_bias is None or self.x.rank == 0:
             return add_biases(out_Nh, self.down_proj_bias, groups)
-        return add_biases(out_Nh, 0 * self.down_proj_bias, groups)  # Each rank needs a gradient, to sum them over x.
+        return add_biases(out_Nh, 0 * self.down_proj_bias, groups)  # Each rank needs a gradient for the sum over x.
 
 
 class SharedExpertGate(Tiled):

@@ -104,7 +104,7 @@ def first_to_differ(first: Sequence[Sequence[Given]], second: Sequence[Sequence[
 
     Returns:
         The ranks whose own computation differed, each with the first data that differed. If a rank differs only after a
-        collective with a differing rank, it may have received wrong data, so it is left out.
+        collective with a differing rank, it may have received wrong data, so it is skipped.
     """
     differing = [_differing(one, two) for one, two in zip(first, second, strict=True)]
     tainted: dict[tuple[tuple[int, ...], int], set[int]] = {}

@@ -96,8 +96,8 @@ class Grid:
         device_type: "cuda" or "cpu".
 
     Raises:
-        UserError: The product of the sizes is not the number of processes. Or the default process group cannot be
-            started: no launcher started several processes, they could not connect, or there are too few GPUs.
+        UserError: The product of the sizes is not the number of processes, or the default process group cannot be
+            started (no launcher started the processes, they could not connect, or there are too few GPUs).
     """
 
     def __init__(self, sizes: ParallelConfig, device_type: str) -> None:

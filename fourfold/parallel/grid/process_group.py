@@ -167,7 +167,7 @@ def default_group() -> dist.ProcessGroup:
 def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
     """Set a group's timeout to the timeout of the default group. Otherwise a new group would have torch's default
     timeout, which is 30 minutes for gloo."""
-    if dist.get_backend(group) not in ("gloo", "nccl"):  # The trace's fake group never waits.
+    if dist.get_backend(group) not in ("gloo", "nccl"):  # The trace's fake group has no timeout.
         return
     device = torch.device(device_type)
     timeout = default_group()._get_backend(device).options._timeout

@@ -25,8 +25,9 @@ recomputed, because the backward pass does not read the result of the matmul tha
 def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
     """Keep only the inputs of every n-th block ("full"), or of named parts of these blocks ("selective").
 
-    Blocks whose inputs are offloaded are left to ``offload``. The core of linear attention is always recomputed,
-    because its intermediate values are many times larger than its inputs.
+    For "gathers", each layer keeps only this rank's share of its input. In mode "full", ``offload`` recomputes blocks
+    whose inputs are offloaded. The core of linear attention is always recomputed, because its intermediate values are
+    many times larger than its inputs.
     """
     for place, block in enumerate(model.blocks):
         is_whole = config.mode == "full" and place % config.every == 0

@@ -33,7 +33,7 @@ def is_stack(module: nn.Module) -> bool:
 
 
 def split_experts(module: Any, grid: Grid, name: str) -> None:
-    """Replace the weights in a stack of experts (``is_stack``) by this rank's tiles, and add hooks that make the
+    """Replace the weights in a stack of experts (``is_stack``) with this rank's tiles, and add hooks that make the
     stack compute with them.
 
     The stack maps tokens [N, H], with the chosen experts and their weights [N, K], to outputs [N, H]. Every rank has

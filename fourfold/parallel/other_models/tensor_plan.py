@@ -1,5 +1,5 @@
-"""Lay out any model on the tensor axes x and y: replace each module by this rank's part of it, as the module's style
-says."""
+"""Lay out any model on the tensor axes x and y: replace each module with this rank's part of it, as the module's
+style says."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ heads, not only one rank's heads."""
 
 @dataclass(frozen=True)
 class Placed:
-    """The layout of one module: its style, and how its group of layers places features over y."""
+    """The layout of one module: its style, and the placement over y of its group's features."""
 
     name: str
     style: str
@@ -42,7 +42,7 @@ class Placed:
 
 
 def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Placed]:
-    """Replace modules by their parts on this rank. Styles come from ``rules``, or otherwise from the published plan.
+    """Replace modules with their parts on this rank. Styles come from ``rules``, or otherwise from the published plan.
 
     Returns:
         The layout of every module.

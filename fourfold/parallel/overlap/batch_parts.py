@@ -29,7 +29,7 @@ from fourfold.parallel.tensor.linear_steps import PostponedGradients, Schedule, 
 
 
 def run_in_parts(model: Transformer, number: int, split: AttentionSplit, grid: Grid, across_blocks: bool) -> None:
-    """Replace a model's blocks by blocks that run batch parts in turn. The layers must be on the grid already.
+    """Replace a model's blocks with blocks that run batch parts in turn. The layers must be on the grid already.
 
     A micro-batch that cannot be divided runs as one part.
 
@@ -223,7 +223,7 @@ class Visit:
         return x_BTh
 
     def leave(self, index: int, x_BTh: Tensor) -> None:
-        """Take the output of a part. This class does nothing with it."""
+        """Do nothing. This is called with the output of each part."""
 
 
 class HookedVisit(Visit):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.planning.array_fields import ArrayFields, Number
-from fourfold.planning.cost.expert_sizes import Rows, has_experts, rows_of
+from fourfold.planning.cost.expert_sizes import Rows, rows_of
 from fourfold.planning.cost.rates import Rates
 from fourfold.planning.cost.terms import host, pointwise
 from fourfold.planning.cost.terms.collective import RankGroup, gather_seconds, group_of, reduce_seconds
@@ -45,9 +45,7 @@ class ExpertTime(ArrayFields):
 
 
 def expert_time(work: Workload, machine: Machine, constants: Constants, rates: Rates) -> ExpertTime:
-    """Return the experts' times for each case of ``work``. They are 0 for cases without experts."""
-    if not has_experts(work):
-        return ExpertTime()
+    """Return the seconds for each case of ``work``. They are zero for cases without experts."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     rows = rows_of(work)
     hidden, item = model.hidden_size / layout.y, step.item_bytes
