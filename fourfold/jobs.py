@@ -91,6 +91,7 @@ def audit(request: AuditRequest) -> dict[str, Any] | None:
 
     Raises:
         UserError: The model or the documents cannot be audited.
+        WorkerFailed: A local process has crashed or hung.
     """
     from fourfold.memorization.scored_model import run_on_model_grid
 

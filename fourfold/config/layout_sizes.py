@@ -61,9 +61,9 @@ class Sizes:
     """Greatest common divisor of the widths of the latents and of the shared key channels. 0 without latent
     attention."""
     linear_heads: int = 0
-    """Number of key heads of linear attention. 0 if there is none."""
+    """Number of key heads of linear attention. 0 without linear attention."""
     output_gate: bool = False
-    """Whether attention's output has a gate."""
+    """Whether attention has an output gate."""
     shared_inner: int = 0
     """Width of the shared expert. 0 if there is none."""
     ep: Number = 1
@@ -157,7 +157,8 @@ class Sizes:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the blocks have only the parts that batch parts and float8 support."""
+        """Return whether the model is dense and has neither latent, linear, nor gated attention. Batch parts and float8
+        support only such models."""
         return self.experts + self.latents + self.linear_heads + self.output_gate == 0
 
     @cached_property

@@ -24,7 +24,6 @@ class Rule(NamedTuple):
     reason: str
     """The reason without values, for the planner's search, which refuses many layouts at once."""
     broken: Callable[[Sizes], Number]
-    """Returns whether a layout breaks the rule."""
     sentence: Callable[[RunConfig, Sizes], str]
     """Returns an error message for one run, with the keys, their values, and the nearest values that work."""
 
@@ -34,9 +33,7 @@ class Divides:
     """The rule that the product of some axes divides a number. It has the attributes of a ``Rule``."""
 
     axes: tuple[str, ...]
-    """Axes whose product must divide the number."""
     what: str
-    """The number, as a phrase for ``reason``."""
     number: str
     """The number's name in ``Sizes``."""
     layer: str
@@ -44,8 +41,8 @@ class Divides:
     key: str
     """The run file's key for which an error message suggests another value."""
     product: str = ""
-    """Text with the keys that the number is computed from, and placeholders for their values in ``Sizes``. Empty if the
-    number is the value of ``key``."""
+    """Text about how keys give the number, with names from ``Sizes`` as placeholders. Empty if ``key`` alone gives
+    it."""
     unit: str = ""
     """Name in ``Sizes`` of another number that must divide the number."""
 
@@ -71,15 +68,13 @@ class Divides:
         )
 
     def _start(self, sizes: Sizes, axis: str) -> str:
-        """Return a message that suggests a size of the axis for which this rule holds. The run may break other rules
-        too."""
+        """Suggest a size of the axis for which this rule holds. The run may break other rules too."""
         number, others = getattr(sizes, self.number), self._ranks(sizes) // getattr(sizes, axis)
         most = next(n for n in range(getattr(sizes, axis), 0, -1) if number % (others * n) == 0 or n == 1)
         return f"{axis} = {most} works here, and other rules are broken too"
 
     def _other_sizes(self, run: RunConfig, sizes: Sizes, axis: str) -> str:
-        """Return text with the nearest smaller and larger sizes of an axis that make the run legal. Empty if there are
-        none."""
+        """Return the nearest sizes of an axis that make the run legal, as text. Empty if there are none."""
         now, number = getattr(sizes, axis), getattr(sizes, self.number)
         whole = [n for n in range(1, 4 * now + 1) if number % (self._ranks(sizes) // now * n) == 0]
         below = next((n for n in reversed(whole) if n < now and accepts(run, f"parallel.{axis}", n)), None)
@@ -327,8 +322,8 @@ RULES: tuple[Divides | Rule, ...] = (
 
 
 def accepts(run: RunConfig, key: str, value: int) -> bool:
-    """Return whether a run is legal with another value of one key, both if sizes that were derived from this key stay
-    the same and if they are derived again."""
+    """Return whether a run is legal with another value of a key, with derived sizes unchanged and also derived
+    again."""
     section, _, name = key.partition(".")
     table = run.model_dump()
     table[section][name] = value

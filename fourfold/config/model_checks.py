@@ -1,4 +1,5 @@
-"""Check the keys of [model] that belong together: the sizes of latent and linear attention, and of experts."""
+"""Check the keys of [model] that depend on each other: the sizes of latent attention, of linear attention, and of
+experts. A mistake raises ``ValueError``."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def check_latents(keys: ModelKeys) -> None:
 
 
 def check_linear_attention(keys: ModelKeys) -> None:
-    """Check the sizes of linear attention layers. Without such layers, there are no such sizes."""
+    """Check the sizes of linear attention. Without a linear_attention layer, they must be unset."""
     is_used = "linear_attention" in keys.layer_types
     sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
     for key in (f"linear_{size}" for size in sizes):
@@ -49,7 +50,7 @@ def check_linear_attention(keys: ModelKeys) -> None:
 
 
 def check_experts(keys: ModelKeys) -> None:
-    """Check that the router's choices are possible, and that each expert and the shared expert exist."""
+    """Check the number of experts, and that the keys of the router and of the shared expert fit to it."""
     if not keys.num_experts:
         return
     if keys.num_experts_per_tok > keys.num_experts:

@@ -1,4 +1,4 @@
-"""The keys of the run file's section [model], with Hugging Face's names."""
+"""The keys of the run file's section [model], under the names that Hugging Face uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LayerType = Literal["full_attention", "sliding_attention", "linear_attention"]
 
 
 class ModelKeys(Strict):
-    """The keys of [model]. ``ModelConfig`` checks them, and fills in missing sizes."""
+    """The keys of [model]. ``ModelConfig`` checks them and derives missing sizes."""
 
     preset: str | None = Field(None, examples=["gpt2"])
     """Start from a preset's sizes. Any other key overrides the preset."""
@@ -74,7 +74,7 @@ class ModelKeys(Strict):
     """Number of tokens that a query in a sliding_attention layer attends to, including itself. 0 turns windows off."""
     layer_types: list[LayerType] = Field([])
     """Attention types of the first layers. The list repeats for all later layers. Only sliding_attention layers use
-    sliding_window. If the list is empty, all layers use it. linear_attention layers are Gated DeltaNets, which keep a
+    sliding_window. If the list is empty, all layers use it. linear_attention layers are Gated DeltaNets, which store a
     state of fixed size instead of keys and values (Qwen3-Next)."""
     no_rope_layers: list[Literal[0, 1]] = Field([])
     """With rope: 1 for layers with rotary embeddings, and 0 for layers without position embeddings (SmolLM3). Like
@@ -128,7 +128,8 @@ class ModelKeys(Strict):
     linear_value_head_dim: int = Field(0, ge=0)
     """Width of a value head of a linear_attention layer."""
     linear_conv_kernel_dim: int = Field(4, gt=0, le=64)
-    """Number of tokens that the convolution of a linear_attention layer reads, including the current token."""
+    """Kernel size of the convolution in a linear_attention layer: the number of tokens that it reads, including the
+    current one."""
     tie_word_embeddings: bool = False
     """The LM head shares the embedding's weights."""
     scale_embeddings: bool = False

@@ -31,7 +31,7 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def parameters_per_layer(model: ModelConfig) -> int:
-    """Return the number of parameters of one layer, without linear attention. In an MoE model, the layer has
+    """Return the number of parameters of one layer that has no linear attention. In an MoE model, the layer has
     experts."""
     return _attention_and_norms(model) + (_mixture(model, model.num_experts) if model.num_experts else _mlp(model))
 
@@ -73,7 +73,7 @@ def _linear_attention(model: ModelConfig) -> int:
 
 
 def linear_attention_matrices(model: ModelConfig) -> int:
-    """Return the number of entries in the matrices of a layer's linear attention."""
+    """Return the number of weight entries in the matrices of a layer's linear attention."""
     heads = model.linear_num_value_heads
     keys, values = model.linear_num_key_heads * model.linear_key_head_dim, heads * model.linear_value_head_dim
     return model.hidden_size * (2 * keys + 3 * values + 2 * heads)

@@ -36,7 +36,6 @@ class ArrayFields:
         return self.map_arrays(lambda array: array[index])
 
     def followed_by(self, more: Self) -> Self:
-        """Return these scores, followed by the scores ``more``."""
         """Return a copy in which the cases of ``more`` follow the cases of ``self``. Values that are not arrays come
         from ``self``, so they must be the same in both."""
         joined: dict[str, Any] = {}

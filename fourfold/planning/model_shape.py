@@ -88,13 +88,14 @@ class ModelShape(ArrayFields):
     keys."""
 
     output_gate: Flag = False
-    """Whether a gate, projected from the block's input, multiplies the outputs of the query heads."""
+    """Whether attention has an output gate: a projection of the block's input multiplies the outputs of the query
+    heads."""
     linear: Number = 0
     """Fraction of the blocks with linear attention."""
     linear_weights: Number = 0
-    """Number of matrix entries of a block's linear attention."""
+    """Number of weight entries in the matrices of a block's linear attention."""
     linear_states: Number = 0
-    """Number of entries in the states of all heads of linear attention."""
+    """Number of entries in the states of all linear-attention heads of a block."""
 
     @property
     def has_latents(self) -> Flag:
@@ -143,7 +144,7 @@ class ModelShape(ArrayFields):
 
     def keys_seen(self, seq: Number) -> Number:
         """Return the mean number of keys that a query attends to, over all queries and blocks. Without a window, this
-        is half of the sequence, because attention is causal. Linear attention has no keys."""
+        is half of the sequence, because attention is causal. Blocks with linear attention count as 0."""
         window = np.minimum(self.sliding_window, seq)
         return (1 - self.sliding - self.linear) * seq / 2 + self.sliding * window * (
             1 - window / np.maximum(2 * seq, 1)

@@ -69,7 +69,7 @@ def workload_of_model(model: ModelConfig) -> Workload:
 
 
 def check_predicted(model: ModelConfig) -> None:
-    """Raise ``UserError`` for models whose memory and time the planner does not predict."""
+    """Raise ``UserError`` if the planner does not model the memory and time of the model's attention."""
     for key in ("linear_num_key_heads", "attention_output_gate"):
         if getattr(model, key):
             raise UserError(
@@ -82,7 +82,7 @@ def workload_of(run: RunConfig) -> Workload:
     """Return the workload of one step of a run.
 
     Raises:
-        UserError: The run uses LoRA, DPO, or linear or gated attention, which the planner does not model.
+        UserError: The run uses LoRA, DPO, linear attention, or gated attention, which the planner does not model.
     """
     check_predicted(run.model)
     if run.lora.rank:

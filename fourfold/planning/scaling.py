@@ -85,7 +85,10 @@ def scaling_curve(
         weak: Whether the batch grows with the number of GPUs (weak scaling). Otherwise it stays the same (strong
             scaling).
         limits: Limits of the search.
-        watch: Called with the number of finished sizes and the number of all sizes.
+        watch: Called before each plan with the number of finished plans and the number of all plans.
+
+    Returns:
+        One point per GPU count. If no layout is legal and fits, the point says why.
     """
     points: list[ScalingPoint] = []
     first: tuple[int, float] | None = None

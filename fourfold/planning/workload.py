@@ -221,10 +221,11 @@ class Workload(ArrayFields):
 
     @property
     def token_attention(self) -> Number:
-        """Return the FLOPs of one token's attention over the keys that it sees, in the forward of all blocks.
+        """Return the forward FLOPs of one token's attention in all blocks, counting only the keys that the token
+        attends to.
 
-        With linear attention, a token multiplies each entry of a state three times: for its key's value, for its
-        update, and for its output.
+        In linear attention, each entry of a state takes three multiply-adds per token: to read the value of the token's
+        key, to update the state, and to compute the output.
         """
         features = 2.0 * (self.model.queries + self.model.values)
         states = 6.0 * self.model.linear * self.model.linear_states

@@ -11,7 +11,8 @@ _AT_END = {"show": True, "position": "right", "color": "--ink", "fontWeight": 60
 
 
 def line_chart(title: str, lines: Mapping[str, Sequence[tuple[float, float]]], *, x_label: str, y_label: str) -> str:
-    """Draw a line with dots for each entry of ``lines``, which holds its points. The y axis starts at 0."""
+    """Return a figure with a line for each entry of ``lines``. An entry maps a name to its points (x, y), which have
+    dots. The y axis starts at 0."""
     places = [x for points in lines.values() for x, _ in points]
     if not places:
         return empty_chart(title)

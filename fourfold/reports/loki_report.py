@@ -21,12 +21,12 @@ LAYER_COLUMNS = (
     ("exact top-k", "oracle", "mass"),
     ("random", "random", "mass"),
 )
-"""Columns of the table of layers. Each has a header, and the variant and the key of its values."""
+"""Columns of the table of layers. Each has its header, and the variant and the key of its values in the record."""
 
 
 def rank_table(record: Record) -> None:
-    """Print what a calibration found for each layer: the mean and the largest Rank@90 over the heads, and the recall of
-    each kind of components."""
+    """Print what a calibration has found for each layer: for each kind of keys, the mean and the largest Rank@90 over
+    the heads and the recall, and the kind that Loki ranks by."""
     header = [*(f"{kind}-rotary: mean (most)" for kind in record["ranks"]), *(f"recall, {k}" for k in record["recall"])]
     rows = []
     for layer, best in enumerate(record["best"]):

@@ -49,7 +49,8 @@ CURVE = ("s/step", "GB", "MFU", "tokens/s/GPU")
 
 
 def plan_tables(result: PlanRecord, explained: bool) -> None:
-    """Print the ranked layouts and what is known about them.
+    """Print the ranked layouts, how many layouts were searched and refused, how certain the ranking is, and the costs
+    if they are known.
 
     With ``explained``, also print where a step's time goes and which machine constants would change the order.
     """

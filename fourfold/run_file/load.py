@@ -35,7 +35,7 @@ UNKNOWN = "extra_forbidden"
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Load the run that a TOML file and overrides describe.
+    """Return the run that a TOML file and overrides describe.
 
     Args:
         path: Path of the run file.

@@ -31,7 +31,7 @@ class Attempt:
     - number, index, slot: its number in the ledger, its index among the candidates, and its slot among the concurrent
       trials.
     - timeout: seconds after its start at which it counts as hung.
-    - memory_limit: bytes that one process may use. None sets no limit.
+    - memory_limit: bytes that one device may use, or on a CPU, one process. None sets no limit.
     """
 
     number: int

@@ -21,8 +21,7 @@ class Result:
     noise: float = 0.0
     """Standard error of the logarithm of ``seconds``, estimated from the variation between the trial's steps."""
     memory_bytes: float | None = None
-    """Memory in bytes. On a GPU, this is the most that one process allocated, plus the allocator's overhead and the
-    runtime's memory. On a CPU, it is the most that one process held. None if it was not measured."""
+    """Peak memory in bytes (``trial_run.memory_used``). None if no step was recorded."""
     reason: str = ""
     """Why the trial ended early. Empty if it is done."""
     wall_seconds: float = 0.0

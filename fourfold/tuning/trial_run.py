@@ -46,7 +46,7 @@ def step_seconds_of(folder: Path) -> list[float]:
 
 
 def memory_used(folder: Path, run: RunConfig, machine: Machine, on_gpu: bool) -> float | None:
-    """Return the largest number of bytes that a device has needed so far (on a CPU, that a process has held).
+    """Return the most bytes that a device of a trial has needed so far, or on a CPU, that a process has held.
 
     Return None before the first step.
     """

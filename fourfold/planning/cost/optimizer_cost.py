@@ -1,4 +1,5 @@
-"""Compute the time of the optimizer step, and the memory that it needs in addition to the states.
+"""Compute the time of the optimizer step, the memory that it needs in addition to the states, and the size of a
+checkpoint.
 
 Muon distributes matrices over the ranks of a pipeline stage, and each rank orthogonalizes full matrices
 (``training.owned_matrices``).

@@ -189,7 +189,8 @@ def _section(table: dict[str, Any], name: str, where: str) -> dict[str, Any]:
 
 
 def _numbers(table: dict[str, Any], name: str, keys: Sequence[str], where: str) -> dict[str, float]:
-    """Return the numbers of a section, which may have only these keys."""
+    """Return the values of a section. Raise ``UserError`` for a key that is not in ``keys``, or a value that is not a
+    plausible number."""
     section = _section(table, name, where)
     for key, value in section.items():
         if key not in keys:

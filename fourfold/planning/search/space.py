@@ -90,7 +90,7 @@ def all_grids(base: Workload, gpus: int, limits: SearchLimits) -> dict[str, np.n
 
 def choices_of(base: Workload, grids: dict[str, np.ndarray], limits: SearchLimits) -> Workload:
     """Return ``base`` with every combination of a grid and the choices of schedule, context-parallel method, and ZeRO
-    stage, and with the smallest number of batch parts.
+    stage, and with the first number of batch parts in ``limits`` (1 if x = y = 1).
 
     Recompute modes are added later, because no rule of legality depends on them.
     """

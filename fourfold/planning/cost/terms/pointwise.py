@@ -151,14 +151,15 @@ def expert_bytes(
     pass, and by the activation in the forward pass.
 
     Args:
-        scores: Number of bytes of the router's scores.
-        sent: Number of bytes of the rows of a rank's tokens.
-        here: Number of bytes of the rows of the rank's experts.
-        inner: Number of bytes of the same rows inside the experts, where a row has the expert's intermediate size.
-        is_own: Whether the program uses fourfold's own operations.
-        fused: Whether it uses fused operations.
+        scores: Bytes of the router's scores.
+        sent: Bytes of the rows of a rank's tokens.
+        here: Bytes of the rows of the rank's experts.
+        inner: Bytes of the same rows inside the experts, where a row has the expert's inner width.
+        is_own: Whether the framework is fourfold.
+        fused: Whether pointwise operations are fused.
         in_8: Whether matmuls run in 8 bits.
-        in_place: Whether exchanges put rows into order, and matmuls compute the activation and round.
+        in_place: Whether exchanges deliver rows in the right order, and matmul kernels compute the activation and
+            round.
         several: Whether a rank has several experts.
         biased: Whether separate operations add biases to the experts' outputs.
     """
