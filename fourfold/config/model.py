@@ -262,7 +262,7 @@ class ModelConfig(Strict):
         self.layer_types = pattern_of(self.layer_types or [by_default], self.num_hidden_layers)
         if self.layer_types == ["full_attention"]:
             self.layer_types = []
-        if not self.sliding_layers:
+        if self.sliding_window and not self.sliding_layers:
             self.sliding_window, self.rope_local_base_freq = 0, 0.0
 
     def _check_linear_attention(self) -> None:
