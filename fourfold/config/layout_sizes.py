@@ -156,6 +156,11 @@ class Sizes:
         return self.keys * self.whole_heads
 
     @property
+    def whole_linear_heads(self) -> Number:
+        """Return the number of key heads of linear attention that x, y, and cp must split together."""
+        return self.linear_heads * self.whole_heads
+
+    @property
     def is_plain(self) -> bool:
         """Return whether the model is dense and has neither latent, linear, nor gated attention. Batch parts and float8
         support only such models."""
