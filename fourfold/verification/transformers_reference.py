@@ -67,7 +67,7 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
 
         if batch.documents_BS is None:
             return called(batch.tokens_BS, batch.positions_BS)
-        if run.model.linear_layers:  # No mask ends the states of linear attention.
+        if run.model.linear_layers:  # A mask cannot reset the states of linear attention.
             return _document_by_document(called, batch.tokens_BS, batch.positions_BS, batch.documents_BS)
         return called(batch.tokens_BS, batch.positions_BS, masks(batch.documents_BS, dtype))
 
@@ -75,7 +75,7 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
 
 
 def _document_by_document(called: Callable[..., Tensor], *tokens_positions_documents: Tensor) -> Tensor:
-    """Return the logits [B, S, V] of documents that are computed one by one."""
+    """Return the logits [B, S, V], computed one document at a time."""
     rows = []
     for tokens_S, positions_S, documents_S in zip(*tokens_positions_documents, strict=True):
         lengths = documents_S.unique_consecutive(return_counts=True)[1].tolist()
