@@ -182,8 +182,11 @@ def _decays(decay_BNnc: Tensor, documents_BS: Tensor | None) -> tuple[Tensor, Te
         The factors from token to token of a chunk [B, N, n, c, c], from the state before the chunk to each token
         [B, N, n, c, 1], and from each token to the state after the chunk [B, N, n, c, 1].
     """
-    is_seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay_BNnc.device).tril()
-    reads, writes = decay_BNnc.exp(), (decay_BNnc[..., -1:] - decay_BNnc).exp()
+    is_seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay_BNnc.device).tril(-1)
+    # All of what a token wrote is left when the token itself reads. Constants say so: differences of equal decays would
+    # add rounding errors to the gradients of the decays, which are much larger than the gradients of fast decays.
+    own = torch.eye(CHUNK, dtype=decay_BNnc.dtype, device=decay_BNnc.device)
+    reads, writes = decay_BNnc.exp(), F.pad((decay_BNnc[..., -1:] - decay_BNnc[..., :-1]).exp(), (0, 1), value=1.0)
     if documents_BS is not None:
         documents_B1nc = _chunks(documents_BS[..., None])
         last_B1n1 = documents_B1nc[..., -1:]
@@ -191,4 +194,4 @@ def _decays(decay_BNnc: Tensor, documents_BS: Tensor | None) -> tuple[Tensor, Te
         is_seen = is_seen & (documents_B1nc[..., :, None] == documents_B1nc[..., None, :])
         reads, writes = reads * (documents_B1nc == before_B1n1), writes * (documents_B1nc == last_B1n1)
     pair = (decay_BNnc[..., :, None] - decay_BNnc[..., None, :]).masked_fill(~is_seen, -torch.inf).exp()
-    return pair, reads[..., None], writes[..., None]
+    return pair + own, reads[..., None], writes[..., None]

@@ -72,6 +72,18 @@ def test_chunks_compute_the_recurrence_of_each_document(row: int) -> None:
     torch.testing.assert_close(gated_delta_rule(*inputs, documents_BS), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_gradients_of_fast_decays_keep_their_precision() -> None:
+    """The gradients of fast decays are tiny, and must not drown in the rounding errors of larger numbers."""
+    q, k, v, decays, fractions = heads(130)
+    gradients = []
+    for dtype in (torch.float64, torch.float32):
+        rates = torch.tensor([0.02, 4.0, 8.0], dtype=dtype, requires_grad=True)
+        steps = (1.3 + 0.01 * decays).to(dtype)
+        gated_delta_rule(*(t.to(dtype) for t in (q, k, v)), -rates * steps, fractions.to(dtype)).sum().backward()
+        gradients.append(rates.grad)
+    torch.testing.assert_close(gradients[1].double(), gradients[0], rtol=2e-4, atol=0)
+
+
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 def test_a_document_is_as_if_alone(ends: list[int]) -> None:
     inputs = heads(130, 1)
