@@ -187,7 +187,7 @@ class Checkpointer:
                         flush(self.folder)
         except UserError:
             if dist.get_rank() == 0:
-                shutil.rmtree(folder, ignore_errors=True)  # A full disk needs the space.
+                shutil.rmtree(folder, ignore_errors=True)  # The disk may be full, so free the space.
             raise
         self.newest = finished
         if dist.get_rank() == 0 and prune:

@@ -1,4 +1,4 @@
-"""Read conversations as samples: whole conversations packed into windows, or pairs of answers to one prompt.
+"""Read conversations as samples: conversations packed into windows, or pairs of answers to one prompt.
 
 A conversation is never divided between windows. If it is longer than a window, its end is cut off. Conversations in the
 same window cannot attend to each other.
@@ -140,7 +140,7 @@ class PreferencePairs(ConversationCorpus):
     answer fills the window.
 
     Raises:
-        UserError: See `ConversationCorpus`, or no pair fits.
+        UserError: An answer has no pair, no pair fits, or the corpus cannot be opened (see `ConversationCorpus`).
     """
 
     def __init__(self, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> None:

@@ -33,7 +33,8 @@ class Interface(NamedTuple):
 
 
 def examine_network(several_machines: bool) -> Iterator[Finding]:
-    """Examine the interfaces, fast networks with the memory that they may pin, and the choices of NCCL and gloo."""
+    """Examine the interfaces, the fast networks and the memory that they may pin, and which interfaces NCCL and gloo
+    choose."""
     found = interfaces()
     shown = [str(each) for each in found if each.address] or ["none with an IPv4 address"]
     yield ok("network", ", ".join(shown), **{each.name: each.address for each in found})

@@ -165,7 +165,8 @@ _QWEN_MOE_GATED = _QWEN_MOE | _shared_expert("shared_expert") | _SHARED_GATE
 def _linear_attention(**inputs: str) -> Table:
     """Return rows for layers with linear attention, and for attention layers with an output gate.
 
-    ``inputs`` maps the Hugging Face names of the linear layers' projections to the letters of ours.
+    ``inputs`` maps the Hugging Face names of the linear layers' projections to the letters of the decoder's
+    projections.
     """
     ours = {f"{name}.weight": [f"inputs.{part}_proj.weight" for part in parts] for name, parts in inputs.items()} | {
         "conv1d.weight": [f"core.{part}_conv" for part in "qkv"],
@@ -228,14 +229,14 @@ class Format:
     transposed: tuple[str, ...] = ()
     """Tensors that are stored as [in, out]. The decoder's parameters are [out, in]."""
     by_head: Mapping[str, str] = field(default_factory=dict)
-    """Maps tensors that interleave the rows of our parameters head by head to the key of [model] with the number of
-    heads."""
+    """Maps tensors that interleave the rows of the decoder's parameters head by head to the key of [model] with the
+    number of heads."""
     by_row: tuple[str, ...] = ()
     """Tensors that interleave the rows of the decoder's parameters one by one."""
     stacked: tuple[str, ...] = ()
     """Tensors that stack all experts along the first dim, as the decoder's parameters do."""
     convolutions: tuple[str, ...] = ()
-    """Tensors that have a dim of size 1 after the first dim. Our parameters are matrices."""
+    """Tensors that have a dim of size 1 after the first dim. The decoder's parameters are matrices."""
     rotated_in_pairs: tuple[str, ...] = ()
     """The decoder's parameters for which these files rotate rows 2i and 2i + 1 of a head together. The decoder rotates
     rows i and i + rotary_dim / 2 together."""

@@ -78,7 +78,7 @@ def check_tokenizer_fits(file: Path, model: ModelConfig) -> None:
 def _opened(file: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # The tokenizers library raises plain Exceptions.
+    except Exception as error:  # The tokenizers library raises plain Exceptions, so catch them all.
         raise UserError(f"{file} is not a tokenizer.json of the tokenizers library: {error}") from error
 
 

@@ -116,7 +116,7 @@ class Pretrained:
 
     def _names_in_files(self, name: str) -> list[str]:
         """Return the names that a tensor may have in files. If the model was saved without its head, names lack the
-        prefix. If files also have a model of images, names have another prefix."""
+        prefix. If the files also hold a vision model, names have another prefix."""
         modules = [HEAD] if name == head_of(self.kind) else []  # transformers 5 uses this name for every head.
         beside_images = name.replace("model.", "model.language_model.", 1)
         return [name, name.removeprefix(FORMATS[self.kind].prefix), beside_images, *modules]

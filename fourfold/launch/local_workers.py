@@ -92,7 +92,7 @@ def run_workers(
     Raises:
         UserError: The first UserError of a worker.
         WorkerFailed: Any other failure of a worker.
-        KeyboardInterrupt: After a Ctrl-C that the workers do not handle, or after a second one.
+        KeyboardInterrupt: After a Ctrl-C that the workers do not handle, or that follows another stop signal.
         SystemExit: After another stop signal that the workers do not handle, or after a second SIGTERM.
     """
     workers = WorkerProcesses(world_size)
@@ -207,8 +207,10 @@ def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[in
     it is recorded and sent later, so that no worker misses it. Without `heeded`, such a signal ends the job here.
 
     Raises:
-        KeyboardInterrupt: After a second Ctrl-C. The caller ends the workers.
-        SystemExit: After a second SIGTERM. The caller ends the workers.
+        KeyboardInterrupt: After a Ctrl-C that follows another stop signal, or that ends the job here. The caller ends
+            the workers.
+        SystemExit: After a second SIGTERM, or after another stop signal that ends the job here. The caller ends the
+            workers.
     """
     received: list[int] = []
 

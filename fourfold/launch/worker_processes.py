@@ -128,8 +128,8 @@ def _start(
     try:
         for rank, sender in enumerate(senders):
             others = [control, *senders[rank + 1 :]] if forks else []
-            # The worker must not be a daemon, because it has children that load its data, and a daemon cannot have
-            # children.
+            # The worker must not be a daemon, because it may start processes (for example, to tokenize the built-in
+            # corpus), and a daemon cannot have children.
             process = context.Process(target=_work, args=(work, args[rank], sender, others), name=f"fourfold-{rank}")
             process.start()
             sender.close()

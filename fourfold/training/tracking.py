@@ -1,5 +1,5 @@
-"""Send metrics to TensorBoard and Weights & Biases. Each of these trackers has its own thread, so a slow or failing one
-never holds up the run."""
+"""Send metrics to TensorBoard and Weights & Biases. Each tracker has its own thread, so a slow or failing tracker never
+delays a step."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=run.metrics.project,
             name=run.name,
-            # A run that is new, or that was not tracked before, gets a new id.
+            # None makes a new id, for a run that is new or was not tracked before.
             id=id_file.read_text(errors="replace").strip() if first_step and id_file.is_file() else None,
             resume="allow",
             dir=str(run_dir),

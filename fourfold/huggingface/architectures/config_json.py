@@ -46,7 +46,8 @@ DECISIVE_KEYS = (
 """Keys of [model] that determine which families a model can belong to."""
 
 WITH_IMAGES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-"""Types of models for images and text, and the types of their text models. Only the text model is imported."""
+"""Maps the model_type of models for images and text to the model_type of their text models. Only the text model is
+imported."""
 
 NEVER_NULL = (
     "swiglu_limit", "num_experts_per_tok", "norm_topk_prob", "first_k_dense_replace", "n_group", "topk_group",
@@ -68,8 +69,8 @@ NEVER_0 = dict.fromkeys(NONE_IS_0[:2], "divides by zero; null is no cap") | {
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return a config.json, or its part for text, given its path or its folder. Raise ``UserError`` if there is
-    none."""
+    """Return a config.json, given its path or its folder. If the model also takes images, return only the text model's
+    part. Raise ``UserError`` if there is no such file or it is invalid."""
     file = path if path.suffix == ".json" and not path.is_dir() else path / CONFIG_FILE
     if file is not path and path.is_dir():
         check_model_folder(path)

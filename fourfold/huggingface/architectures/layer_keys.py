@@ -47,8 +47,8 @@ def types_of_gpt_neo(given: Mapping[str, Any], where: str) -> list[str]:
 
 
 def linear_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Return the types of the layers of a family with linear attention. If no layer is linear, drop the sizes of linear
-    attention."""
+    """Return the types of the layers of a family with linear attention. If no layer is linear, also return 0 for the
+    sizes of linear attention."""
     kinds, interval = given["layer_types"], given["full_attention_interval"]
     if kinds is None:
         check_count("full_attention_interval", interval, 1, where)

@@ -12,7 +12,8 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 OF_SLIDING = {"rope_type", "rope_theta"}
 """Keys that the rotary table of sliding-window layers can have."""
 OF_IMAGES = {"mrope_section", "mrope_interleaved"}
-"""Keys that give channels to the axes of an image. The tokens of a text have the same position on each axis."""
+"""Keys that divide the rotary channels among the axes of an image. They have no effect on text, whose tokens have the
+same position on each axis."""
 
 
 def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:

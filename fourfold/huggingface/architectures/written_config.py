@@ -84,7 +84,7 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
 
 def _their_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
     config: dict[str, Any] = {family.rope_theta: model.rope_theta}
-    if family.architecture != "FalconForCausalLM":  # transformers derives it there, and refuses the key.
+    if family.architecture != "FalconForCausalLM":  # transformers derives head_dim for Falcon, and refuses the key.
         config["head_dim"] = model.qk_rope_head_dim or model.head_dim
     if family.partial_rotary_factor is not None:
         config[family.partial_rotary_factor] = model.partial_rotary_factor
