@@ -1,4 +1,4 @@
-"""Write the page of one audit, and print its tables in the terminal."""
+"""Write the HTML report of an audit, and print its tables in the terminal."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -47,8 +47,8 @@ def write_audit_report(record: Record, folder: Path) -> Path:
 
 
 def audit_tables(record: Record) -> None:
-    """Print an audit: extraction by repetition, generated continuations, membership attacks, the effect of the goldfish
-    mask, and warnings."""
+    """Print an audit: extraction by repetition, generated continuations, near-verbatim leaks, membership attacks, the
+    effect of the goldfish mask, and warnings."""
     console = Console()
     title = f"Exact match of the last {record['suffix']} tokens, {record['model']}"
     print_table(title, COUNT_HEADER, _count_rows(record))

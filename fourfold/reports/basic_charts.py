@@ -1,4 +1,4 @@
-"""Draw records as lines and stacked bars, in the form of ECharts options (see chart.py)."""
+"""Draw line charts and stacked bars, as ECharts options (see chart.py)."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Print the results of Loki's calibration and evaluation as tables in the terminal."""
+"""Print the results of calibrating and evaluating Loki as tables in the terminal."""
 
 from collections.abc import Mapping
 from statistics import fmean
@@ -65,7 +65,8 @@ def _perplexity_rows(record: Record) -> list[list[str]]:
 
 
 def _layer_rows(record: Record) -> list[list[str]]:
-    """Return recall and captured mass of every layer. They are empty in layers that stay dense."""
+    """Return one row per layer: recall and captured mass with Loki, with exact top-k attention, and with a random
+    basis. The row of a layer without Loki says "dense"."""
     rows = []
     for layer in record["layers"]:
         is_dense = layer["loki"] is None

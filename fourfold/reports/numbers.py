@@ -27,8 +27,8 @@ def downsample(y: Sequence[float | None], buckets: int) -> Sequence[int]:
     """Divide a series into ``buckets`` runs of neighboring points, and return the indices of the lowest and the highest
     point of each run, in order.
 
-    The first and the last point are always kept. A bucket without any number keeps one None, which a chart draws as a
-    gap. A series of at most 2·``buckets`` points is kept whole.
+    The indices of the first and the last point are always included. A run without any number contributes the index of
+    one None, which a chart draws as a gap. For a series of at most 2·``buckets`` points, return all indices.
     """
     count = len(y)
     if count <= 2 * buckets:

@@ -21,7 +21,8 @@ FASTEST = 200
 
 
 def write_plan_report(path: Path, result: PlanRecord) -> None:
-    """Write the page of a plan: layouts, the waterfall, and memory by stage."""
+    """Write the HTML page of a plan: the layouts, where a step's time goes, memory by pipeline rank, and the neighbors
+    of the best layout."""
     plan, best = result.plan, result.plan.best
     wide = []
     if result.explanation is not None:

@@ -165,7 +165,7 @@ def print_transferred(record: Mapping[str, Any]) -> None:
 
 
 def generation_line(record: Mapping[str, Any]) -> str:
-    """Return a line with the sampling settings, the speed, and the size of the cache."""
+    """Return a line with the sampling settings, the speed, and the size of the KV cache."""
     speed = record["tokens_per_second"]
     rate = "" if speed is None else f", then {speed:.1f} tokens/s"
     cache = "" if record["cache_bytes"] is None else f"; cache {format_bytes(record['cache_bytes'])}"

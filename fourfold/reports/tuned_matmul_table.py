@@ -9,7 +9,7 @@ HEADER = ("layers", "tokens × out × in", "matmul", "layout", "GFLOP/s", "gain"
 
 
 def print_matmuls(record: Mapping[str, Any]) -> None:
-    """Print one row per matmul: its rate in the default layout, and how much faster another layout is.
+    """Print one row per matmul: its rate with the default layout, and how much faster the chosen layout is.
 
     The column "other order" says how much faster than the default all matmuls of the layer are together if its weight
     has the memory order that was not chosen (transposed or not).

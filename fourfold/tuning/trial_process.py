@@ -48,7 +48,7 @@ class LocalTrial:
             )
 
     def has_started(self) -> bool:
-        """Return False while the trial is waiting in a queue."""
+        """Return True, because a local trial starts immediately."""
         return True
 
     def exit_code(self) -> int | None:
@@ -80,6 +80,7 @@ class SlurmTrial:
             )
 
     def has_started(self) -> bool:
+        """Return whether the job has started to run, and is no longer waiting in the queue."""
         return (self._folder / LOG).is_file()
 
     def exit_code(self) -> int | None:
@@ -92,7 +93,7 @@ class SlurmTrial:
 
 
 TrialProcess = LocalTrial | SlurmTrial
-"""A trial that is running or waiting in a queue."""
+"""A trial that is running, or waiting in a batch system's queue."""
 
 
 def cancel(folder: Path) -> None:

@@ -36,7 +36,6 @@ class TrialRecord:
     knobs: dict[str, float]
     predicted_seconds: float
     """Predicted step time in seconds, with the constants that the search started with."""
-    """Predicted bytes that the rank with the most memory needs."""
     result: Result
     why: str
     """Why the trial was proposed."""

@@ -45,7 +45,7 @@ class ExpertTime(ArrayFields):
 
 
 def expert_time(work: Workload, machine: Machine, constants: Constants, rates: Rates) -> ExpertTime:
-    """Return the seconds for each case of ``work``. They are zero for cases without experts."""
+    """Return the experts' times for each case of ``work``. They are 0 for cases without experts."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     rows = rows_of(work)
     hidden, item = model.hidden_size / layout.y, step.item_bytes
