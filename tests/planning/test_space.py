@@ -16,6 +16,7 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
 from fourfold.planning.array_fields import unique_rows
+from fourfold.planning.cost.memory import peak_memory
 from fourfold.planning.cost.stage_split import split_of
 from fourfold.planning.cost.step import step_seconds
 from fourfold.planning.machines.constants import prior_constants
@@ -24,7 +25,7 @@ from fourfold.planning.planned_run import write_run
 from fourfold.planning.request import request_from_options
 from fourfold.planning.run_workload import workload_of, workload_of_model
 from fourfold.planning.search.explain import neighbors
-from fourfold.planning.search.fastest import RANKED, TIED, SearchScores, ranking, search
+from fourfold.planning.search.fastest import RANKED, TIED, SearchScores, evaluate, ranking, search
 from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import make_plan, predict
 from fourfold.planning.search.space import (
@@ -52,6 +53,14 @@ def all_layouts(base: Workload, gpus: int, limits: SearchLimits) -> Workload:
 
 def base(preset: str, seq: int, batch: int, **changes: object) -> Workload:
     return workload_of_model(ModelConfig(**PRESETS[preset])).but(seq_length=seq, global_batch_size=batch, **changes)
+
+
+def test_memory_in_a_search_is_the_memory_of_each_layout() -> None:
+    """The search computes blocks once for layouts that share them. Split backwards keep more of a block."""
+    work, machine = all_layouts(base("gpt2", 1024, 64), 8, parse_limits(["pp=2,4"])), load_machine("dgx-h100")
+    assert np.unique(np.broadcast_to(work.layout.split_backward, np.shape(work.layout.x))).tolist() == [False, True]
+    memory, _, _ = evaluate(work, machine, prior_constants())
+    assert memory == pytest.approx(peak_memory(work, machine), rel=1e-12)
 
 
 @pytest.mark.parametrize("number", [1, 7, 12, 96, 512])

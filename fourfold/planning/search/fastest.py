@@ -42,7 +42,7 @@ TIED = 1.01
 """Step times within this ratio count as a tie. The planner's error is far larger (docs/planner_figures.json)."""
 HOPELESS = 0.9
 """A layout that runs out of memory with at least this probability is not tried with more batch parts."""
-BLOCK_KEY = ("x", "y", "cp", "micro_batch_size", "cp_method", "batch_parts", "ep")
+BLOCK_KEY = ("x", "y", "cp", "micro_batch_size", "cp_method", "batch_parts", "ep", "split_backward")
 """Fields of a layout that the time and memory of one block depend on within a search."""
 TRAFFIC_KEY = ("x", "y", "z", "dp", "cp", "pp", "ep", "zero")
 """Fields of a layout that weight and gradient traffic depends on within a search."""
