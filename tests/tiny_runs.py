@@ -196,6 +196,31 @@ DEEPSEEK_V2 = (
 YOUTU = {"preset": "llama-tiny", "tie_word_embeddings": True} | _LATENTS
 """Latent attention in a dense model, tied."""
 
+HYBRID = {
+    "preset": "llama-tiny",
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "attention_output_gate": True,
+    "zero_centered_norm": True,
+    "qk_norm": True,
+    "partial_rotary_factor": 0.25,
+}
+"""Gated DeltaNets with two value heads per key head in every second layer, and gated attention in the others."""
+
+QWEN3_NEXT = HYBRID | {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "shared_expert_gate": True,
+    "norm_topk_prob": True,
+}
+"""A hybrid with experts and a gated shared expert."""
+
 
 def tiny_run(model: dict[str, Any] = LLAMA, parallel: dict[str, int] | None = None, **sections: Any) -> RunConfig:
     """Return a run of 8 sequences of 32 tokens per step, with ``training`` and further sections merged over it."""

@@ -155,6 +155,11 @@ class Sizes:
         return self.keys * self.whole_heads
 
     @property
+    def whole_linear_heads(self) -> Number:
+        """Return the number of key heads of linear attention that x, y, and cp must split together."""
+        return self.linear_heads * self.whole_heads
+
+    @property
     def is_plain(self) -> bool:
         """Return whether the blocks have only the parts that batch parts and float8 support."""
         return self.experts + self.latents + self.linear_heads + self.output_gate == 0

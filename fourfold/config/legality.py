@@ -101,6 +101,7 @@ KEYS = "the features of keys and values"
 KV_FEATURES = "model.num_key_value_heads × head_dim = {s.kv_heads} × {s.head_dim}"
 TOKENS = "training.micro_batch_size × seq_length = {s.micro_batch} × {s.seq}"
 EXPERTS = "layers.*.mlp.experts"
+LINEAR = "the key heads of linear attention"
 PLAIN = "dense models with neither latent, linear, nor gated attention"
 LATENTS = "the common divisor of model.q_lora_rank, kv_lora_rank, and qk_rope_head_dim"
 
@@ -160,14 +161,8 @@ RULES: tuple[Divides | Rule, ...] = (
             f"{round_to_multiple(s.micro_batch, s.y)} works"
         ),
     ),
-    Rule(
-        "the ranks that share heads do not divide the key heads of linear attention",
-        lambda s: s.linear_heads > 0 and s.linear_heads % s.head_ranks != 0,
-        lambda run, s: (
-            f"model.linear_num_key_heads = {s.linear_heads} must divide over the {s.head_ranks} ranks of cp, x and y "
-            f"that share the heads; {math.gcd(s.linear_heads, s.head_ranks)} such ranks work"
-        ),
-    ),
+    Divides(("x", "cp"), LINEAR, "linear_heads", "linear attention", "model.linear_num_key_heads"),
+    Divides(("x", "y", "cp"), LINEAR, "whole_linear_heads", "linear attention", "model.linear_num_key_heads"),
     Rule(
         "batch_parts divides neither the micro-batch nor its tokens",
         lambda s: (

@@ -11,8 +11,10 @@ from fourfold.config.strict import Strict
 Target = Literal[
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     "q_a_proj", "kv_a_proj", "q_nope_proj", "q_rope_proj", "k_nope_proj", "k_rope_proj",
+    "z_proj", "b_proj", "a_proj",
 ]  # fmt: skip
-"""The linear layers that can have an adapter. The second line names the layers of latent attention."""
+"""The linear layers that can have an adapter. The second line names the layers of latent attention, and the third line
+the layers of linear attention."""
 
 
 class LoRAConfig(Strict):

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from tiny_runs import tiny_run
+from tiny_runs import HYBRID, tiny_run
 
 from fourfold.config.layout import attention_split
 from fourfold.config.run import RunConfig
@@ -149,6 +149,27 @@ MHA = {"preset": "llama-tiny", "num_key_value_heads": 8}
             "runs micro-batches in rounds of pp = 2, and a step has 5; global_batch_size = 8 works",
         ),
         ({"num_hidden_layers": 8}, {"pp": 4, "schedule": "DualPipeV"}, {}, "needs at least 2·pp = 8 micro-batches"),
+        (
+            HYBRID | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
+            {"x": 2, "y": 2},
+            {"micro_batch_size": 1},
+            "linear attention cannot be split over y = 2: neither model.num_attention_heads = 6 (over x·y = 4) nor "
+            "training.micro_batch_size = 1 divides; micro_batch_size = 2 works",
+        ),
+        (
+            HYBRID,
+            {"x": 2, "cp": 4},
+            {},
+            "linear attention: model.linear_num_key_heads = 4 cannot be split over x·cp = 8; x = 1 or cp = 2 works, "
+            "and so does model.linear_num_key_heads = 8",
+        ),
+        (
+            HYBRID,
+            {"x": 2, "y": 4},
+            {},
+            "linear attention: model.linear_num_key_heads = 4 cannot be split over x·y = 8; x = 1 or y = 2 works, "
+            "and so does model.linear_num_key_heads = 8",
+        ),
     ],
 )
 def test_refused(model: dict[str, Any], parallel: dict[str, int], training: dict[str, Any], message: str) -> None:
@@ -202,6 +223,7 @@ BASES: tuple[dict[str, Any], ...] = (
     {"preset": "llama-tiny"},
     {"preset": "moe-tiny"},
     {"preset": "gpt-tiny", "max_position_embeddings": 66},
+    HYBRID,
 )
 PROPOSED = re.compile(r"(?:(\w+)\.)?(\w+) = ('\w+'|\[[\d, ]+\]|\d+)(?: or ('\w+'|\d+))?(?= works| or|, and so|$)")
 """A key and its values in the part of a refusal that says what works."""
@@ -257,6 +279,43 @@ def refusal_of(tables: dict[str, dict[str, Any]]) -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"overlap": {"batch_parts": 2}},
+            "overlap.batch_parts = 2 is for dense models with neither latent, linear, nor",
+        ),
+        ({"training": {"precision": "bf16", "float8": "rowwise"}}, "training.float8 = 'rowwise' is for dense models"),
+        (
+            {"training": {"compile": True}},
+            "training.compile = true does not work with model.linear_num_key_heads = 4; training.compile = false works",
+        ),
+        (
+            {"training": {"tuned_products": "cached"}},
+            "training.tuned_products = 'cached' does not work with model.linear_num_key_heads = 4; "
+            "training.tuned_products = 'off' works",
+        ),
+    ],
+    ids=str,
+)
+def test_what_linear_attention_does_not_support_is_refused(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        tiny_run(HYBRID, {"x": 2}, **sections)
+    assert message in str(error.value)
+
+
+def test_what_gated_attention_does_not_support_is_refused() -> None:
+    gated = {"preset": "llama-tiny", "attention_output_gate": True}
+    tiny_run(gated, {"x": 2}, training={"compile": True})
+    with pytest.raises(UserError, match="batch_parts = 1 works"):
+        tiny_run(gated, {"x": 2}, overlap={"batch_parts": 2})
+    with pytest.raises(UserError, match="float8 = 'none' works"):
+        tiny_run(gated, {"x": 2}, training={"precision": "bf16", "float8": "rowwise"})
+    with pytest.raises(UserError, match=r"does not work with model\.attention_output_gate = true"):
+        tiny_run(gated, {"x": 2}, training={"tuned_products": "cached"})
 
 
 def test_every_size_that_divides_is_accepted() -> None:

@@ -12,7 +12,7 @@ from fourfold.config.parameter_counts import num_parameters
 from fourfold.models.transformer import parameter_shapes
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4}
-S, F = "sliding_attention", "full_attention"
+S, F, D = "sliding_attention", "full_attention", "linear_attention"
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,25 @@ def test_a_base_that_is_that_of_the_others_is_none() -> None:
     assert stretched.rope_local_base_freq == 10000.0
 
 
+LINEAR = {
+    "layer_types": [D, F],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+def test_layers_with_linear_attention_repeat() -> None:
+    model = ModelConfig(**SIZES, **LINEAR | {"layer_types": [D, D, F] * 2})
+    assert model.layer_types == [D, D, F] and model.linear_layers == 4 and model.sliding_layers == 0
+    assert [model.type_of(layer) for layer in range(6)] == [D, D, F] * 2
+    slid = ModelConfig(**SIZES, **LINEAR | {"layer_types": [D, S], "sliding_window": 8})
+    assert slid.linear_layers == slid.sliding_layers == 3
+    only = ModelConfig(**SIZES, **LINEAR | {"layer_types": [D], "sliding_window": 8})
+    assert only.linear_layers == 6 and only.sliding_window == 0
+
+
 LATENTS = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2}
 
@@ -77,6 +96,21 @@ MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2}
         (LATENTS | {"v_head_dim": 20}, r"v_head_dim = 20 is above qk_nope_head_dim \+ qk_rope_head_dim = 12; 12 works"),
         (LATENTS | {"head_dim": 16}, "head_dim = 16 does not go with kv_lora_rank = 16; head_dim = 12 works"),
         (LATENTS | {"qk_norm": True}, "qk_norm = true does not go with kv_lora_rank = 16; qk_norm = false works"),
+        (
+            LATENTS | LINEAR,
+            "linear_num_key_heads = 2 does not go with kv_lora_rank = 16; linear_num_key_heads = 0 works",
+        ),
+        (LATENTS | {"attention_output_gate": True}, "attention_output_gate = true does not go with kv_lora_rank = 16"),
+        ({"layer_types": [D]}, "layer_types = .'linear_attention'. needs linear_num_key_heads; .* = 16 works"),
+        (
+            {key: value for key, value in LINEAR.items() if key != "linear_value_head_dim"},
+            "needs linear_value_head_dim; linear_value_head_dim = 16 works",
+        ),
+        ({"linear_key_head_dim": 8}, "linear_key_head_dim = 8 has no meaning without a linear_attention layer; leave"),
+        (
+            LINEAR | {"linear_num_value_heads": 5},
+            "linear_num_key_heads = 2 does not divide linear_num_value_heads = 5; linear_num_key_heads = 1 works",
+        ),
         (MIXTURE | {"n_group": 3}, "n_group = 3 must split num_experts = 8 into groups of ≥ 1; 1 works"),
         (
             MIXTURE | {"n_group": 8, "topk_group": 4, "router_score": "sigmoid"},
@@ -93,9 +127,10 @@ def test_contradictions_are_refused(keys: dict[str, Any], says: str) -> None:
         ModelConfig(**SIZES, **keys)
 
 
+@pytest.mark.parametrize("keys", [{}, LINEAR, {"attention_output_gate": True, "attention_bias": True}], ids=str)
 @pytest.mark.parametrize("placement", ["before", "after", "around"])
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
-def test_parameters_are_those_of_the_decoder(placement: str, norm: str) -> None:
-    model = ModelConfig(**SIZES, norm_placement=placement, norm=norm)
+def test_parameters_are_those_of_the_decoder(placement: str, norm: str, keys: dict[str, Any]) -> None:
+    model = ModelConfig(**SIZES, norm_placement=placement, norm=norm, **keys)
     sizes = [rows * (columns[0] if columns else 1) for rows, *columns in parameter_shapes(model).values()]
     assert num_parameters(model) == sum(sizes)

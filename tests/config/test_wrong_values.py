@@ -112,8 +112,8 @@ def test_a_wrong_value_is_refused_with_one_that_works(path: Path) -> None:
          "0.0, bias_update_rate = 0.0 }"),
         (("lora", "targets"), "q_proj",
          "lora.targets = 'q_proj': must be a list of 'q_proj', 'k_proj', 'v_proj', 'o_proj', "
-         "'gate_proj', 'up_proj', 'down_proj', 'q_a_proj', 'kv_a_proj', 'q_nope_proj', 'q_rope_proj', 'k_nope_proj' or "
-         "'k_rope_proj', not empty, such as ['q_proj']"),
+         "'gate_proj', 'up_proj', 'down_proj', 'q_a_proj', 'kv_a_proj', 'q_nope_proj', 'q_rope_proj', 'k_nope_proj', "
+         "'k_rope_proj', 'z_proj', 'b_proj' or 'a_proj', not empty, such as ['q_proj']"),
         (("training", "seed"), 2**63,
          "training.seed = 9223372036854775808: must be an integer ≥ 0 and < 2^63, such as 0"),
     ],

@@ -65,6 +65,25 @@ def test_a_sliding_layer_counts_the_keys_in_its_window():
     assert full.forward - slid.forward == pytest.approx(4 * 4 * 3 * (64 / 2 - seen), rel=0.01)
 
 
+def test_linear_attention_by_hand():
+    """One of two layers has 2 key heads of width 3, and 4 value heads of width 5."""
+    sizes = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 3, "value_head_dim": 5}
+    linear = {f"linear_{key}": value for key, value in sizes.items()}
+    count = count_of(layer_types=["linear_attention", "full_attention"], **linear)
+    # q and k 8*6 each, v and z 8*20 each, b and a 8*4 each, output 20*8.
+    attention = 48 + 48 + 160 + 160 + 32 + 32 + 160
+    assert attention == 640
+    mlp, full, head = 3 * 128, 96 + 48 + 48 + 96, 256
+    assert count.matmul_parameters == attention + full + 2 * mlp + head == 1952
+    # A token reads its key's value from 4 states of 3*5 entries, updates them, and reads its output: 2 FLOPs each.
+    states = 3 * 2 * 4 * 3 * 5
+    assert count.forward == 2 * 1952 + states + 240
+
+
+def test_a_gate_of_the_outputs_is_one_more_projection():
+    assert count_of(attention_output_gate=True).matmul_parameters - count_of().matmul_parameters == 2 * 8 * 12
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_linear_layers_agree_with_the_flop_counter(gated):
     """Compare the matmuls, forward and backward, when the linear layers of the tiny decoder run one after another."""

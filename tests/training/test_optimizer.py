@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from tiny_runs import GPT, LLAMA, MIXTURE, QWEN, QWEN_MOE, tiny_run
+from tiny_runs import GPT, HYBRID, LLAMA, MIXTURE, QWEN, QWEN_MOE, tiny_run
 
-from fourfold.config.optimizer_rules import OptimizerConfig, rule_of
+from fourfold.config.optimizer_rules import OptimizerConfig, is_matrix, rule_of
 from fourfold.config.run import RunConfig, SchedulerConfig
 from fourfold.errors import UserError
+from fourfold.models.transformer import parameter_shapes
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
@@ -111,7 +112,13 @@ def optimizer_section() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("model", "parallel"),
-    [(GPT, {}), (LLAMA, {"z": 3}), (GPT, {"x": 2, "y": 2}), (LLAMA, {"x": 2, "dp": 2, "zero": 1})],
+    [
+        (GPT, {}),
+        (LLAMA, {"z": 3}),
+        (GPT, {"x": 2, "y": 2}),
+        (LLAMA, {"x": 2, "dp": 2, "zero": 1}),
+        (HYBRID, {"x": 2, "z": 2}),
+    ],
 )
 def test_adamw_is_torchs_on_every_grid(pool: Pool, model: dict[str, Any], parallel: dict[str, int]) -> None:
     run = tiny_run(model, parallel, optimizer=optimizer_section(), training={"global_batch_size": 12})
@@ -125,6 +132,24 @@ def test_adamw_is_torchs_on_every_grid(pool: Pool, model: dict[str, Any], parall
             parameter.grad = gradient_of(name, tuple(parameter.shape), step)
             adamw.step()
         torch.testing.assert_close(after[name], parameter.data, rtol=1e-5, atol=1e-6)
+
+
+def test_muon_leaves_the_convolutions_of_linear_attention_to_adamw() -> None:
+    shapes = parameter_shapes(tiny_run(HYBRID).model)
+    muon = {name for name, shape in shapes.items() if rule_of(name, len(shape), "muon") == "muon"}
+    first = "layers.0.self_attn."
+    assert {name for name in muon if name.startswith(first)} == {
+        *(f"{first}inputs.{kind}_proj.weight" for kind in "qkvzba"),
+        f"{first}o_proj.weight",
+    }
+
+
+def test_decays_biases_and_norms_of_linear_attention_do_not_decay() -> None:
+    shapes = parameter_shapes(tiny_run(HYBRID).model)
+    kept = {name for name, shape in shapes.items() if not is_matrix(name, len(shape))}
+    core = "layers.0.self_attn.core."
+    assert {f"{core}A_log", f"{core}dt_bias", f"{core}norm.weight"} <= kept
+    assert not any(name.endswith(("_conv", "_proj.weight")) for name in kept)
 
 
 def steps_of(optimizer: type[torch.optim.Optimizer], start: torch.Tensor, name: str, **settings: Any) -> torch.Tensor:

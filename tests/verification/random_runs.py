@@ -19,9 +19,12 @@ PRECISIONS = ({"precision": "fp16"}, {"precision": "bf16"}, {"precision": "bf16"
 
 def random_table(seed: int) -> Table:
     """Return the sections of a legal run file on two to eight processes. They depend only on the seed."""
-    table, draw = _random_table(random.Random(seed)), random.Random(f"latents of {seed}")
-    latent = _with_latents(draw, table)
-    return latent if draw.random() < 0.2 and is_legal(latent) else table
+    table = _random_table(random.Random(seed))
+    for name, change in (("latents", _with_latents), ("some linear attention", _with_linear_attention)):
+        draw = random.Random(f"{name} of {seed}")
+        changed = change(draw, table)
+        table = changed if draw.random() < 0.2 and is_legal(changed) else table
+    return table
 
 
 def _random_table(draw: random.Random) -> Table:
@@ -214,6 +217,27 @@ def _with_latents(draw: random.Random, table: Table) -> Table:
     if "lora" in table:
         latent["lora"] = {key: value for key, value in table["lora"].items() if key != "targets"}
     return latent
+
+
+def _with_linear_attention(draw: random.Random, table: Table) -> Table:
+    """Return a run file in which some layers have linear attention. It is not legal if the model has latents."""
+    grid = table["parallel"]
+    keys = grid["x"] * grid["y"] * grid["cp"] * draw.choice((1, 2))
+    kinds = table["model"].get("layer_types") or ["full_attention"]
+    model = table["model"] | {
+        "layer_types": draw.sample(["linear_attention", *kinds], 1 + len(kinds)),
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * draw.choice((1, 2, 3)),
+        "linear_key_head_dim": draw.choice((4, 6)),
+        "linear_value_head_dim": draw.choice((5, 8)),
+        "linear_conv_kernel_dim": draw.choice((1, 3, 4)),
+        "attention_output_gate": draw.random() < 0.5,
+    }
+    hybrid = {**table, "model": model, "overlap": {**table["overlap"], "batch_parts": 1}}
+    hybrid["training"] = {**table["training"], "tuned_products": "off"}
+    if "lora" in table:
+        hybrid["lora"] = {key: value for key, value in table["lora"].items() if key != "targets"}
+    return hybrid
 
 
 def _grid(draw: random.Random) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import GPT, LLAMA, QWEN, tiny_run
+from tiny_runs import GPT, HYBRID, LLAMA, QWEN, tiny_run
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -55,6 +55,7 @@ def check_against_tracker(model: dict[str, Any], grid: dict[str, int], sections:
     ("model", "grid", "sections"),
     [
         (LLAMA, {}, {}),
+        (HYBRID, {}, {}),
         pytest.param(GPT, {}, {"activation_checkpoint": {"mode": "full"}}, marks=pytest.mark.slow),
         pytest.param(QWEN, {"x": 2, "y": 2}, {}, marks=pytest.mark.slow),
         (GPT, {"z": 2, "dp": 2, "zero": 3}, {}),

@@ -13,6 +13,7 @@ from mutants_of_families import FAMILIES
 from mutants_of_gpt_oss import GPT_OSS_FAULTS
 from mutants_of_latents import LATENTS
 from mutants_of_layers import LAYERS
+from mutants_of_linear_attention import LINEAR_ATTENTION
 from mutants_of_optimizers import OPTIMIZERS
 from mutants_of_parallelism import PARALLELISM
 from mutants_of_preferences import PREFERENCES
@@ -36,6 +37,7 @@ FAULTS = [
     *FAMILIES,
     *GPT_OSS_FAULTS,
     *LATENTS,
+    *LINEAR_ATTENTION,
     *PREFERENCES,
     *RUNS,
     *DTYPES,

@@ -9,6 +9,7 @@ from typing import Any
 import layouts
 import layouts_of_experts
 import layouts_of_latents
+import layouts_of_linear_attention
 import numpy as np
 import pytest
 import torch
@@ -60,7 +61,7 @@ def check(pool: Pool, case: Case, folder: Path, against: Against = "plain") -> N
     assert report.ok, report.record()
 
 
-OTHERS = {"experts": layouts_of_experts, "latents": layouts_of_latents}
+OTHERS = {"experts": layouts_of_experts, "latents": layouts_of_latents, "linear attention": layouts_of_linear_attention}
 CASES = layouts.CASES | {f"{kind}, {name}": case for kind, of in OTHERS.items() for name, case in of.CASES.items()}
 SLOW_CASES = layouts.SLOW_CASES | {
     f"{kind}, {name}": case for kind, of in OTHERS.items() for name, case in of.SLOW_CASES.items()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from tiny_runs import DEEPSEEK, GEMMA2, GPT, LLAMA, QWEN, tiny_run
+from tiny_runs import DEEPSEEK, GEMMA2, GPT, HYBRID, LLAMA, QWEN, tiny_run
 
 from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.run import RunConfig
@@ -113,6 +113,8 @@ CONTINUED = [
     (LLAMA, {"x": 2}, {"activation_checkpoint": {"mode": "full", "every": 2}, "training": {"global_batch_size": 4}}),
     pytest.param(GPT, {"z": 2}, {"activation_checkpoint": {"mode": "selective", "every": 3}}, marks=pytest.mark.slow),
     (LLAMA, {"x": 2}, {"training": {"global_batch_size": 2}}),
+    (HYBRID, {"x": 2}, {"training": {"global_batch_size": 2}}),
+    pytest.param(HYBRID, {"y": 2, "z": 2, "zero": 3}, FULL, marks=pytest.mark.slow),
     pytest.param(GPT, {"z": 2}, {"training": {"global_batch_size": 4}} | FULL, marks=pytest.mark.slow),
 ]
 
@@ -124,7 +126,7 @@ def test_continuing_from_few_layers_is_exact(
     ranks = grid.get("z", 1) * grid.get("dp", 1)
     training = {"global_batch_size": 2 * ranks * 5, "seq_length": 16, **sections.get("training", {})}
     every = sections.get("activation_checkpoint", {}).get("every", 1)
-    layers = 6 + every if "layer_types" not in model else 11
+    layers = 6 + every if "layer_types" not in model else 5 + 2 * len(model["layer_types"])
     run = tiny_run(model | {"num_hidden_layers": layers}, grid, **(sections | {"training": training}))
     assert trace(run) == trace(run, whole=True)
 
@@ -134,6 +136,7 @@ PIPELINES = [
     (THIRDS, {"pp": 6}),
     (DEEPSEEK | {"num_hidden_layers": 12, "first_k_dense_replace": 3}, {"pp": 6}),
     (LLAMA | {"num_hidden_layers": 32}, {"pp": 2, "x": 2}),
+    (HYBRID | {"num_hidden_layers": 12}, {"pp": 3, "x": 2}),
 ]
 
 
@@ -183,9 +186,21 @@ def recorded_body(rank: int, world_size: int, run: RunConfig) -> tuple[dict[tupl
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("grid", [{"x": 2, "y": 2}, {"y": 2, "z": 2, "zero": 3}, {"z": 2, "dp": 2}], ids=str)
-def test_a_real_run_sends_what_the_trace_says(pool: Pool, grid: dict[str, int]) -> None:
-    run = tiny_run(LLAMA, grid, training={"device": "cpu"})
+@pytest.mark.parametrize(
+    ("model", "grid"),
+    [
+        (LLAMA, {"x": 2, "y": 2}),
+        (LLAMA, {"y": 2, "z": 2, "zero": 3}),
+        (LLAMA, {"z": 2, "dp": 2}),
+        (HYBRID, {"x": 2, "y": 2}),
+        (HYBRID, {"x": 2, "cp": 2}),
+        (HYBRID, {"y": 2, "z": 2, "zero": 3}),
+        (HYBRID | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}, {"x": 2, "y": 2}),
+    ],
+    ids=str,
+)
+def test_a_real_run_sends_what_the_trace_says(pool: Pool, model: dict[str, Any], grid: dict[str, int]) -> None:
+    run = tiny_run(model, grid, training={"device": "cpu"})
     traced = trace(run)
     for collectives, parameters in pool.run(4, recorded_body, run):
         assert collectives == by_line(traced)
