@@ -204,8 +204,8 @@ LINEAR_ATTENTION = [
     Mutant(
         "the gated norm multiplies by the gate first",
         "models.delta_net:DeltaCore.compute",
-        "(self.norm(out_BSNE) * gate_BSNE).to(z.dtype).flatten(-2)",
-        "self.norm(out_BSNE * gate_BSNE).to(z.dtype).flatten(-2)",
+        "self.norm(out_BSNE) * gate_BSNE",
+        "self.norm(out_BSNE * gate_BSNE)",
         HYBRID,
         X2,
     ),
