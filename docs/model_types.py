@@ -42,7 +42,7 @@ from fourfold.parallel.grid.grid import Grid  # noqa: E402
 from fourfold.parallel.state import gather_full  # noqa: E402
 from fourfold.planning.calibration.machine_constants import constants_for  # noqa: E402
 from fourfold.planning.machines.machine import load_machine  # noqa: E402
-from fourfold.planning.run_workload import workload_of_model  # noqa: E402
+from fourfold.planning.run_workload import check_predicted, workload_of_model  # noqa: E402
 from fourfold.planning.search.plan import make_plan  # noqa: E402
 from fourfold.run_file.load import make_run  # noqa: E402
 from fourfold.verification.parity_report import ParityReport  # noqa: E402
@@ -56,6 +56,8 @@ SIZES: dict[str, Any] = {
     "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48, "num_mtp_layers": 0, "rotary_dim": 8,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
     "n_shared_experts": 1, "num_kv_heads": 4, "new_decoder_architecture": True,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "full_attention_interval": 2,
 }  # fmt: skip
 """Sizes of a tiny model. Classes ignore the keys that they do not have."""
 LATENT = {"num_key_value_heads": 8, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
@@ -227,7 +229,9 @@ def check_training(row: Row, pool: Pool, folder: Path) -> None:
 
 def check_plan(row: Row, folder: Path) -> None:
     machine = load_machine("dgx-h100")
-    work = workload_of_model(model_of(read_config(folder), str(folder)))
+    model = model_of(read_config(folder), str(folder))
+    check_predicted(model)
+    work = workload_of_model(model)
     plan = make_plan(work.but(global_batch_size=64, seq_length=32), machine, constants_for(machine), 8)
     assert plan.best.seconds > 0
     row.cells["plan"] = OK

@@ -47,7 +47,7 @@ GLM: dict[str, Any] = {
     "moe_intermediate_size": 24,
 }
 NEOX_LINEAR = {"rope_theta": 2e4, "rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
-F, S = "full_attention", "sliding_attention"
+F, S, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 QWEN_WINDOW = {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 GEMMA: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
 GEMMA_LINEAR = {"rope_theta": 1e5, "rope_type": "linear", "factor": 8.0}
@@ -60,6 +60,16 @@ GROUPED = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
+DELTA: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "layer_types": [LINEAR, F],
+    "shared_expert_intermediate_size": 40,
+}
 GPT_OSS: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -310,6 +320,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "flex_olmo biases": ("FlexOlmoConfig", EXPERTS | {"attention_bias": True, "norm_topk_prob": True, "head_dim": 16}),
     "aria_text": ("AriaTextConfig", {"num_key_value_heads": 2, "moe_num_experts": 6}),
     "aria_text biases": ("AriaTextConfig", {"attention_bias": True, "head_dim": 16, "moe_num_shared_experts": 1}),
+    "qwen3_next": ("Qwen3NextConfig", EXPERTS | DELTA),
+    "qwen3_next dense": (
+        "Qwen3NextConfig",
+        EXPERTS
+        | DELTA
+        | {"attention_bias": True, "norm_topk_prob": False, "mlp_only_layers": [0], "linear_num_value_heads": 2}
+        | {"tie_word_embeddings": True, "rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", DELTA),
+    "qwen3_5 biases": (
+        "Qwen3_5TextConfig",
+        DELTA
+        | {"num_key_value_heads": 8, "attention_bias": True, "linear_conv_kernel_dim": 3, "layer_types": [F, LINEAR]}
+        | {"rope_parameters": YARN | {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}},
+    ),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", EXPERTS | DELTA),
+    "qwen3_5_moe full": ("Qwen3_5MoeTextConfig", EXPERTS | DELTA | {"layer_types": [F, F]}),
     "gpt_oss": ("GptOssConfig", GPT_OSS),
     "gpt_oss no biases": (
         "GptOssConfig",

@@ -9,7 +9,7 @@ has no row for it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -134,16 +134,17 @@ _MIXTRAL = _LLAMA | _experts("block_sparse_moe", gate_proj="w1", up_proj="w3", d
 _EXPERTS = _experts("mlp", gate_proj="gate_proj", up_proj="up_proj", down_proj="down_proj")
 _QWEN_MOE = _LLAMA | _EXPERTS
 _QWEN_MOE_SHARED = _QWEN_MOE | _shared_expert("shared_experts")
+_STACKED_EXPERTS: Table = {
+    f"model.layers.{{i}}.mlp.experts.{theirs}{kind}": tuple(f"layers.{{i}}.mlp.experts.{n}{kind}" for n in ours)
+    for theirs, ours in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items()
+    for kind in ("", "_bias")
+}
 _SINKS: Table = {"model.layers.{i}.self_attn.sinks": ("layers.{i}.self_attn.core.sinks",)}
 _GPT_OSS = (
     _without(_LLAMA, ".mlp.")
     | _weight_and_bias("model.layers.{i}.mlp.", {"router": "layers.{i}.mlp.gate"})
     | _SINKS
-    | {
-        f"model.layers.{{i}}.mlp.experts.{theirs}{kind}": tuple(f"layers.{{i}}.mlp.experts.{n}{kind}" for n in ours)
-        for theirs, ours in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items()
-        for kind in ("", "_bias")
-    }
+    | _STACKED_EXPERTS
 )
 _LATENT = _without(_QWEN_MOE_SHARED, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj") | {
     f"model.layers.{{i}}.self_attn.{theirs}.weight": tuple(f"layers.{{i}}.self_attn.{name}.weight" for name in ours)
@@ -158,6 +159,26 @@ _LATENT = _without(_QWEN_MOE_SHARED, "self_attn.q_proj", "self_attn.k_proj", "se
     }.items()
 }
 _SHARED_GATE: Table = {"model.layers.{i}.mlp.shared_expert_gate.weight": ("layers.{i}.mlp.shared_expert_gate.weight",)}
+_QWEN_MOE_GATED = _QWEN_MOE | _shared_expert("shared_expert") | _SHARED_GATE
+
+
+def _linear_attention(**inputs: str) -> Table:
+    """Return rows for layers with linear attention, and for attention layers with an output gate.
+
+    ``inputs`` maps the Hugging Face names of the linear layers' projections to the letters of ours.
+    """
+    ours = {f"{name}.weight": [f"inputs.{part}_proj.weight" for part in parts] for name, parts in inputs.items()} | {
+        "conv1d.weight": [f"core.{part}_conv" for part in "qkv"],
+        **{name: [f"core.{name}"] for name in ("A_log", "dt_bias", "norm.weight")},
+        "out_proj.weight": ["o_proj.weight"],
+    }
+    gated = {"self_attn.q_proj": tuple(f"layers.{{i}}.self_attn.qkv.{part}_proj" for part in ("q", "gate"))}
+    return _weight_and_bias("model.layers.{i}.", gated) | {
+        f"model.layers.{{i}}.linear_attn.{name}": tuple(f"layers.{{i}}.self_attn.{part}" for part in parts)
+        for name, parts in ours.items()
+    }
+
+
 _EXAONE = _renamed(_LLAMA, {
     "model.embed_tokens": "transformer.wte", "model.layers": "transformer.h", "model.norm": "transformer.ln_f",
     "self_attn.o_proj": "self_attn.out_proj", "self_attn": "attn.attention", "input_layernorm": "ln_1",
@@ -206,12 +227,15 @@ class Format:
     """A prefix that the names in files lack if the model was saved without its head."""
     transposed: tuple[str, ...] = ()
     """Tensors that are stored as [in, out]. Our parameters are [out, in]."""
-    by_head: tuple[str, ...] = ()
-    """Tensors that interleave the rows of our parameters head by head."""
+    by_head: Mapping[str, str] = field(default_factory=dict)
+    """Maps tensors that interleave the rows of our parameters head by head to the key of [model] with the number of
+    heads."""
     by_row: tuple[str, ...] = ()
     """Tensors that interleave the rows of our parameters one by one."""
     stacked: tuple[str, ...] = ()
     """Tensors that stack all experts along the first dim, as our parameters do."""
+    convolutions: tuple[str, ...] = ()
+    """Tensors that have a dim of size 1 after the first dim. Our parameters are matrices."""
     rotated_in_pairs: tuple[str, ...] = ()
     """Parameters of ours whose rows 2i and 2i + 1 of a head are rotated together in these files. Our decoder rotates i
     and i + d."""
@@ -229,6 +253,14 @@ class Format:
 
 
 _PAIRS = (".q_proj.", ".k_proj.")
+_FUSED = {".query_key_value.": "num_key_value_heads"}
+_GATED = {".self_attn.q_proj.": "num_attention_heads"}
+_QWEN3_5 = Format(
+    _LLAMA | _linear_attention(in_proj_qkv="qkv", in_proj_z="z", in_proj_b="b", in_proj_a="a"),
+    by_head=_GATED,
+    convolutions=(".conv1d.",),
+    ignored=("mtp.", "model.visual."),
+)
 _OF_LLAMA = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "ministral", "seed_oss", "granite", "arcee", "stablelm",
     "smollm3", "internlm3", "iquestcoder", "cwm", "jais2",
@@ -240,18 +272,18 @@ FORMATS = dict.fromkeys(_OF_LLAMA, Format(_LLAMA)) | {
     "exaone4": Format(_OLMO2),
     "gemma2": Format(_GEMMA2),
     "gemma3_text": Format(_GEMMA2),
-    "gpt_neox": Format(_GPT_NEOX, prefix="gpt_neox.", by_head=(".query_key_value.",)),
+    "gpt_neox": Format(_GPT_NEOX, prefix="gpt_neox.", by_head=_FUSED),
     "gpt2": Format(_GPT2, prefix="transformer.", transposed=(".c_attn.", ".c_proj.", ".c_fc.")),
     "mixtral": Format(_MIXTRAL),
     "qwen3_moe": Format(_QWEN_MOE),
-    "qwen2_moe": Format(_QWEN_MOE | _shared_expert("shared_expert") | _SHARED_GATE),
+    "qwen2_moe": Format(_QWEN_MOE_GATED),
     "olmoe": Format(_QWEN_MOE),
     **dict.fromkeys(
         ("glm4_moe", "solar_open", "dots1"),
         Format(_QWEN_MOE_SHARED, layers_beyond="num_nextn_predict_layers"),
     ),
     "gpt_oss": Format(_GPT_OSS, transposed=(".experts.",), by_row=(".gate_up_proj",), stacked=(".experts.",)),
-    "falcon": Format(_FALCON, prefix="transformer.", by_head=(".query_key_value.",)),
+    "falcon": Format(_FALCON, prefix="transformer.", by_head=_FUSED),
     "flint": Format(_renamed(_QWEN_MOE | _SINKS | _shared_expert("shared_expert"), {"sinks": "softmax_offset"})),
     "mellum": Format(_QWEN_MOE, ignored=("mtp.",)),
     "flex_olmo": Format(_OLMO2 | _EXPERTS),
@@ -278,14 +310,31 @@ FORMATS = dict.fromkeys(_OF_LLAMA, Format(_LLAMA)) | {
         ("deepseek_v2", "deepseek_v3", "youtu", "glm4_moe_lite", "sarvam_mla"),
         Format(
             _LATENT,
-            by_head=(".q_proj.", ".q_b_proj.", ".kv_b_proj."),
+            by_head=dict.fromkeys((".q_proj.", ".q_b_proj.", ".kv_b_proj."), "num_attention_heads"),
             rotated_in_pairs=("_rope_proj.",),
             layers_beyond="num_nextn_predict_layers",
         ),
     ),
+    "qwen3_next": Format(
+        _QWEN_MOE_GATED | _linear_attention(in_proj_qkvz="qkvz", in_proj_ba="ba"),
+        by_head=_GATED | dict.fromkeys((".in_proj_qkvz.", ".in_proj_ba."), "linear_num_key_heads"),
+        convolutions=(".conv1d.",),
+        ignored=("mtp.",),
+    ),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": replace(_QWEN3_5, table=_QWEN_MOE_GATED | _QWEN3_5.table),
     "glm": Format(_GLM, rotated_in_pairs=_PAIRS),
     "glm4": Format(_GLM4, rotated_in_pairs=_PAIRS),
 }
+
+WITH_STACKED_EXPERTS = {
+    "qwen3_5_moe_text": replace(
+        _QWEN3_5,
+        table=_without(FORMATS["qwen3_5_moe_text"].table, ".experts.") | _STACKED_EXPERTS,
+        stacked=(".experts.",),
+    ),
+}
+"""Formats of files that stack the experts, in families whose files can also have one matrix per expert."""
 
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 """Endings of tensor names in older files that are buffers, not weights."""

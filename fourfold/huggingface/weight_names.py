@@ -76,6 +76,8 @@ class TheirTensor:
     is_stacked: bool
     """Whether the tensor and our parameters stack all experts. If they do, ``pieces`` describes the rows of one
     expert."""
+    is_convolution: bool
+    """Whether the tensor has a dim of size 1 after the first dim."""
     pieces: tuple[TensorPiece, ...]
 
     def joined(self, ours: Sequence[Tensor]) -> Tensor:
@@ -88,6 +90,8 @@ class TheirTensor:
     def _joined(self, ours: Sequence[Tensor]) -> Tensor:
         groups = [piece.grouped(tensor) for piece, tensor in zip(self.pieces, ours, strict=True)]
         whole = (groups[0] if len(groups) == 1 else torch.cat(groups, dim=1)).flatten(0, 1)
+        if self.is_convolution:
+            return whole[:, None]
         return whole.T.contiguous() if self.transposed else whole
 
 
@@ -96,14 +100,16 @@ def head_of(kind: str) -> str:
     return next(theirs for theirs, ours in FORMATS[kind].table.items() if ours == (HEAD,))
 
 
-def name_map(kind: str, model: ModelConfig) -> list[TheirTensor]:
-    """Return the tensors of a Hugging Face model of the family ``kind``, layer by layer."""
+def name_map(kind: str, model: ModelConfig, files: Format | None = None) -> list[TheirTensor]:
+    """Return the tensors of a Hugging Face model of the family ``kind``, layer by layer. The default format is the
+    format that transformers writes."""
+    files = files or FORMATS[kind]
     shapes = parameter_shapes(model)
     found: list[TheirTensor] = []
     other = ".q_proj." if model.q_lora_rank else ".q_b_proj."  # The two names of the projection to queries.
-    for theirs, ours, expert in _rows(FORMATS[kind].table, model):
+    for theirs, ours, expert in _rows(files.table, model):
         if ours[0] in shapes and other not in theirs:
-            found.append(_their_tensor(FORMATS[kind], theirs, ours, expert, shapes, model))
+            found.append(_their_tensor(files, theirs, ours, expert, shapes, model))
     placed = [(piece.name, piece.expert) for tensor in found for piece in tensor.pieces]
     assert len(placed) == len(set(placed)), f"two places in {kind} for one parameter"
     missing = set(shapes) ^ {name for name, _ in placed}
@@ -117,7 +123,10 @@ def _rows(table: Table, model: ModelConfig) -> Iterator[tuple[str, tuple[str, ..
     yield from ((theirs, ours, None) for theirs, ours in table.items() if "{i}" not in theirs)
     layered = [row for row in table.items() if "{i}" in row[0]]
     for i in range(model.num_hidden_layers):
+        other = ".self_attn." if model.type_of(i) == "linear_attention" else ".linear_attn."
         for theirs, ours in layered:
+            if other in theirs:
+                continue
             names = tuple(name.format(i=i) for name in ours)
             if "{e}" in theirs:
                 yield from ((theirs.format(i=i, e=e), names, e) for e in range(model.num_experts))
@@ -138,8 +147,9 @@ def _their_tensor(
     rows = [model.vocab_size if name in VOCABULARY else shape[0] for name, shape in zip(ours, dims, strict=True)]
     pairs = [model.rotary_dim * any(part in name for part in files.rotated_in_pairs) for name in ours]
     groups = max(1, min(rows) // model.head_dim) if any(pairs) else 1
-    if any(part in theirs for part in files.by_head):
-        groups = model.num_key_value_heads
+    heads = [key for part, key in files.by_head.items() if part in theirs]
+    if heads:
+        groups = getattr(model, heads[0])
     if any(part in theirs for part in files.by_row):
         groups = min(rows)
     stride = sum(rows) // groups
@@ -151,5 +161,8 @@ def _their_tensor(
     shape = (sum(rows), *dims[0][1:])
     transposed = len(shape) == 2 and any(part in theirs for part in files.transposed)
     shape = shape[::-1] if transposed else shape
+    is_convolution = any(part in theirs for part in files.convolutions)
+    if is_convolution:
+        shape = (shape[0], 1, *shape[1:])
     experts = shapes[ours[0]][:1] if is_stacked else ()
-    return TheirTensor(theirs, experts + shape, transposed, is_stacked, tuple(pieces))
+    return TheirTensor(theirs, experts + shape, transposed, is_stacked, is_convolution, tuple(pieces))

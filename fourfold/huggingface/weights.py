@@ -13,7 +13,7 @@ from torch import Tensor
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import family_of, read_config
-from fourfold.huggingface.file_formats import BUFFERS, FORMATS, HEAD
+from fourfold.huggingface.file_formats import BUFFERS, FORMATS, HEAD, WITH_STACKED_EXPERTS
 from fourfold.huggingface.fp8_blocks import ScaledMatrix, scaled_in
 from fourfold.huggingface.mxfp4 import PackedMatrices, packed_in
 from fourfold.huggingface.weight_names import TensorPiece, TheirTensor, head_of, name_map
@@ -34,7 +34,8 @@ class Pretrained:
         self.kind = family_of(config, str(folder))
         self.files = TensorFiles(folder)
         self.shapes = parameter_shapes(model)
-        self.tensors = name_map(self.kind, model)
+        is_stacked = any(name.endswith(".experts.gate_up_proj") for name in self.files.shapes)
+        self.tensors = name_map(self.kind, model, WITH_STACKED_EXPERTS.get(self.kind) if is_stacked else None)
         self._places: dict[str, list[tuple[TheirTensor, TensorPiece]]] = {}
         """Where each of our parameters is in the files. If a parameter stacks experts, it has one place for each
         expert, in order."""
@@ -106,15 +107,18 @@ class Pretrained:
             theirs, part = out[here], (there, *slices[1:])
             if tensor.transposed:
                 theirs, part = theirs.T, part[::-1]
+            if tensor.is_convolution:
+                theirs, part = theirs[:, None], (part[0], slice(0, 1), *part[1:])
             if stacked_expert is not None:
                 theirs, part = theirs[None], (slice(stacked_expert, stacked_expert + 1), *part)
             self.files.read_into(theirs, self._names[tensor.name], part)
 
     def _names_in_files(self, name: str) -> list[str]:
         """Return the names that a tensor may have in files. If the model was saved without its head, names lack the
-        prefix."""
+        prefix. If files also have a model of images, names have another prefix."""
         modules = [HEAD] if name == head_of(self.kind) else []  # transformers 5 uses this name for every head.
-        return [name, name.removeprefix(FORMATS[self.kind].prefix), *modules]
+        beside_images = name.replace("model.", "model.language_model.", 1)
+        return [name, name.removeprefix(FORMATS[self.kind].prefix), beside_images, *modules]
 
     def _check_nothing_left(self, model: ModelConfig, config: Mapping[str, Any]) -> None:
         beyond = FORMATS[self.kind].names_beyond(model.num_hidden_layers, config)

@@ -3,6 +3,7 @@ map of weight names connects the two."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,12 +59,29 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
         joined = (t.joined([p.of(merged(parameters, p.name)) for p in t.pieces]) for t in tensors)
         theirs = in_modules(model, rows, {t.name: whole for t, whole in zip(tensors, joined, strict=True)})
         dtype = next(iter(theirs.values())).dtype
-        mask = None if batch.documents_BS is None else masks(batch.documents_BS, dtype)
-        inputs = {"input_ids": batch.tokens_BS, "position_ids": batch.positions_BS, "attention_mask": mask}
-        out: Tensor = functional_call(model, theirs, (), inputs).logits
-        return out
+
+        def called(tokens_BS: Tensor, positions_BS: Tensor, mask: Tensor | dict[str, Tensor] | None = None) -> Tensor:
+            inputs = {"input_ids": tokens_BS, "position_ids": positions_BS, "attention_mask": mask}
+            out: Tensor = functional_call(model, theirs, (), inputs).logits
+            return out
+
+        if batch.documents_BS is None:
+            return called(batch.tokens_BS, batch.positions_BS)
+        if run.model.linear_layers:  # No mask ends the states of linear attention.
+            return _document_by_document(called, batch.tokens_BS, batch.positions_BS, batch.documents_BS)
+        return called(batch.tokens_BS, batch.positions_BS, masks(batch.documents_BS, dtype))
 
     return logits
+
+
+def _document_by_document(called: Callable[..., Tensor], *tokens_positions_documents: Tensor) -> Tensor:
+    """Return the logits [B, S, V] of documents that are computed one by one."""
+    rows = []
+    for tokens_S, positions_S, documents_S in zip(*tokens_positions_documents, strict=True):
+        lengths = documents_S.unique_consecutive(return_counts=True)[1].tolist()
+        parts = zip(tokens_S[None].split(lengths, 1), positions_S[None].split(lengths, 1), strict=True)
+        rows.append(torch.cat([called(*part) for part in parts], 1))
+    return torch.cat(rows)
 
 
 def _block_diagonal(documents_BS: Tensor, dtype: torch.dtype, window: int) -> Tensor:

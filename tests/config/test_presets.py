@@ -31,6 +31,9 @@ BILLIONS = {
     "mixtral-8x22b": 141,
     "qwen3-30b-a3b": 30.5,
     "qwen3-235b-a22b": 235,
+    "qwen3-next-80b-a3b": 80,
+    "qwen3.5-9b": 8.95,
+    "qwen3.5-35b-a3b": 34.7,
     "olmoe-1b-7b": 6.9,
     "gpt-oss-20b": 20.91,
     "gpt-oss-120b": 116.83,
@@ -45,6 +48,7 @@ BILLIONS_ACTIVE = {
     "mixtral-8x22b": 39,
     "qwen3-30b-a3b": 3.3,
     "qwen3-235b-a22b": 22,
+    "qwen3.5-35b-a3b": 3.46,
     "olmoe-1b-7b": 1.3,
     "gpt-oss-20b": 3.61 + 0.58,  # OpenAI's numbers leave out the embedding.
     "gpt-oss-120b": 5.13 + 0.58,

@@ -43,7 +43,7 @@ def pack(folder: Path, **settings: Any) -> dict[str, Tensor]:
     stored, plain = dict[str, Tensor](), dict[str, Tensor]()
     for name, weight in weights_of(folder).items():
         stored[name] = plain[name] = weight
-        if name.endswith("_proj.weight") or "kv_a_proj" in name:
+        if weight.ndim == 2 and any(part in name for part in ("_proj.weight", "kv_a_proj", "in_proj_qkvz")):
             stored[name], stored[name + "_scale_inv"], plain[name] = in_blocks(weight, generator)
     rewrite(folder, stored)
     config = read_config(folder) | {"quantization_config": FP8 | settings}
@@ -51,8 +51,11 @@ def pack(folder: Path, **settings: Any) -> dict[str, Tensor]:
     return plain
 
 
-def test_blocks_are_multiplied_by_their_factors(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "hf", "deepseek_v3", torch.bfloat16, **SIZES)
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("deepseek_v3", SIZES), ("qwen3_next", {"hidden_size": 160, "linear_value_head_dim": 80})]
+)
+def test_blocks_are_multiplied_by_their_factors(name: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "hf", name, torch.bfloat16, **sizes)
     plain = pack(folder)
     import_huggingface(str(folder), tmp_path / "ours")
     export_huggingface(tmp_path / "ours", tmp_path / "back")

@@ -49,7 +49,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "qwen3_next"])
 def test_greedy_tokens_are_those_that_transformers_generates(name: str, tmp_path: Path) -> None:
     """transformers caches keys and values. Our decoder computes the whole sequence for each token."""
     folder = make_model(tmp_path / "hf", name)
@@ -109,6 +109,9 @@ OF_PRESETS = {
     "mixtral-8x22b": "mixtral",
     "qwen3-30b-a3b": "qwen3_moe",
     "qwen3-235b-a22b": "qwen3_moe",
+    "qwen3-next-80b-a3b": "qwen3_next",
+    "qwen3.5-9b": "qwen3_5_text",
+    "qwen3.5-35b-a3b": "qwen3_5_moe_text",
     "olmoe-1b-7b": "olmoe",
     "gpt-oss-20b": "gpt_oss",
     "gpt-oss-120b": "gpt_oss",
@@ -211,6 +214,9 @@ GRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "z2 x2 ep2 zero 3 qwen3_moe": ("qwen3_moe", {"z": 2, "x": 2, "ep": 2, "zero": 3}),
     "y2 cp2 ep2 qwen2_moe": ("qwen2_moe", {"y": 2, "cp": 2, "ep": 2}),
     "pp2 glm4_moe": ("glm4_moe", {"pp": 2}),
+    "x2 y2 qwen3_next": ("qwen3_next", {"x": 2, "y": 2}),
+    "cp2 z2 qwen3_5": ("qwen3_5", {"cp": 2, "z": 2}),
+    "dp2 ep2 zero 3 qwen3_5_moe": ("qwen3_5_moe", {"dp": 2, "ep": 2, "zero": 3}),
 }
 
 

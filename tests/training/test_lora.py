@@ -145,6 +145,7 @@ def test_peft_opens_the_adapter_and_computes_the_same(pool: Pool, tmp_path: Path
         pytest.param("gpt2", None, marks=pytest.mark.slow),
         ("gpt_neox", ["q_proj", "v_proj", "down_proj"]),
         ("glm", ["q_proj", "k_proj", "up_proj"]),
+        ("qwen3_5", ["q_proj", "gate_proj", "v_proj", "b_proj", "o_proj"]),
         ("deepseek_v3", ["q_nope_proj", "q_rope_proj", "kv_a_proj", "k_nope_proj", "v_proj", "o_proj"]),
         pytest.param("phi3", ["up_proj", "o_proj", "k_proj"], marks=pytest.mark.slow),
     ],

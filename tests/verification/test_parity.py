@@ -83,6 +83,12 @@ EXPERTS = LLAMA | {"num_hidden_layers": 4, "num_experts": 4, "moe_intermediate_s
 SHARED = {"shared_expert_intermediate_size": 48}
 DEEPSEEK = {"router_score": "sigmoid", "router_bias": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1}
 
+GATED = SHARED | {"shared_expert_gate": True}
+LINEAR: dict[str, Any] = {
+    "zero_centered_norm": True, "qk_norm": True, "attention_output_gate": True, "partial_rotary_factor": 0.5,
+    "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA | {"num_hidden_layers": 4},
     "qwen2": QWEN | {"qk_norm": False, "num_hidden_layers": 4},
@@ -110,6 +116,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": STABLELM | {"num_hidden_layers": 4},
     "smollm3": SMOLLM3,
     "exaone4": EXAONE4 | {"num_hidden_layers": 4},
+    "qwen3_5_text": LLAMA | LINEAR,
+    "qwen3_5_moe_text": EXPERTS | GATED | LINEAR | {"intermediate_size": 48},
+    "qwen3_next": EXPERTS | GATED | LINEAR | {"first_k_dense_replace": 1},
 }
 """For each family of transformers, a model that only this family computes."""
 

@@ -42,6 +42,9 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "vaultgemma": ({"x": 2}, {}),
     "ministral": ({"dp": 2}, {}),
     "qwen3_moe": ({"ep": 2, "dp": 2}, {}),
+    "qwen3_next": ({"x": 2, "y": 2}, {}),
+    "qwen3_5": ({"cp": 2}, {"data": {"mask_documents": True}}),
+    "qwen3_5_moe": ({"ep": 2, "dp": 2}, {}),
     "gpt_oss": ({"x": 2}, {}),
     "deepseek_v3": ({"x": 2, "y": 2}, {}),
     "deepseek_v2": ({"y": 2}, {}),
@@ -166,6 +169,14 @@ WEIGHT_FAULTS = {
             "fourfold.huggingface.weights:Pretrained._read_piece",
             "piece.runs(rows)",
             "((slice(r - rows.start, r - rows.start + 1), slice(r, r + 1)) for r in range(rows.start, rows.stop))",
+        ),
+    ),
+    "queries and gates are read head after head, although each head has both": (
+        "qwen3_next",
+        (
+            "fourfold.huggingface.weight_names:_their_tensor",
+            "if heads:",
+            "if heads and 'q_proj' not in theirs:",
         ),
     ),
     "rows of interleaved pairs are read in the files' order": (

@@ -21,8 +21,10 @@ from fourfold.huggingface.architectures.families import FAMILIES, MISSING
 from fourfold.huggingface.architectures.family import LAYER_NUMBERS, REQUIRED, TOPK_METHOD, Family
 from fourfold.huggingface.architectures.layer_keys import (
     check_count,
+    check_layer_types,
     count_layers,
     expert_keys,
+    linear_layers,
     rotating_layers,
     types_of_gpt_neo,
 )
@@ -40,12 +42,16 @@ DECISIVE_KEYS = (
     "norm_topk_prob", "router_bias", "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate",
     "first_k_dense_replace", "attention_sinks", "swiglu_limit", "norm_rounds_last", "attention_multiplier",
     "embedding_multiplier", "residual_multiplier", "logits_scaling", "no_rope_layers", "kv_lora_rank", "n_group",
+    "attention_output_gate",
 )  # fmt: skip
 """Keys of [model] that determine which families a model can belong to."""
 
+WITH_IMAGES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Types of models for images and text, and the types of their text models. Only the text model is imported."""
+
 NEVER_NULL = (
     "swiglu_limit", "num_experts_per_tok", "norm_topk_prob", "first_k_dense_replace", "n_group", "topk_group",
-    "routed_scaling_factor", "kv_lora_rank",
+    "routed_scaling_factor", "kv_lora_rank", "linear_conv_kernel_dim",
 )  # fmt: skip
 """Keys that must not be null, unless null is the family's default. transformers refuses null, or reads it as false."""
 
@@ -63,7 +69,8 @@ NEVER_0 = dict.fromkeys(NONE_IS_0[:2], "divides by zero; null is no cap") | {
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return a config.json, given its path or its folder. Raise ``UserError`` if there is none."""
+    """Return a config.json, or its part for text, given its path or its folder. Raise ``UserError`` if there is
+    none."""
     file = path if path.suffix == ".json" and not path.is_dir() else path / CONFIG_FILE
     if file is not path and path.is_dir():
         check_model_folder(path)
@@ -77,7 +84,11 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"{file} is not the configuration of a model")
-    return config
+    text = config.get("text_config")
+    if config.get("model_type") not in WITH_IMAGES or not isinstance(text, dict):
+        return config
+    quantized = {key: value for key, value in config.items() if key == QUANTIZED}
+    return {**quantized, "architectures": [FAMILIES[WITH_IMAGES[config["model_type"]]].architecture], **text}
 
 
 def family_of(config: Mapping[str, Any], where: str) -> str:
@@ -144,6 +155,8 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         keys[key] = 1 / keys[key]
     keys |= _windows(given, family, where)
     keys |= rotating_layers(given, family, where)
+    if family.has_linear_layers:
+        keys |= linear_layers(given, family, where)
     if not keys["sliding_window"]:
         keys.pop("rope_local_base_freq", None)
     return keys
@@ -212,13 +225,7 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
         for key in LAYER_NUMBERS.keys() & family.defaults.keys():
             check_count(key, given[key], LAYER_NUMBERS[key], where)
         kinds = [SLIDING if family.slides(layer, given) else FULL for layer in range(layers)]
-    if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
-        raise UserError(f"{where}: layer_types = {kinds!r}; the decoder here has '{FULL}' and '{SLIDING}' layers")
-    if len(kinds) != layers:
-        raise UserError(
-            f"{where}: layer_types has {len(kinds)} entries, and {family.keys['num_hidden_layers']} = {layers}; give "
-            "one for each layer"
-        )
+    check_layer_types(kinds, (FULL, SLIDING), given, family, where)
     if SLIDING in kinds:
         check_count("sliding_window", window, 1, where)
     found = {"sliding_window": window, "layer_types": kinds} if SLIDING in kinds else none

@@ -61,6 +61,9 @@ class Family:
     window."""
     lists_layer_types: bool = False
     """Whether the key layer_types, if given, replaces ``slides``."""
+    has_linear_layers: bool = False
+    """Whether layers have linear or full attention, as layer_types lists them. By default, every n-th layer has full
+    attention, with n = full_attention_interval."""
     rope_local_theta: float | None = None
     """Default rotary base of sliding-window layers. None if they use the same base as all other layers."""
     reads_local_theta: bool = False

@@ -8,7 +8,7 @@ from typing import Any
 from fourfold.config.expected_values import shown
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.family import Family
-from fourfold.huggingface.architectures.rope_keys import FULL, SLIDING
+from fourfold.huggingface.architectures.rope_keys import FULL, LINEAR, SLIDING
 
 MOST_LAYERS = 10_000
 """Largest number of layers whose types are listed one by one. No model has more layers."""
@@ -44,6 +44,32 @@ def types_of_gpt_neo(given: Mapping[str, Any], where: str) -> list[str]:
             f"{where}: attention_layers = {given['attention_layers']} differs from attention_types; drop it"
         )
     return found
+
+
+def linear_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """Return the types of the layers of a family with linear attention. If no layer is linear, drop the sizes of linear
+    attention."""
+    kinds, interval = given["layer_types"], given["full_attention_interval"]
+    if kinds is None:
+        check_count("full_attention_interval", interval, 1, where)
+        count = count_layers(given, family, where)
+        kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(count)]
+    check_layer_types(kinds, (FULL, LINEAR), given, family, where)
+    sizes = {} if LINEAR in kinds else {key: 0 for key in family.keys if key.startswith("linear_")}
+    return {"layer_types": kinds, **sizes}
+
+
+def check_layer_types(kinds: Any, known: tuple[str, ...], given: Mapping[str, Any], family: Family, where: str) -> None:
+    """Raise ``UserError`` if a list of layer types has unknown types or another length than the model has layers."""
+    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
+        names = " and ".join(f"'{kind}'" for kind in known)
+        raise UserError(f"{where}: layer_types = {kinds!r}; the decoder here has {names} layers")
+    count = count_layers(given, family, where)
+    if len(kinds) != count:
+        raise UserError(
+            f"{where}: layer_types has {len(kinds)} entries, and {family.keys['num_hidden_layers']} = {count}; give "
+            "one for each layer"
+        )
 
 
 def _thetas_of_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:

@@ -8,9 +8,11 @@ from typing import Any
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.family import ROPE_KEYS, Family
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 OF_SLIDING = {"rope_type", "rope_theta"}
 """Keys that the rotary table of sliding-window layers can have."""
+OF_IMAGES = {"mrope_section", "mrope_interleaved"}
+"""Keys that give channels to the axes of an image. The tokens of a text have the same position on each axis."""
 
 
 def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def _scaling(rope: dict[str, Any], kind: str, given: Mapping[str, Any], family: 
     if "factor" not in rope:
         raise UserError(f"{where} has no factor, but rope_type '{kind}' needs one; 2.0 doubles the context")
     # With linear scaling, some files also have original_max_position_embeddings, which then has no effect.
-    for key in sorted(rope.keys() - {*ROPE_KEYS[kind], "original_max_position_embeddings"}):
+    for key in sorted(rope.keys() - {*ROPE_KEYS[kind], "original_max_position_embeddings"} - OF_IMAGES):
         raise UserError(f"{where}: '{key}' of rotary embeddings of type '{kind}' is not computed here")
     if kind != "linear":
         beyond = given.get("original_max_position_embeddings") if family.rope_local_theta is None else None

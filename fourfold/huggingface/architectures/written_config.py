@@ -71,6 +71,8 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
         config["no_rope_layers"] = [int(model.rotates(layer)) for layer in layers]
     if family.rotating_layers == "with_theta":
         config["layer_rope_theta"] = [model.rope_theta * model.rotates(layer) for layer in layers]
+    if family.has_linear_layers:
+        config["layer_types"] = [model.type_of(layer) for layer in layers]
     if family.slides is not None:
         config |= _their_windows(model, family)
     return config

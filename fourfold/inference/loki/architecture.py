@@ -38,6 +38,7 @@ LACKING = {
     "deepseek_v3": "its attention is latent (MLA): there are no keys per head to rotate",
     "gemma3n": "its layers share keys and values",
     "gpt2": "it has no rotary embedding, and its contexts are short",
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "most of its layers have linear attention"),
 }
 
 
