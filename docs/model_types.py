@@ -57,6 +57,7 @@ SIZES: dict[str, Any] = {
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
     "n_shared_experts": 1, "num_kv_heads": 4, "new_decoder_architecture": True,
     "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "full_attention_interval": 2,
 }  # fmt: skip
 """Sizes of a tiny model. Classes ignore the keys that they do not have."""
 LATENT = {"num_key_value_heads": 8, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}

@@ -65,8 +65,8 @@ DELTA: dict[str, Any] = {
     "head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
     "layer_types": [LINEAR, F],
     "shared_expert_intermediate_size": 40,
 }

@@ -10,7 +10,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_huggingface import DELTA, EXPERTS, LINEAR, SIZES, F, S, make_model, ours_of, perturb, tokens, weights_of
+from tiny_huggingface import (
+    DELTA,
+    EXPERTS,
+    LINEAR,
+    SIZES,
+    F,
+    S,
+    make_model,
+    ours_of,
+    perturb,
+    rewrite,
+    tokens,
+    weights_of,
+)
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
@@ -79,13 +92,28 @@ def make_with_images(folder: Path, kind: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
-def test_the_text_model_beside_a_model_for_images_is_read(kind: str, tmp_path: Path) -> None:
-    """In these files, names have another prefix, and all experts of a layer are one tensor."""
+def stack_experts(folder: Path) -> None:
+    """Store the experts of a layer in two tensors, as published files do."""
+    weights = weights_of(folder)
+    prefixes = {name.partition(".experts.")[0] + ".experts" for name in weights if ".experts." in name}
+    for prefix in prefixes:
+        gate, up, down = (
+            torch.stack([weights.pop(f"{prefix}.{e}.{name}_proj.weight") for e in range(EXPERTS["num_experts"])])
+            for name in ("gate", "up", "down")
+        )
+        weights |= {f"{prefix}.gate_up_proj": torch.cat([gate, up], 1), f"{prefix}.down_proj": down}
+    rewrite(folder, weights)
+
+
+@pytest.mark.parametrize(("kind", "stacks"), [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True)])
+def test_the_text_model_beside_a_model_for_images_is_read(kind: str, stacks: bool, tmp_path: Path) -> None:
+    """In these files, names have another prefix. The published files stack the experts of a layer."""
     folder = make_with_images(tmp_path / "hf", kind)
+    if stacks:
+        stack_experts(folder)
     names = weights_of(folder).keys()
     assert all(name.startswith(("model.language_model.", "model.visual.", "lm_head.")) for name in names)
-    assert ("model.language_model.layers.1.mlp.experts.gate_up_proj" in names) == (kind == "qwen3_5_moe")
+    assert ("model.language_model.layers.1.mlp.experts.gate_up_proj" in names) == stacks
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     with torch.no_grad():
         expected, logits = theirs(tokens()).logits, ours_of(folder)(tokens())
