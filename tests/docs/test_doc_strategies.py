@@ -48,7 +48,7 @@ def formula_after(page_text: str, words: str, **letters: float) -> float:
 def test_the_bubble_formulas() -> None:
     text = PIPELINE.read_text(encoding="utf-8")
     for p, m in ((2, 4), (4, 4), (4, 16)):
-        plain = formula_after(text, "In GPipe and 1F1B, it takes", p=p, m=m)
+        plain = formula_after(text, "In GPipe and 1F1B, the bubble takes", p=p, m=m)
         for schedule in ("GPipe", "1F1B"):
             grid = ParallelConfig(pp=p, schedule=schedule)
             assert bubble(timeline(schedule_ops(grid, m), grid)) == pytest.approx(plain)
@@ -109,8 +109,10 @@ def test_a_rank_keeps_a_micro_batch_more_than_the_next(model: str, micro_batches
         "R": run.model.head_dim / 2 if model == "Llama" else 0,
     }
     report = trace(run, whole=True)
-    under_way = [formula_after(text, "With 1F1B, rank r keeps", m=micro_batches, p=4, r=r) for r in (1, 2)]
-    one = formula_after(text, "A rank keeps", **letters)
+    under_way = [
+        formula_after(text, "With 1F1B, rank r stores the activations of", m=micro_batches, p=4, r=r) for r in (1, 2)
+    ]
+    one = formula_after(text, "For each micro-batch, a rank stores", **letters)
     peaks = [report.pipeline[rank].memory.activations_peak for rank in (1, 2)]
     assert peaks[0] - peaks[1] == (under_way[0] - under_way[1]) * one
 

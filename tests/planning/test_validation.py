@@ -200,7 +200,7 @@ def test_the_planner_page_quotes_the_figures() -> None:
         source, _, coverage = lowest.partition(": ")
         assert f"| {' | '.join(cells)} | {coverage} (source {source}) |" in page
     assert (
-        f"the predicted ratio of times is within a factor of {shipped_order_factor():.2f} of the measured one"
+        f"the predicted ratio of the two times is within a factor of {shipped_order_factor():.2f} of the measured ratio"
         in " ".join(page.split())
     )
 
