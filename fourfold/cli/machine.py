@@ -124,9 +124,10 @@ def tune_matmul(
 ) -> None:
     """Find the fastest memory layouts for the run file's matmuls on this machine.
 
-    Times the forward pass, the input gradient, and the weight gradient of every linear layer at the sizes of one rank,
-    with transposed operands and with padded rows. A layout that is faster than the default, by more than the noise, is
-    saved to a table in your cache directory. Runs with training.tuned_products read this table.
+    Times the three matmuls of each linear layer in the blocks (output, input gradient, weight gradient) with one rank's
+    shapes, in the default layout, with transposed operands, and with padded rows. A layout that is faster than the
+    default, by more than the noise, is saved to a table in your cache directory. Runs with training.tuned_products =
+    'cached' or 'measured' use this table.
     """
     from fourfold.run_file.load import load_run
 

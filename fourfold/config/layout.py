@@ -76,8 +76,9 @@ def check_layout(run: RunConfig) -> None:
 
 
 def attention_split(run: RunConfig) -> AttentionSplit:
-    """Return the dimension along which the ranks of the tensor axis y share attention: heads if x·y divides them,
-    otherwise the batch if y divides it, and otherwise the queries of each sequence."""
+    """Return what the ranks of the tensor axis y split in attention: the heads if x·y divides their number, otherwise
+    the sequences of a micro-batch or batch part if y divides their number, and otherwise the queries of each
+    sequence."""
     sizes = Sizes.of(run)
     return "heads" if sizes.whole_heads else "sequence" if sizes.splits_queries else "batch"
 

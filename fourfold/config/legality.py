@@ -22,7 +22,7 @@ class Rule(NamedTuple):
     """A reason that makes a layout illegal."""
 
     reason: str
-    """The reason without values, for the planner's search, which refuses many layouts at once."""
+    """A short reason without a run's numbers. The planner's search counts how many layouts each reason refuses."""
     broken: Callable[[Sizes], Number]
     sentence: Callable[[RunConfig, Sizes], str]
     """Returns an error message for one run, with the keys, their values, and the nearest values that work."""

@@ -72,8 +72,8 @@ def parallelize(
     placed = lay_out(model, grid, rules or {})
     model.to("meta")
     tie_again(model, tied)
-    # The user's optimizer updates the parameters of the model. So these must be the stored weights, and not copies in
-    # the dtype of the computation.
+    # The user's optimizer updates the parameters of the model. So the model's parameters must be the stored weights,
+    # not working copies in the compute dtype.
     stage = replicate_or_shard(model, _units(model), grid, types, weight_prefetch, working_copies=False)
     device = torch.device("cpu" if grid.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
     on_grid = GridModel({0: stage}, grid, device)

@@ -44,7 +44,7 @@ class Pretrained:
             for piece in tensor.pieces:
                 self._places.setdefault(piece.name, []).append((tensor, piece))
         self._packed: dict[str, PackedMatrices | ScaledMatrix] = {}
-        """Hugging Face tensors that these files store in MXFP4 or in blocks of FP8, by name."""
+        """Hugging Face tensors that these files store in MXFP4, or in FP8 with one scale per block, by name."""
         for tensor in self.tensors:
             read = packed_in if tensor.is_stacked else scaled_in
             if packed := read(self.files, self._names_in_files(tensor.name), tensor.shape):

@@ -109,8 +109,8 @@ def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> R
     table["training"] = {**{k: v for k, v in precision.items() if v is not None}, **training, "train_steps": 1}
     # Drop all other sections, because they affect only training.
     table = {key: table[key] for key in ("model", "data", "masks", "parallel", "training") if key in table}
-    # Keep the section [data], because it names the tokenizer. Reset its format, because preferences would need [dpo].
-    # Reset its streams, because they may not divide the new batch.
+    # Keep the section [data], because it names the tokenizer. Set data.format to text, because the format "preferences"
+    # requires a [dpo] section. Reset its streams, because they may not divide the new batch.
     for override in ("data.format=text", "data.streams=1", *request.overrides):
         apply_override(table, override)
     parallel = table["parallel"]

@@ -38,7 +38,7 @@ class SharedFigures(NamedTuple):
     """Whether rank 0 failed to write the record of the previous step."""
 
     peak_memory_bytes: int
-    """The peak memory so far of the rank that has used the most."""
+    """The highest peak memory of any rank so far, in bytes."""
 
 
 class Verdict(NamedTuple):

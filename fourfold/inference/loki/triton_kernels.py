@@ -30,8 +30,8 @@ CHOSEN_SPLIT, CHOSEN_BLOCK = 128, 64
 small, because the rows of chosen keys are scattered."""
 
 MERGED_BLOCK = 16
-"""Number of parts of a head that are merged per iteration. This limits the number of registers for any context
-length."""
+"""Number of partial outputs of one query head to merge per iteration. A fixed number keeps register use constant,
+however long the context is."""
 
 TILE_BYTES = 8192
 """Largest number of bytes of keys per iteration. Several iterations are in flight at the same time, and must fit into
@@ -303,8 +303,8 @@ def _merge(partial, maxima, sums, out, parts, G: tl.constexpr, D: tl.constexpr, 
 
 @triton.jit
 def _search(histograms, ks, heads, rows, row, LEVELS: tl.constexpr):
-    """Return the leading bits of the k-th largest rank, from the histograms so far, and how many keys with these
-    bits are needed."""
+    """Return the leading bits of the k-th largest sort key, from the histograms so far, and how many of the k chosen
+    keys have these bits."""
     wanted = tl.load(ks + row // heads)
     known = tl.full([], 0, tl.uint32)
     n = tl.arange(0, BINS)

@@ -129,8 +129,8 @@ class Grid:
                 join(axis.members)
         self.x, self.y, self.z, self.cp, self.pp = (self._axes[name] for name in ("x", "y", "z", "cp", "pp"))
         self.batch, self.replicas, self.tokens = (self._axes[name] for name in ("dp_z", "dp_cp", "dp_cp_z"))
-        # FSDP2 takes its processes as device meshes. Describe the processes that split the tokens twice: as one axis,
-        # and as the two axes (dp·cp, z).
+        # FSDP2 takes its processes as device meshes. The processes that split the tokens need two meshes: one with a
+        # single axis, and one with the two axes (dp·cp, z).
         tokens = torch.tensor(dist.get_process_group_ranks(self.tokens.group))
         self.tokens_mesh = DeviceMesh.from_group(self.tokens.group, device_type, tokens, mesh_dim_names=("dp_cp_z",))
         ranks = tokens.view(self.replicas.size, -1)

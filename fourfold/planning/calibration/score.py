@@ -193,7 +193,7 @@ def sweeps_of(scored: Sequence[Scored]) -> Statistics:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Return ranks, starting at 0. Ties get the mean of their ranks."""
+    """Return each value's position in ascending order, starting at 0. Tied values get the mean of their positions."""
     ordered = np.sort(values)
     return (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right") - 1) / 2
 

@@ -43,8 +43,8 @@ def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, bloc
     hidden_y = np.where(overlap, hidden(hideable_y, block.weight_gradients / 2, exposed), 0.0)
     ahead = hidden(block.x_forward, (block.forward - block.attention_forward) / 2, exposed)
     hidden_x = hidden_x + np.where(program.overlap_forward, ahead * (1 + again), 0.0)
-    # A block's backward pass begins with an all-gather of gradients. fourfold recomputes the block at the same time,
-    # which hides this all-gather.
+    # A block's backward pass begins with an all-gather of gradients. With full recompute, fourfold recomputes a dense
+    # block during this all-gather, which hides most or all of it.
     first = hidden(block.x_backward / 4, block.forward, exposed)
     hidden_x = hidden_x + np.where(program.is_fourfold, again * first * (1 - work.model.sparse), 0.0)
     gate = hidden(block.gate_sum, block.up_matmul, exposed)

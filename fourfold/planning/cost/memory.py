@@ -27,7 +27,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", 
 
 - gradients: 0 if that moment is before the backward pass of a step with one micro-batch.
 - weights: gathered weights, or 16-bit copies.
-- logits: memory of head and loss in addition to the activations.
+- logits: how much the head and the loss raise the peak above the activations.
 - reserve: the runtime, communication buffers, and unused memory that the allocator holds.
 """
 

@@ -64,7 +64,7 @@ def entries_without_second_moment(work: Workload, blocks: Number, rest: Number) 
 
     Args:
         work: The workload.
-        blocks: Number of blocks to count, without their experts.
+        blocks: Number of blocks. The weights of their experts are not counted.
         rest: Number of weight entries outside the blocks, such as embeddings.
     """
     if not np.any(work.step.optimizer):

@@ -170,7 +170,8 @@ def _offload(work: Workload, machine: Machine, constants: Constants, block: Bloc
     """
     layout = work.layout
     residual = work.step.item_bytes * work.tokens * work.model.hidden_size / (layout.x * layout.y)
-    copy = residual / np.maximum(machine.host, 1.0)  # Never divide by 0. Without this rate, offload is refused.
+    # The rate is 0 if the machine file does not give it. The search refuses offload on such machines.
+    copy = residual / np.maximum(machine.host, 1.0)
     beside = (block.forward, block.forward + block.backward)
     seconds = sum(copy - hidden(copy, computing, constants.exposed) for computing in beside)
     return np.where((layout.recompute == 2) & layout.offload, seconds * layout.recomputing, 0.0)

@@ -127,8 +127,8 @@ def refused_grids(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return two arrays [n]. For each grid, the first has the index of the reason why the grid is illegal with any
     choice (0 if it may be legal). The second has the number of layouts on the grid."""
-    # These choices break the fewest rules, so a grid that is illegal with them is illegal with any. ZeRO 3 is one of
-    # them, because at lower stages ep must divide z or be a multiple of z.
+    # These choices break the fewest rules, so a grid that is illegal with them is illegal with any. They include
+    # ZeRO-3, because with ZeRO-0, 1, or 2, ep must divide z or be a multiple of z.
     simplest = base.but(**grids, schedule=0, stages_per_rank=1, zero=3, recompute=0, offload=False, cp_method=0,
                         batch_parts=1, shards_per_node=1, layers_per_stage=None)  # fmt: skip
     copies = grids["dp"] * grids["cp"] > 1
