@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _of_text = partial(typer.Option, rich_help_panel="Options of --format text")
 """Define an option that applies only to --format text."""
 
+CANARY_DEFAULTS = ("0,1,4,16", 100, 0.0, 0, None)
+"""Defaults of --repeats, --canary-tokens, --canary-noise, --canary-shift, and --canaries-from."""
+
 
 def prepare(
     inputs: Annotated[
@@ -99,12 +102,14 @@ def prepare(
     from fourfold.data.files import WriteFailed
     from fourfold.data.prepare_conversations import prepare_conversations
 
+    given = (repeats, canary_tokens, canary_noise, canary_shift, canaries_from)
     common: dict[str, Any] = {"tokenizer": tokenizer, "eos_token": eos_token, "bos_token": bos_token}
     common["validation_fraction"] = validation_fraction
     if format != "text":
         refused = {
             "--train-tokenizer": train_tokenizer,
             "--canaries": canaries,
+            "--repeats or a --canary option": given != CANARY_DEFAULTS,
             "--workers": workers,
             "--text-key": text_key != "text",
             "--force": force,
@@ -123,7 +128,7 @@ def prepare(
     wanted = None
     if canaries is not None:
         wanted = Canaries(canaries, _numbers(repeats), canary_tokens, canary_noise, canary_shift, canaries_from)
-    elif (repeats, canary_tokens, canary_noise, canary_shift, canaries_from) != ("0,1,4,16", 100, 0.0, 0, None):
+    elif given != CANARY_DEFAULTS:
         raise UserError("--repeats and the --canary options need --canaries N, such as --canaries 200")
     try:
         summary = data.prepare(

@@ -121,7 +121,7 @@ def prepare(
     names = [str(item) for item in inputs]
     request = _Request(names, list_inputs(names), text_key, identity, validation_fraction, seed, canaries)
     wanted = train_tokenizer_vocab if tokenizer is None else tokenizer
-    assert wanted is not None, "_checked refuses neither"
+    assert wanted is not None, "_check_options refuses this"
     finished = None if force else _find_finished(prefix, request)
     train, validation = finished or _make(request, prefix, wanted, ends, workers or available_cores(), force)
     files, notes = _list_files(prefix, train, validation, canaries), (*train.notes, *collect_notes(names, None))
