@@ -52,7 +52,8 @@ def test_shipped_constants_are_there_for_every_level() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (("units = ", "unit = "), "device.units is missing"),
+        (("units = ", "unit = "), "unknown key 'device.unit'; there are units, peak"),
+        (("units = 132", ""), "device.units is missing"),
         (("[network]", "[networks]"), "network.node is missing"),
         (("units = 132", "units = 0"), "must be a number above 0"),
         (("[latency]", "[latency"), "is not valid TOML"),
