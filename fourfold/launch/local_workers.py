@@ -24,7 +24,7 @@ from typing import Any, Literal
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.exit_codes import HANG, ended_by
-from fourfold.launch.stop_signals import RELAYED_INTERRUPT, STOP_SIGNALS, held_stop_signals
+from fourfold.launch.stop_signals import RELAYED_INTERRUPT, STOP_SIGNALS, held_stop_signals, leave_terminal
 from fourfold.launch.worker_processes import WorkerProcesses
 from fourfold.processes import end_with_parent
 
@@ -220,6 +220,8 @@ def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[in
             raise KeyboardInterrupt
         if ends_at_once or (signum == signal.SIGTERM and signum in received):
             raise SystemExit(ended_by(signum))
+        if signum == signal.SIGHUP:
+            leave_terminal()
         received.append(signum)
         workers.send(RELAYED[signal.Signals(signum)])
 

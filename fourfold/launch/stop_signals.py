@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,8 @@ class StopRequest:
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
         """Handle a stop signal."""
+        if signum == signal.SIGHUP:
+            leave_terminal()
         if signum in (signal.SIGINT, RELAYED_INTERRUPT):
             now = time.monotonic()
             if self._launched and self._interrupted_at is not None and now - self._interrupted_at < SAME_CTRL_C_SECONDS:
@@ -92,3 +95,12 @@ def held_stop_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_terminal() -> None:
+    """Discard output to a terminal that has been closed, because writing to it would fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -238,13 +238,18 @@ def test_a_step_that_leaves_the_program_is_a_crash(
         exit_code("train", run_file(tmp_path, prefix))
 
 
-def test_a_worker_that_ends_itself_is_a_crash(tmp_path: Path, prefix: str, start: Start) -> None:
-    (tmp_path / "leaving.py").write_text("import os\n\ndef mask(windows):\n    os._exit(0)\n")
-    path = run_file(tmp_path, prefix, parallel__z=2, masks__functions=["leaving:mask"], fault_tolerance__max_restarts=0)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_step_that_ends_the_process_is_a_crash(tmp_path: Path, prefix: str, start: Start, processes: int) -> None:
+    (tmp_path / "leaving.py").write_text(
+        "import os\n\ndef mask(windows):\n    if os.fork() == 0:\n        os._exit(0)\n    os._exit(0)\n"
+    )
+    path = run_file(
+        tmp_path, prefix, parallel__z=processes, masks__functions=["leaving:mask"], fault_tolerance__max_restarts=0
+    )
     process = start(path, environ={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])})
     errors = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == CRASH, errors
-    assert "of 2 exited with code 0 before it had finished" in errors
+    assert "os._exit(0) before the job had finished" in errors and "leaving.py" in errors
 
 
 @pytest.mark.slow
