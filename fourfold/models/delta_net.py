@@ -79,7 +79,7 @@ class DeltaCore(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, a: Tensor, context: AttentionContext
     ) -> Tensor:
         """Return the gated outputs of the heads, [B, S, N·E]. The inputs are in the order of ``DeltaNet.inputs``."""
-        out_BSNE = self.mix(q, k, v, b, a, context, *map(self.get_parameter, self.CHANNELS))
+        out_BSNE = self.mix(q, k, v, b, a, context, *(getattr(self, name) for name in self.CHANNELS))
         gate_BSNE = F.silu(z.float()).unflatten(-1, (-1, self.value_width))
         gated_BSNE: Tensor = self.norm(out_BSNE) * gate_BSNE
         return gated_BSNE.to(z.dtype).flatten(-2)
