@@ -126,8 +126,7 @@ class OwnedMatrices:
             results = _flat(whole_BMN, each)
             del whole_BMN
             back = self._send(results, each.returned_sizes, each.held_sizes, "optimizer: updates of matrices")
-            for matrix, part in zip(each.held, back.split(self._sizes(each.held)), strict=True):
-                take(matrix, part.view(part_shape(self.shards[matrix.shard])))
+            self._spread(each, back, take)
             del results, back
 
     def _gathered(self, each: Round, part_of: Callable[[Matrix], Tensor], empty: Tensor) -> Tensor:
@@ -141,6 +140,12 @@ class OwnedMatrices:
         for target, entries in _in_place(whole_BMN, each.arriving, arrived):
             target.copy_(entries)
         return whole_BMN
+
+    def _spread(self, each: Round, back: Tensor, take: Callable[[Matrix, Tensor], None]) -> None:
+        """Pass on the results of a round. The parts of ``back`` are freed when this method returns, so that the next
+        round does not keep them in memory."""
+        for matrix, part in zip(each.held, back.split(self._sizes(each.held)), strict=True):
+            take(matrix, part.view(part_shape(self.shards[matrix.shard])))
 
     def _sizes(self, matrices: Sequence[Matrix]) -> list[int]:
         """Return the number of elements in this rank's part of each matrix."""

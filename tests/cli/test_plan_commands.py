@@ -70,7 +70,6 @@ def test_tables_and_explanation(cli: Cli) -> None:
         "1T tokens take",
         "GPU-hours",
         "checkpoint every",
-        "The best wins until",
         "compute",
     ):
         assert text in out, text

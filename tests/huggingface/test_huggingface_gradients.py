@@ -51,5 +51,6 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             assert found[key].norm() < 1e-7, key
             continue
         difference = (found[key] - parameter.grad).norm() / parameter.grad.norm()
-        # The gradient of keys' biases is a small difference of large numbers, so rounding matters more.
-        assert difference < (1e-4 if key.endswith("k_proj.bias") else 1e-5), (key, difference)
+        # Gradients of keys' biases and of decays are small differences of large numbers, so rounding matters more.
+        is_rounded = key.endswith("k_proj.bias") or name.startswith(("qwen3_5", "qwen3_next"))
+        assert difference < (1e-4 if is_rounded else 1e-5), (key, difference)

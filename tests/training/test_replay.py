@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,7 +107,7 @@ def test_the_time_of_a_check_does_not_count_in_the_rate(
 
     monkeypatch.setattr(Job, "forward_backward", in_a_second)
     for module in (trainer, replay):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0], strftime=time.strftime))
     run = load_run(run_file(tmp_path, prefix, checks__replay_interval=2, training__train_steps=4))
     train(run)
     assert now == [6]

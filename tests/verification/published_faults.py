@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 PUBLISHED = {
-    "Automodel #2131": (
-        "the convolution leaks into the next document",
-        "packed documents, with linear attention",
-    ),
     "axolotl #3033": (
         "the loss is a mean over the rank's own tokens, even if it has none",
         "a micro-batch without labels",
@@ -30,25 +26,9 @@ PUBLISHED = {
         "every batch, with latent attention",
     ),
     "Megatron-LM #6717, #7207": ("the validation loss counts only one rank", "labels spread unevenly over ranks"),
-    "Megatron-LM #7452": (
-        "the gradient of the gated norm is not summed over the ranks that share heads",
-        "every batch, with linear attention",
-    ),
     "optimum-intel #1877": (
         "scores lack the factor of mscale_all_dim",
         "every batch, with latent attention and YaRN",
-    ),
-    "prime-rl #3002": (
-        "with cp, linear attention ignores documents",
-        "packed documents, with linear attention",
-    ),
-    "prime-rl #3002, second bug": (
-        "the convolution reads nothing of the previous cp rank's tokens",
-        "every batch, with linear attention",
-    ),
-    "slime #1686, Automodel #2131": (
-        "the state of linear attention leaks into the next document",
-        "packed documents, with linear attention",
     ),
     "TransformerEngine #715 (ROCm)": ("the gradient norm counts shared weights once for each rank", "every batch"),
     "transformers #34191": (

@@ -175,8 +175,8 @@ WEIGHT_FAULTS = {
         "qwen3_next",
         (
             "fourfold.huggingface.weight_names:_their_tensor",
-            "if heads:",
-            "if heads and 'q_proj' not in theirs:",
+            "[key for part, key in files.by_head.items() if part in theirs]",
+            "[key for part, key in files.by_head.items() if part in theirs and 'q_proj' not in theirs]",
         ),
     ),
     "rows of interleaved pairs are read in the files' order": (

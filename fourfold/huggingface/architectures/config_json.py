@@ -85,7 +85,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{file} is not the configuration of a model")
     text = config.get("text_config")
-    if config.get("model_type") not in WITH_IMAGES or not isinstance(text, dict):
+    if config.get("model_type") not in list(WITH_IMAGES) or not isinstance(text, dict):
         return config
     quantized = {key: value for key, value in config.items() if key == QUANTIZED}
     return {**quantized, "architectures": [FAMILIES[WITH_IMAGES[config["model_type"]]].architecture], **text}

@@ -55,8 +55,8 @@ def linear_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[
         count = count_layers(given, family, where)
         kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(count)]
     check_layer_types(kinds, (FULL, LINEAR), given, family, where)
-    sizes = {} if LINEAR in kinds else {key: 0 for key in family.keys if key.startswith("linear_")}
-    return {"layer_types": kinds, **sizes}
+    sizes = [key for key in family.keys if key.startswith("linear_") and not key.startswith("linear_conv")]
+    return {"layer_types": kinds, **({} if LINEAR in kinds else dict.fromkeys(sizes, 0))}
 
 
 def check_layer_types(kinds: Any, known: tuple[str, ...], given: Mapping[str, Any], family: Family, where: str) -> None:
