@@ -68,6 +68,7 @@ DELTA: dict[str, Any] = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 8,
     "layer_types": [LINEAR, F],
+    "initializer_range": 0.1,
     "shared_expert_intermediate_size": 40,
 }
 GPT_OSS: dict[str, Any] = {

@@ -214,7 +214,7 @@ GRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "z2 x2 ep2 zero 3 qwen3_moe": ("qwen3_moe", {"z": 2, "x": 2, "ep": 2, "zero": 3}),
     "y2 cp2 ep2 qwen2_moe": ("qwen2_moe", {"y": 2, "cp": 2, "ep": 2}),
     "pp2 glm4_moe": ("glm4_moe", {"pp": 2}),
-    "x2 y2 qwen3_next": ("qwen3_next", {"x": 2, "y": 2}),
+    "x2 z2 qwen3_next": ("qwen3_next", {"x": 2, "z": 2}),
     "cp2 z2 qwen3_5": ("qwen3_5", {"cp": 2, "z": 2}),
     "dp2 ep2 zero 3 qwen3_5_moe": ("qwen3_5_moe", {"dp": 2, "ep": 2, "zero": 3}),
 }

@@ -53,4 +53,4 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         difference = (found[key] - parameter.grad).norm() / parameter.grad.norm()
         # Gradients of keys' biases and of decays are small differences of large numbers, so rounding matters more.
         is_rounded = key.endswith("k_proj.bias") or name.startswith(("qwen3_5", "qwen3_next"))
-        assert difference < (1e-4 if is_rounded else 1e-5), (key, difference)
+        assert difference < (5e-4 if is_rounded else 1e-5), (key, difference)
