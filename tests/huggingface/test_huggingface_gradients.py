@@ -52,7 +52,7 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             continue
         difference = (found[key] - parameter.grad).norm() / parameter.grad.norm()
         # Gradients of keys' biases and of decays are small differences of large numbers, so rounding matters more.
-        # transformers' gradients of decays have larger rounding errors than fourfold's (tests/models/test_delta_net.py).
+        # transformers' gradients of decays are less precise than fourfold's (tests/models/test_delta_net.py).
         is_rounded = key.endswith("k_proj.bias") or name.startswith(("qwen3_5", "qwen3_next"))
         of_decays = key.endswith(("dt_bias", "A_log", "in_proj_a.weight", "in_proj_ba.weight"))
         assert difference < (5e-3 if of_decays else 5e-4 if is_rounded else 1e-5), (key, difference)
