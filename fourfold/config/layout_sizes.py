@@ -116,8 +116,8 @@ class Sizes:
 
     @cached_property
     def sequences_per_part(self) -> Number:
-        """Return the number of sequences that one matmul processes: all sequences of the micro-batch, or those of one
-        batch part if the parts divide the sequences."""
+        """Return the number of sequences that one matmul processes: all sequences of the micro-batch, or the
+        sequences of one batch part if the parts divide the sequences."""
         parts_are_sequences = (self.x * self.y > 1) & (self.micro_batch % self.batch_parts == 0)
         return self.micro_batch // (1 + (self.batch_parts - 1) * parts_are_sequences)
 

@@ -61,8 +61,7 @@ class Transferred:
 
 
 def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES) -> None:
-    """Copy those of the named files that a Hugging Face model has. By default, these are its configuration and
-    tokenizer files.
+    """Copy the named files that a Hugging Face model has. By default, copy its configuration and tokenizer files.
 
     Raises:
         UserError: A link leads out of the folder, or a .json file is not valid JSON.
