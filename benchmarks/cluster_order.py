@@ -92,8 +92,8 @@ def _times(runs: dict[str, RunConfig], rounds: int) -> dict[str, list[float]]:
 def _turn(run: RunConfig, number: int) -> tuple[float, float]:
     """Return the seconds of a grid's second step, and the loss of its first step.
 
-    A grid exists only during its turn. Otherwise gloo's threads of many grids in one process would take much of a small
-    machine's time.
+    A grid exists only while its step is timed. Otherwise, the gloo threads of many grids would slow down a small
+    machine.
     """
     grid = Grid(run.parallel, "cpu")
     step = fourfold(run, CPU, grid=grid)

@@ -43,7 +43,7 @@ END_SECONDS = 5.0
 """Number of seconds that a part has to end after SIGTERM, before SIGKILL."""
 POLL = 0.2
 OUT_OF_TIME = ("not begun", "not done")
-"""Beginnings of the result of a part that the budget has ended."""
+"""Prefixes of the result of a part that ran out of time."""
 clock = time.monotonic
 
 

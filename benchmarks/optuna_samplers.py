@@ -24,7 +24,7 @@ Method = Literal["planner", "tpe", "random"]
 NAMES: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES, "cp_method": CP_METHODS, "recompute": RECOMPUTE}
 """Knobs whose values are indices, with the meanings of the indices."""
 FREE_DRAWS = 200
-"""Number of draws that are illegal or already known, after which any untried layout is taken."""
+"""After this many illegal or already known draws, take any untried layout."""
 LEAST_EXCESS = 1e-3
 """Smallest amount by which a trial that ran out of memory exceeded the limit, as a fraction of the limit."""
 

@@ -1,4 +1,5 @@
-"""Contenders from other libraries. They train the same decoder from the same initial weights on the same batches.
+"""Make training steps of other libraries (the contenders). They train the same decoder from the same initial weights on
+the same batches.
 
 Every function that makes a contender returns a ``Step``. A step takes the whole batch, [B, S] tokens and labels, trains
 on this process's part of it, and returns the loss before the update. Every contender uses torch's fused AdamW, which is

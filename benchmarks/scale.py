@@ -2,7 +2,7 @@
 
     python -m benchmarks.scale [--ranks 512 4096 32768] [--folder DIR]
 
-One process plays rank 0. A process group without peers stands for all other ranks. The files of these ranks exist, with
+One process acts as rank 0. A process group without peers replaces all other ranks. The files of these ranks exist, with
 one byte each. The model has as many tensors as gpt-320b, but narrower ones, because the time for bytes depends on the
 disk and the network. The figures do not include the time that NCCL needs to connect, or a file system's latency with
 this many clients.

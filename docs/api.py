@@ -1,4 +1,4 @@
-"""Write the reference between the markers of docs/api.md from signatures and docstrings: python docs/api.py"""
+"""Write the reference in docs/api.md from signatures and docstrings: python docs/api.py"""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ OWN = ("self", "cls")
 
 
 def rendered(page: str) -> str:
-    """Fill every marked part of a page with the reference of the object that its marker names."""
+    """Fill every marked part of a page. The marker names the function or class that the part describes."""
     return MARKED.sub(lambda part: f"{part[1]}\n{reference(part[2])}\n{part[3]}", page)
 
 
 def reference(path: str) -> str:
-    """Describe the function or class at ``package.module.name``, a class with its public methods and properties."""
+    """Return the reference of the function or class at ``package.module.name``. A class has its public methods and
+    properties."""
     module, _, name = path.rpartition(".")
     found = getattr(importlib.import_module(module), name)
     parts = [f"```python\n{_signature(name, found)}\n```\n", _prose(found)]
@@ -37,7 +38,7 @@ def reference(path: str) -> str:
 
 
 def fields_of(found: type) -> dict[str, str]:
-    """Return the docstring of every public field of a dataclass, "" for a field that has none."""
+    """Return the docstring of every public field of a dataclass. It is "" if the field has none."""
     if not dataclasses.is_dataclass(found):
         return {}
     fields = {}
@@ -58,7 +59,7 @@ def _field_list(found: type) -> str:
 
 
 def _members(found: type) -> Iterator[tuple[str, str]]:
-    """Yield the signature and the docstring of each public member of the class itself, in the order of its source."""
+    """Yield the signature and the docstring of each public member, in source order. Inherited members are left out."""
     for name, member in vars(found).items():
         if name.startswith("_"):
             continue
@@ -71,7 +72,7 @@ def _members(found: type) -> Iterator[tuple[str, str]]:
 
 
 def _signature(name: str, found: Any) -> str:
-    """Return the call as its source annotates it, with one parameter per line if one line is too long."""
+    """Return the signature with its annotations, with one parameter per line if it does not fit on one line."""
     if isinstance(found, type) and issubclass(found, BaseModel):
         return f"{name}(**keys)"
     signature = inspect.signature(found)
@@ -85,7 +86,7 @@ def _signature(name: str, found: Any) -> str:
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
-    """Return the parameter with annotation and default. A function as default shows as dots."""
+    """Return the parameter with annotation and default. If the default is a function, dots stand for it."""
     text = str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
     if parameter.annotation is not parameter.empty:
         text += ": " + re.sub("['\"]", "", inspect.formatannotation(parameter.annotation))

@@ -1,4 +1,4 @@
-"""Write the tree of the package into docs/architecture.md from the modules' docstrings: python docs/file_tree.py"""
+"""Write the file tree in docs/architecture.md from the modules' docstrings: python docs/file_tree.py"""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 MARKED = re.compile(r"(<!-- tree -->\n).*?(<!-- end -->)", re.DOTALL)
 WIDTH = 40
-"""Width of the column of names."""
+"""Width of the column with the file names, in characters."""
 
 LONGEST = 120
-"""Largest length of a line. A longer sentence is cut at its first colon or semicolon, if it has one."""
+"""Maximum length of a line, in characters. A longer line is cut at its first colon or semicolon."""
 
 
 def rendered(page: str) -> str:
@@ -24,7 +24,7 @@ def rendered(page: str) -> str:
 
 
 def tree(folder: Path, depth: int = 0) -> Iterator[str]:
-    """Yield a line for a package and one for each of its modules, files first."""
+    """Yield a line for the package, then a line for each of its modules, then the lines of its subpackages."""
     yield _line(f"{folder.name}/", folder / "__init__.py", depth)
     modules = [path for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
     for path in sorted(modules):
@@ -34,7 +34,7 @@ def tree(folder: Path, depth: int = 0) -> Iterator[str]:
 
 
 def _line(name: str, path: Path, depth: int) -> str:
-    """Return a module's name and the first sentence of its docstring, without the paper that it cites."""
+    """Return a line with the module's name and the first sentence of its docstring, without citations."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     paragraph = " ".join(docstring.partition("\n\n")[0].split())
     paragraph = re.sub(r" \([^()]*\barXiv [^()]*\)", "", paragraph)

@@ -1,4 +1,4 @@
-"""Measure how many passages of real text goldfish masks leave without a gap, and write docs/figures/mask_gaps.json:
+"""Measure in how many passages of real text a goldfish mask drops no token, and write docs/figures/mask_gaps.json:
 
 fourfold prepare python-stdlib --out runs/mask-gaps --train-tokenizer 8192
 python docs/mask_gaps.py runs/mask-gaps
@@ -29,12 +29,13 @@ MASKS = {
     "hash-table, k 4, h 13": GoldfishConfig(strategy="hash-table", k=4, h=13),
     "hash-table, k 50, h 50": GoldfishConfig(strategy="hash-table", k=50, h=50),
 }
-"""The masks to measure. hash-table is the strategy of the published code. Apertus was trained with it, with k = 50 and
-h = 50."""
+"""The masks to measure. hash-table is the strategy of the published code. The authors of Apertus used k = 50 and h =
+50."""
 
 
 def measured(corpus: Path, tokens: int = TOKENS) -> dict[str, dict[str, Any]]:
-    """Count every mask over the first windows of a corpus. Passages and spans lie within one document."""
+    """Count dropped tokens in the first windows of a corpus, for every mask. A passage or span never crosses the end of
+    a document."""
     found = {}
     for name, config in MASKS.items():
         goldfish = Goldfish(config)
@@ -68,7 +69,7 @@ def without_gap(
 
 
 def pieces(kept: NDArray[np.bool_], starts: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
-    """Yield the part of each window that belongs to one document."""
+    """Split each window at the starts of documents."""
     return [part for row, start in zip(kept, starts, strict=True) for part in np.split(row, np.flatnonzero(start))]
 
 

@@ -1,7 +1,8 @@
 """Try every type of causal language model in transformers, and write docs/model-types.md: python docs/model_types.py
 
-Builds a tiny random model of each type, imports it, exports it, trains and generates, parallelizes it, plans it, and
-attends with Loki. Each result is compared with the library's own. With names of types, prints only their rows.
+The script builds a tiny random model of each type. It imports and exports the model, trains it, generates with it,
+parallelizes it, plans it, and runs it with Loki. It compares each result with the library's own result. If you name
+types on the command line, it prints only their rows.
 """
 
 from __future__ import annotations
@@ -59,15 +60,16 @@ SIZES: dict[str, Any] = {
     "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "full_attention_interval": 2,
 }  # fmt: skip
-"""Sizes of a tiny model. Classes ignore the keys that they do not have."""
+"""Sizes of a tiny model. Each config class ignores the keys that it does not have."""
 LATENT = {"num_key_value_heads": 8, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
-"""Latent attention has as many key-value heads as query heads. DeepSeek's defaults for experts need larger models."""
+"""Sizes for models with latent attention, which needs as many key-value heads as query heads. The keys for experts
+replace DeepSeek's defaults, which need larger models."""
 LEFT_OUT: tuple[set[str], ...] = (set(), {"head_dim"}, {"num_key_value_heads"}, {"num_hidden_layers"}, {"v_head_dim"})
-"""Keys to leave out in turn, until a class accepts the sizes."""
+"""Sets of keys to leave out. The script tries one set after another until the config class accepts the sizes."""
 MOST_PARAMETERS = 30_000_000
 LIMIT = 2e-4
-"""Largest allowed difference from the library, relative to the norm of a tensor. In a deep recurrent model (hrm_text),
-the library's own float32 gradients are 6e-5 from its float64 gradients."""
+"""Largest allowed difference from the library, relative to the norm of a tensor. For comparison, in a deep recurrent
+model (hrm_text), the library's float32 gradients differ from its float64 gradients by 6e-5."""
 OK, ERROR = "ok", "ERROR"
 COLUMNS = ("import", "export", "train and generate", "plan", "parallelize", "packed documents", "Loki")
 
@@ -84,12 +86,12 @@ class Row:
         return f"| `{self.kind}` | " + " | ".join(each if each in (OK, "–") else "no" for each in shown) + " |"
 
     def reasons(self) -> list[tuple[str, str]]:
-        """Return (column, message) for each refusal. Names of this type and lists of other types are left out."""
+        """Return (column, message) for each refusal. Messages do not name this type and do not list other types."""
         return [(column, shortened(text, self.kind)) for column, text in self.cells.items() if text != OK]
 
 
 def shortened(text: str, kind: str) -> str:
-    """Return a message without its end, and without the names of the type and its class."""
+    """Shorten a message: remove the advice at its end, and the names of the type and its class."""
     text = re.sub(r"; (there are|supported are|give parallelize a table) .*", "", text)
     return re.sub(r"^\w+(?= publishes no)", "…", text.replace(f"'{kind}'", "…"))
 
@@ -118,7 +120,7 @@ def config_of(kind: str) -> Any:
             if sum(parameter.numel() for parameter in model.parameters()) < MOST_PARAMETERS:
                 return config
             problem = ValueError("it has no sizes that make it small")
-        except Exception as error:  # Classes check their sizes in all kinds of ways.
+        except Exception as error:  # Config classes raise many types of errors.
             problem = error
     raise ValueError(first_line(problem))
 
@@ -134,14 +136,14 @@ def make(kind: str) -> Any:
 
 
 def called(model: Any, **given: Any) -> Any:
-    """Call a model without a cache, if it has one."""
+    """Call a model, and turn its key-value cache off if it has one."""
     taken = inspect.signature(model.forward).parameters
     takes_cache = "use_cache" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
     return model(**given, **({"use_cache": False} if takes_cache else {}))
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens [4, 16], and labels that are masked unevenly."""
+    """Return tokens [4, 16], and labels with a different number of masked tokens in each row."""
     tokens = torch.randint(4, 200, (4, 16), generator=torch.Generator().manual_seed(6))
     labels = tokens.clone()
     for row in range(4):
@@ -150,7 +152,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def parallelized(rank: int, world_size: int, kind: str) -> tuple[float, dict[str, torch.Tensor] | None, str]:
-    """Return the loss and gradients on x 2 and z 2, and what the model says to packed documents."""
+    """Return the loss and gradients on x 2 and z 2, and ``ok`` or the message that refuses packed documents."""
     model = fourfold.parallelize(make(kind).train(), Grid(ParallelConfig(x=2, z=2), "cpu"))
     tokens, labels = batch()
     loss = model(input_ids=model.rows(tokens), labels=model.rows(labels)).loss
@@ -187,7 +189,7 @@ def check(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def check_import(row: Row, folder: Path, kind: str) -> None:
-    """Import, compare the logits, and export again, bit for bit."""
+    """Import a model, compare its logits, and check that the export has the same bits."""
     model, (tokens, _) = make(kind).eval(), batch()
     with torch.no_grad():
         check(ours_of(folder)(tokens).float(), called(model, input_ids=tokens).logits, "a logit")
@@ -206,7 +208,8 @@ def run_of(folder: Path) -> RunConfig:
     train_bpe(["def main():\n    return 0\n" * 9, "zwei Äpfel 東京"], 280, folder / "tokenizer.json")
     tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    # Some types replace the tokenizer's rules. Files on the Hub have the rules that the library uses.
+    # Some types replace the tokenizer's rules. So load and save the tokenizer once, to get the rules that files on the
+    # Hub have.
     transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
     training = {"micro_batch_size": 2, "global_batch_size": 4, "seq_length": 16, "train_steps": 4, "seed": 1}
     return make_run({
@@ -220,7 +223,7 @@ def trained(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
 
 
 def check_training(row: Row, pool: Pool, folder: Path) -> None:
-    """Compare a step on x 2, and generated tokens, with the library's model."""
+    """Compare a training step on x 2 and the generated tokens with the library's model."""
     report = pool.run(2, trained, run_of(folder))[0]
     assert report.ok, "parity fails"
     assert report.deviations["imported"][-1].tensor == "tokens", "no tokens were generated"
@@ -238,7 +241,7 @@ def check_plan(row: Row, folder: Path) -> None:
 
 
 def check_loki(row: Row, kind: str) -> None:
-    """Compare a step that attends to all keys with dense attention."""
+    """Compare a Loki step that attends to all keys with dense attention."""
     model, (tokens, _) = make(kind).eval(), batch()
     with torch.no_grad():
         expected = called(model, input_ids=tokens).logits
@@ -250,7 +253,7 @@ def check_loki(row: Row, kind: str) -> None:
 
 
 def row_of(kind: str, pool: Pool) -> Row:
-    """Try everything with one type. An exception that is no ``UserError`` is an error of fourfold."""
+    """Try everything with one type. A ``UserError`` is a refusal, and any other exception is a bug in fourfold."""
     row = Row(kind)
 
     def attempt(column: str, work: Callable[[], None]) -> bool:
@@ -258,7 +261,7 @@ def row_of(kind: str, pool: Pool) -> Row:
             work()
         except UserError as error:
             row.cells[column] = str(error)
-        except Exception as error:  # To find them is the script's purpose.
+        except Exception as error:  # The script looks for unexpected errors.
             row.cells[column] = f"{ERROR} {type(error).__name__}: {first_line(error)}"
         return row.cells.get(column) == OK
 
@@ -267,7 +270,7 @@ def row_of(kind: str, pool: Pool) -> Row:
         try:
             called(make(kind).train(), input_ids=batch()[0], labels=batch()[1]).loss.backward()
             make(kind).save_pretrained(folder)
-        except Exception as error:  # Classes and models of the library raise all kinds of errors.
+        except Exception as error:  # The library's classes and models raise many types of errors.
             row.cells["parallelize"] = f"the script found no tiny model of this type that runs: {first_line(error)}"
             return row
         if attempt("import", lambda: check_import(row, folder, kind)):

@@ -1,7 +1,7 @@
 """Run parity on many grids, random run files and faulty programs, and write docs/parity.md: python docs/parity_table.py
 
-Prints each row when it is done, and the score at the end: the false alarms, and the faults that were caught. With
-``--new-faults`` it runs only the faults that the page does not have yet, and changes only the tables of faults and
+The script prints each row when it is done. At the end, it prints the number of false alarms and of caught faults. With
+``--new-faults``, it runs only the faults that the page does not have yet, and changes only the tables of faults and
 the number of caught faults.
 """
 
@@ -109,7 +109,7 @@ PRECISION_GRIDS: list[dict[str, int | str]] = [
     {"x": 2, "y": 2},
 ]
 SIXTEENS = {**MODELS["Llama"], "model.num_key_value_heads": 8, "model.intermediate_size": 192}
-"""All sizes are multiples of 16 on every rank, as float8 needs them."""
+"""Sizes of a Llama that float8 accepts: on every rank, all sizes are multiples of 16."""
 
 
 FAULTS = [
@@ -158,7 +158,7 @@ def add_new_faults() -> None:
 
 
 def rows_below(header: Iterable[str], text: str) -> list[list[str]]:
-    """Return the rows of the page's table with this header."""
+    """Return the rows of the page's table that has this header."""
     rows = text.partition("\n".join(table(header, [])) + "\n")[2].split("\n\n")[0]
     return [line.strip("| ").split(" | ") for line in rows.splitlines()]
 
@@ -177,7 +177,7 @@ def precision_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError
 
 
 def grid_rows(pool: Pool, folder: Path) -> Iterable[list[str]]:
-    """Yield the ratios of every grid with every model, against our own decoder and against the decoder of
+    """Yield a row of ratios for every grid and model. The reference is our own decoder or the decoder in
     transformers."""
     for grid in GRIDS:
         for model, sizes in MODELS.items():
@@ -189,7 +189,7 @@ def grid_rows(pool: Pool, folder: Path) -> Iterable[list[str]]:
 
 
 def precision_rows(pool: Pool, folder: Path) -> Iterable[list[str]]:
-    """Yield the errors of grids in low precision, relative to the error of one process."""
+    """Yield a row for each low precision: the error of one process, and the errors of grids relative to this error."""
     for name, precision in PRECISIONS.items():
         row = [name]
         one: PrecisionError | None = None
@@ -202,7 +202,7 @@ def precision_rows(pool: Pool, folder: Path) -> Iterable[list[str]]:
 
 
 def random_runs(pool: Pool, folder: Path) -> int:
-    """Count the random run files that parity calls wrong."""
+    """Return for how many random run files parity fails (false alarms)."""
     alarms = 0
     for seed in range(RANDOM_RUNS):
         run = run_of(random_table(seed), folder)
@@ -217,7 +217,7 @@ SURVIVED = "not caught"
 
 
 def mutant_row(mutant: Mutant, pool: Pool, folder: Path) -> list[str]:
-    """Return a fault, and the figure that shows it most clearly."""
+    """Plant a fault, and return its row with the comparison that shows the fault most clearly."""
     run = tiny_run(mutant.model, mutant.grid, output_dir=str(folder), **mutant.sections)
     report = pool.run(run.parallel.world_size, mutant_body, run, mutant)[0]
     worst = {QUANTITIES.get(name, name): report.worst(name) for name in report.deviations}
@@ -236,7 +236,7 @@ def mutant_row(mutant: Mutant, pool: Pool, folder: Path) -> list[str]:
 
 
 def published_rows(faults: list[list[str]]) -> list[list[str]]:
-    """Return the published bugs whose faults have been measured, with the figure that shows each."""
+    """Return a row for each published bug whose fault has been measured, with the comparison that detected it."""
     known = {row[0]: row for row in faults}
     return [
         [where, fault, known[fault][2], batch, known[fault][3]]
@@ -250,12 +250,12 @@ def score_of(faults: list[list[str]]) -> str:
 
 
 def settings(keys: dict[str, Any], folder: Path) -> list[str]:
-    """Return overrides of the run file in the form that the command line takes."""
+    """Return overrides of the run file as ``key=value``, as on the command line."""
     return [f"{key}={value}" for key, value in {**keys, "output_dir": folder}.items()]
 
 
 def overrides(sizes: dict[str, Any], grid: dict[str, int | str]) -> dict[str, Any]:
-    """Return the keys of the run file that a row of the table sets."""
+    """Return the run-file keys for a row of the table."""
     axes = {f"parallel.{key}": value for key, value in {"x": 1, "y": 1, **grid}.items() if key != "recompute"}
     return {**sizes, **axes, "activation_checkpoint.mode": grid.get("recompute", "none")}
 

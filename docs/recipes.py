@@ -1,4 +1,5 @@
-"""Write docs/recipes.md: the planner's prediction (for LoRA, the trace) for every run file in examples/.
+"""Write docs/recipes.md, with the planner's prediction for every run file in examples/. Run files with LoRA have traced
+memory instead.
 
 python docs/recipes.py           the page
 python docs/recipes.py --plan    plan the layouts of the generated run files again, then write the page
@@ -35,13 +36,13 @@ SEARCHED = SearchLimits(
     pipelines=(("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4)),
     batch_parts=(1,),
 )
-"""Limits of the search for run files: common choices only, so that a search takes a second."""
+"""Limits of the search for layouts. It tries only common choices, so it takes a second."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run file of examples/. ``gpus`` is the number of GPUs that it is planned for, or 0 if its layout is written
-    by hand."""
+    """One run file in examples/. ``gpus`` is the number of GPUs that its layout was planned for, or 0 if we chose the
+    layout by hand."""
 
     path: str
     machine: str
@@ -52,7 +53,7 @@ class Recipe:
     seq: int = 2048
     published: str = ""
     layout: tuple[tuple[str, Any], ...] = ()
-    """Fields of a workload's layout that are given instead of planned."""
+    """Fields of the workload's layout that we set instead of planning them."""
     tuned: bool = False
     """Whether the run fine-tunes a model's weights on conversations."""
     schedule: tuple[str, int] = ("1e-4", 1000)
@@ -68,7 +69,7 @@ class Recipe:
 
 
 DEFAULTS = {"zero": 0, "schedule": "1F1B"}
-"""Keys of [parallel] whose default is not 1."""
+"""Defaults of the keys in [parallel] whose default is not 1."""
 HEADER = ("run file", "machine", "GPUs", "layout", "GB", "of GB", "s/step", "MFU", "model PFLOP/s", "Megatron PFLOP/s",
           "published")  # fmt: skip
 MODES = ("none", "selective", "full")
@@ -171,7 +172,8 @@ def main() -> None:
 
 
 def planned(recipe: Recipe) -> str:
-    """Return the run file of a recipe with the fastest layout of the search, or with the given layout."""
+    """Return the text of a recipe's run file, with the recipe's layout or, if it has none, with the fastest layout of a
+    search."""
     machine = load_machine(recipe.machine)
     text = run_file(recipe, {}, 1, 0)
     work = workload_of(make_run(parse_toml(text)))
@@ -211,7 +213,7 @@ def prediction(recipe: Recipe) -> Prediction:
 
 
 def traced(recipe: Recipe) -> dict[str, float]:
-    """Return the traced peak bytes of the first rank."""
+    """Return the first rank's memory in bytes, by kind, as ``fourfold trace`` counts it."""
     from fourfold.verification.trace import trace
 
     return trace(load_run(recipe.file)).record()["memory"]

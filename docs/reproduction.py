@@ -5,7 +5,7 @@ The script replaces these marks of the template:
 - {{page.md; cells; column}}: the cell of a table in another page or in planner_figures.json, in the row that begins
   with these cells. {{share; …}} shows it as a percentage. {{rate; …}} is the number in bold, and {{before colon; …}}
   and {{after colon; …}} are the two parts of the cell.
-- {{plan; name}}: a prediction that is made now.
+- {{plan; name}}: a prediction that this script computes with the planner.
 - {{gaps; mask; key}}: a figure of figures/mask_gaps.json. {{gaps one in; mask; S}} shows one in how many passages of S
   tokens has no dropped token.
 - {{law; k; S}}: the drop law.
@@ -33,7 +33,7 @@ from fourfold.planning.search.plan import Prediction, predict
 HERE = Path(__file__).parent
 PAGE, TEMPLATE = HERE / "reproduction.md", HERE / "reproduction_page.md.in"
 STUDY = {"x": 4, "zero": 1, "recompute": 2, "micro_batch_size": 1}
-"""Settings that the Frontier study's scripts for 175B and 1T share. x is the study's tensor parallelism."""
+"""Settings that the Frontier study's scripts for 175B and 1T share. The study's tensor-parallel size is x."""
 STAGES = {"frontier-175b": 16, "frontier-1t": 128}
 TENSOR_SIZES = (1, 2, 4, 8, 16, 32)
 YEAR = 365.25 * 24 * 3600
@@ -74,7 +74,8 @@ def value_of(mark: list[str]) -> str:
 
 
 def cell(path: Path, beginning: list[str], column: str) -> str:
-    """Return one cell of the only table that has such a row and such a column."""
+    """Return one cell: the row begins with these cells, and the header has this column. Only one table may have such a
+    cell."""
     text, found = path.read_text(encoding="utf-8"), []
     if path.suffix == ".json":
         tables = [[table["columns"], *table["rows"]] for table in json.loads(text)]
@@ -109,13 +110,13 @@ def runs() -> str:
 
 
 def said(path: Path, pattern: str) -> str:
-    """Return the group of a pattern that occurs once in the text of a page."""
+    """Return the part of a page that the pattern's group matches. The pattern must match exactly once."""
     (found,) = re.findall(pattern, " ".join(path.read_text(encoding="utf-8").split()))
     return str(found)
 
 
 def gaps(mask: str, key: str, passage: str = "") -> str:
-    """Return a fraction from the stored measurement of masks on real text."""
+    """Return a number from figures/mask_gaps.json, formatted for the page."""
     row = stored_gaps(mask)
     return share(row[key][passage] if passage else row[key]) if key != "longest_span" else f"{row[key]:,}"
 
@@ -130,14 +131,14 @@ def share(value: float) -> str:
 
 
 def on_frontier(model: str, batch: int, **layout: int) -> Prediction:
-    """Return a layout of the study's own program."""
+    """Predict a layout of the Frontier study with the study's own program."""
     machine = load_machine("frontier")
     return predict(base_of(model, 2048, batch).but(**{**STUDY, **layout}, **MEGATRON), machine, constants_for(machine))
 
 
 @cache
 def planned() -> dict[str, str]:
-    """Return the predictions by their names in the template."""
+    """Return the text of each prediction, by its name in the template."""
     of_175b = {dp: on_frontier("frontier-175b", 320 * dp, pp=16, dp=dp) for dp in (2, 16)}
     of_1t = {dp: on_frontier("frontier-1t", 512 * dp, pp=128, dp=dp) for dp in (2, 6)}
     strong_175b = on_frontier("frontier-175b", 320 * 16, pp=16, dp=2)
@@ -168,7 +169,7 @@ def planned() -> dict[str, str]:
 
 
 def axonn_with_overlap(overlap: bool) -> Prediction:
-    """Return GPT-80B on 8,192 GCDs in the layout of planner_figures.json, with AxoNN's overlap or without overlap."""
+    """Predict GPT-80B on 8,192 GCDs for AxoNN, with or without overlap, in the layout of planner_figures.json."""
     machine = load_machine("frontier")
     switches = {} if overlap else {"overlap_x": False, "overlap_z": False, "prefetch": 0}
     layout = {"x": 2, "z": 256, "dp": 16, "recompute": 2, "micro_batch_size": 2}

@@ -67,7 +67,7 @@ def _paragraph(section: type[BaseModel]) -> list[str]:
 
 
 def _inner_sections(name: str, section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield the tables inside a section once each, with a title that names their keys."""
+    """Yield each table inside a section once, with a title that names its keys."""
     places: dict[type[BaseModel], list[str]] = {}
     for key, field in section.model_fields.items():
         inner = section_of(field.annotation)

@@ -1,4 +1,4 @@
-"""Write the map of (x, y) in docs/second_axis.md, from the planner: python docs/second_axis.py"""
+"""Write both tables of docs/second_axis.md, with the planner's predictions: python docs/second_axis.py"""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from fourfold.planning.search.space import SearchLimits
 PAGE = Path(__file__).parent / "second_axis.md"
 MACHINES = ("dgx-a100", "dgx-h100", "gb200", "perlmutter", "frontier", "alps")
 DEGREES = (4, 8, 16, 32)
-"""The tensor degrees x · y."""
+"""Numbers of tensor-parallel ranks, x · y. Each is a column of the first table."""
 MODEL, SEQ, GPUS = "gpt-80b", 2048, 256
 BATCHES = (16, 64, 256, 1024)
-"""Numbers of sequences per step. If there are fewer sequences than GPUs, x · y is at least their ratio."""
+"""Numbers of sequences per step. If there are fewer sequences than GPUs, x · y is at least GPUs / sequences."""
 YS = (2, 4, 8)
 LIMITS = SearchLimits(fixed=(("cp", 1), ("pp", 1)), zeros=(0, 3))
-"""Limits that leave only AxoNN's axes x, y, z, and dp."""
+"""Limits of the search to AxoNN's axes x, y, z, and dp."""
 
 
 class Cell(NamedTuple):
-    """The fastest layout with y = 1 and the fastest with y > 1. None if there is no such layout."""
+    """The fastest layout with y = 1 (``one``) and the fastest layout with y > 1 (``more``), or None if there is no such
+    layout."""
 
     one: Prediction | None
     more: Prediction | None
@@ -40,13 +41,13 @@ class Cell(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Return how much longer the fastest step with y = 1 takes, relative to the fastest step with y > 1."""
+        """Return how much longer a step takes with y = 1 than with y > 1, as a fraction (0.1 means 10 % longer)."""
         assert self.one is not None and self.more is not None
         return self.one.seconds / self.more.seconds - 1
 
     @property
     def text(self) -> str:
-        """Return the faster (x, y) and ``gain``, in bold if y > 1."""
+        """Return the sizes of x and y in the faster layout, and ``gain``. The sizes are in bold if y > 1."""
         best = self.fastest
         if best is None:
             return "none"
@@ -56,7 +57,7 @@ class Cell(NamedTuple):
 
 
 def fastest(machine: str, model: str, gpus: int, batch: int, fixed: Iterable[dict[str, int]]) -> Prediction | None:
-    """Return the fastest layout among several choices of fixed axes. None if no layout is legal and fits."""
+    """Return the fastest layout for any of several choices of fixed axes, or None if no layout is legal and fits."""
     where, found = load_machine(machine), []
     for sizes in fixed:
         limits = replace(LIMITS, fixed=(*LIMITS.fixed, *sizes.items()))
@@ -68,7 +69,7 @@ def fastest(machine: str, model: str, gpus: int, batch: int, fixed: Iterable[dic
 
 
 def of_degree(machine: str, batch: int, degree: int) -> Cell:
-    """Return the fastest layouts of one tensor degree."""
+    """Return the fastest layouts with x · y = ``degree``."""
     one, more = (
         fastest(machine, MODEL, GPUS, batch, [{"x": degree // y, "y": y} for y in ys if y < degree])
         for ys in ((1,), YS)
@@ -77,7 +78,7 @@ def of_degree(machine: str, batch: int, degree: int) -> Cell:
 
 
 def of_all(machine: str, model: str, gpus: int, batch: int) -> Cell:
-    """Return the fastest layouts of any tensor degree."""
+    """Return the fastest layouts with any x · y."""
     one, more = (fastest(machine, model, gpus, batch, [{"y": y} for y in ys]) for ys in ((1,), YS))
     return Cell(one, more)
 

@@ -19,7 +19,7 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)((?:#[^)\s]*)?)\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages, and every example."""
+    """Add the pages in ``PAGES``, and every example."""
     for name, source in PAGES.items():
         files.append(File.generated(config, name, content=(ROOT / source).read_text(encoding="utf-8")))
     for path in sorted((ROOT / "examples").rglob("*.*")):
@@ -35,7 +35,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def place_of(source: Path, target: str) -> str:
-    """Return the page of the site that a link leads to. A link to a folder leads to the page of all run files."""
+    """Return the page of the site that a link leads to. If the link leads to a folder, this is the page of recipes,
+    because the only linked folders have run files."""
     path = (source.parent / target).resolve()
     if path.is_dir():
         return "recipes.md"

@@ -11,8 +11,7 @@ from typing import Literal
 from fourfold.errors import UserError
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""From this number on, step ids belong to SLURM's own steps: the batch script, the interactive shell of salloc, and the
-external step."""
+"""Step ids from this number on are SLURM's own steps, such as the batch script and salloc's interactive shell."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class Place:
     restarts: int = 0
     """Number of times that the launcher has restarted the job."""
     started: float = field(default_factory=time.time, compare=False)
-    """Start time of this attempt in Unix seconds: when the command started, or after a restart, when the restart
-    began."""
+    """Unix time when this attempt started. The first attempt starts with the command, and later attempts start with a
+    restart."""
 
 
 def read_environment(environ: Mapping[str, str]) -> Place | None:
@@ -56,7 +55,7 @@ def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
     host, default_port = environ.get("MASTER_ADDR", ""), 29_500
     if place.launcher == "slurm":
         host = host or first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
-        # Jobs can share a node, so derive the port from the job id. Stay below the kernel's ephemeral ports.
+        # Several jobs can share a node, so the port depends on the job id. It stays below the kernel's ephemeral ports.
         default_port = 10_000 + _integer(environ, "SLURM_JOB_ID", default=0) % 20_000
     if not host:
         raise UserError("the environment has RANK but not MASTER_ADDR; set it to rank 0's host, or start with torchrun")

@@ -1,5 +1,5 @@
-"""Import optional libraries, with an error that names the extra to install. Suppress harmless warnings of other
-libraries."""
+"""Import optional libraries. If one is missing, an error names the extra to install. Also suppress harmless warnings of
+other libraries."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Record the heartbeats of a process in memory that its watchdog reads. A heartbeat says which step and which action
-the process has begun most recently.
+"""Record the heartbeats of a process in memory that its watchdog reads. The newest heartbeat says what the process is
+doing, so the watchdog can report where a hung process is stuck.
 
 Code that may take a long time calls `doing` first. A call takes about a microsecond with a watchdog, and does nothing
 without one.

@@ -16,7 +16,7 @@ from fourfold.training.attempts import count_starts
 from fourfold.training.machine_memory import check_machine_memory
 from fourfold.training.run_folder import folder_of, where_it_continues
 
-if TYPE_CHECKING:  # These modules import torch, but the parent of local workers does not need torch.
+if TYPE_CHECKING:  # These modules import torch, which a process that only starts workers does not need.
     from fourfold.config.run import RunConfig
     from fourfold.memorization.audit import AuditRequest
     from fourfold.training.outcome import Outcome
@@ -26,8 +26,8 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
     """Train the model of a run file. `checkpoint.resume` determines whether the run resumes from a checkpoint.
 
     Start one local process for each rank of the grid, or join the processes that torchrun or srun has started. Local
-    processes import the program that starts them, so the program needs `if __name__ == "__main__":`. Local processes
-    that crash or hang are restarted from the newest checkpoint, as the section [fault_tolerance] says.
+    processes import the program that starts them, so the program needs `if __name__ == "__main__":`. If a local process
+    crashes or hangs, the run is restarted from the newest checkpoint, as set in [fault_tolerance].
 
     Args:
         run: The run file.
@@ -69,8 +69,10 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
 
 
 def _may_restart(run: RunConfig, starts: int) -> bool:
-    """Return whether a failed run may be restarted: restarts are enabled, the run resumes automatically, and the failed
-    attempt had begun to train. A run that fails before that would fail again.
+    """Return whether a failed run may be restarted.
+
+    Restarts must be enabled, the run must resume automatically, and the failed attempt must have begun to train. A run
+    that fails before that would fail again.
 
     Args:
         run: The run file.

@@ -43,9 +43,9 @@ def run_batch_parts(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:
 
     Args:
         workers: The steps of each part.
-        runs_ahead: Whether to skip parts whose collective no matmul of another part has hidden yet, as long as there
-            are other parts. Of the remaining parts, one that starts an all-gather next runs first, so that matmuls also
-            hide this all-gather.
+        runs_ahead: Whether a part may run out of turn to hide more communication. A part then waits, if possible, until
+            matmuls of another part have hidden its collective. Among the parts that need not wait, a part that starts
+            an all-gather next runs first, so that matmuls also hide this all-gather.
 
     Returns:
         The results of the parts, in the order of `workers`.

@@ -1,4 +1,5 @@
-"""Set up processes (cores, file limit, gloo's network interface, output), and end them with their parent process."""
+"""Set up worker processes (cores, file limit, network interface, output), and end them together with their parent
+process."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from fourfold.errors import UserError
 PR_SET_PDEATHSIG = 1
 
 LEAST_FILES, ENOUGH_FILES = 64, 4096
-"""Limits for the number of open files: the smallest that lets two local processes connect, and one that is enough for a
-large job.
+"""Limits for the number of open files. The first lets two local processes connect, and the second is enough for a large
+job.
 
 In a large job, rank 0 has a connection to every rank, and NCCL has several connections to each peer.
 """
@@ -133,8 +134,8 @@ def lossy_output(any_error: bool = False) -> Iterator[None]:
 def _lossy(stream: TextIO | None, errors: frozenset[int] | None) -> TextIO:
     """Return a stream to the same file that discards output that cannot be written.
 
-    Return the stream itself if the program has replaced it by another kind of object, or if it must report the error of
-    an earlier write.
+    The stream itself is returned if it is not an ordinary file stream, or if it must report the error of an earlier
+    write.
     """
     if stream is None:  # The shell has closed this file.
         return open(os.devnull, "w")
@@ -174,7 +175,7 @@ def end_with_parent() -> None:
     assert parent is not None, "runs in workers only"
     if sys.platform == "linux":
         end_with_starter()
-        if not parent.is_alive():  # The parent ended before the previous call.
+        if not parent.is_alive():  # The parent had already ended.
             os._exit(1)
     else:
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

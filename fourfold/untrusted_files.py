@@ -74,8 +74,8 @@ def check_model_folder(folder: Path) -> None:
     repository.
 
     Raises:
-        UserError: A link leads to any other place (an export would publish its target), a file is not a regular file or
-            cannot be read, or an index names files in other folders.
+        UserError: A link leads to any other place, because an export would publish its target. Or a file is not a
+            regular file or cannot be read, or an index names files in other folders.
     """
     root = Path(os.path.realpath(folder))
     allowed = [root, *(place.parent / "blobs" for place in (root, *root.parents) if place.name == "snapshots")]

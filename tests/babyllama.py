@@ -1,4 +1,5 @@
-"""A small trained Llama for tests that random weights cannot serve. It is not part of the repository."""
+"""Load a small trained Llama, for tests that need more than random weights. Its files are not part of the
+repository."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ DATA = Path(os.environ.get("FOURFOLD_TEST_DATA", Path(__file__).parents[2] / "sh
 
 
 def needs_babyllama() -> Path:
-    """Return the folder of its data. Skip the test without the data or without sentencepiece."""
+    """Return the folder with the model's data. Skip the test if the data or the package sentencepiece is missing."""
     pytest.importorskip("sentencepiece")
     if not (DATA / "babyllama" / "model5000.bin").is_file():
         pytest.skip(f"no trained model in {DATA}: set FOURFOLD_TEST_DATA")
@@ -32,8 +33,8 @@ def stories(data: Path) -> list[list[int]]:
 
 
 def babyllama(data: Path) -> Any:
-    """Load the model from llama2.c's format. There, the channels of a rotary pair are neighbors. In transformers, they
-    are half a head apart."""
+    """Load the model from llama2.c's format, and reorder its rotary channels. In llama2.c, the two channels of a rotary
+    pair are neighbors. In transformers, they are half a head apart."""
     import transformers
 
     content = (data / "babyllama" / "model5000.bin").read_bytes()

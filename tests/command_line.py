@@ -1,4 +1,4 @@
-"""The fixture ``cli``: run the command line in this process, and capture what it prints."""
+"""Run the command line in this process, and capture what it prints. This is the fixture ``cli``."""
 
 import sys
 from collections.abc import Callable
@@ -28,7 +28,8 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def one_sentence(result: Result) -> str:
-    """Return the message of a refusal: exit code 2, one line on standard error, nothing on standard output."""
+    """Return the error message, and check how the command failed: exit code 2, one line on standard error, and nothing
+    on standard output."""
     code, output, errors = result
     assert "Traceback" not in errors, errors
     assert code == 2, errors

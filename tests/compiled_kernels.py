@@ -1,5 +1,5 @@
-"""Helpers for tests that compile Triton kernels for a GPU that is not there. A separate process compiles each kernel,
-and the tests check the registers and the stack that it needs."""
+"""Compile Triton kernels for a GPU without having one. A separate process compiles each kernel, and the tests check how
+many registers and how much stack the kernel needs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Usage(NamedTuple):
 
     registers: int
     stack: int
-    """Bytes of local memory. A kernel uses local memory if it needs more registers than there are."""
+    """Bytes of local memory. A kernel uses local memory if the GPU has too few registers for it."""
 
 
 def usage_of(cubin: bytes) -> Usage:
-    """Return the resources of the only kernel in NVIDIA's machine code."""
+    """Return the resources that a kernel needs, from NVIDIA machine code with one kernel."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -28,7 +28,7 @@ from fourfold.launch import worker_processes
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-gc.disable()  # Garbage collections take a fifth of the time to import the tests, and find nothing.
+gc.disable()  # While the tests are imported, garbage collections find nothing, but take a fifth of the time.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
@@ -71,15 +71,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def freeze_what_stays() -> Iterator[None]:
-    """Exclude what a test file has imported and cached from later garbage collections. It grows to a million
-    objects."""
+    """Exclude objects that a test file has imported or cached from later garbage collections. There can be a million of
+    them."""
     yield
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Include these objects again, so that Python can free them at its end."""
+    """Include all objects in garbage collections again, so that Python can free them when it exits."""
     gc.unfreeze()
 
 
@@ -106,13 +106,14 @@ def one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def heed_interrupts() -> None:
-    """Undo what a shell does to background jobs, because the tests may run as one."""
+    """Handle Ctrl-C even if the tests run as a background job, because a shell makes background jobs ignore it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the variables of a launcher that may have started the tests, and the variables that other tests set."""
+    """Hide environment variables of launchers, in case a launcher has started the tests or another test has set
+    them."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -131,7 +132,7 @@ def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the prefix of a tiny corpus of bytes."""
+    """Prepare a tiny corpus of bytes, and return its prefix (its path without the file extension)."""
     return make_corpus(tmp_path_factory.mktemp("corpora"))
 
 
@@ -144,7 +145,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """Start a default group that contains only this process."""
+    """Start a default process group that contains only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

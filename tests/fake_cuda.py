@@ -1,8 +1,9 @@
-"""A GPU without hardware: tensors that claim to be on CUDA, and a record of everything that the host would wait for.
+"""Pretend to have a GPU: tensors claim to be on CUDA, and every place at which the host would wait for the GPU is
+recorded.
 
 ``FakeTensorMode`` gives tensors shapes and devices without memory. torch runs a backward on such tensors only if it
-believes that a GPU exists. ``pretend`` makes torch believe this until the process ends. So use it in a separate
-process: ``python tests/fake_cuda_steps.py``.
+believes that a GPU exists. ``pretend`` makes torch believe this until the process ends. So call ``pretend`` only in a
+separate process, as ``python tests/fake_cuda_steps.py`` does.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ TABLE = ctypes.c_void_p * 96
 
 
 def pretend() -> None:
-    """Make autograd's engine accept CUDA tensors in this process, which must not have run a backward before."""
+    """Make autograd's engine accept CUDA tensors in this process. Call this before the first backward of the
+    process."""
     libraries = Path(torch.__file__).parent / "lib"
     if torch.version.cuda is None:
-        # This torch has no device guard to replace, and reports that there is no accelerator. Give it a guard that
-        # counts no devices. torch then replaces this guard with its own, which does nothing.
+        # A torch build for CPUs has no device guard for CUDA. Give it a guard that counts no devices. torch then
+        # replaces this guard with its own, which does nothing.
         guards = TABLE.in_dll(ctypes.CDLL(str(libraries / "libc10.so")), "_ZN3c104impl26device_guard_impl_registryE")
         nothing = TABLE(*[_function(0)] * len(TABLE()))
         guards[1] = ctypes.addressof(_kept(ctypes.c_void_p(ctypes.addressof(_kept(nothing)))))
@@ -56,13 +58,13 @@ def _kept(value: Any) -> Any:
 
 
 class HostWaits(TorchDispatchMode):
-    """Records the lines of fourfold at which the host waits for a GPU: to read numbers, or for a copy.
-
-    Enter it inside a ``FakeTensorMode``. Operations whose output shapes depend on data raise an error by themselves.
+    """Records the lines of fourfold at which the host waits for a GPU, to read numbers or to finish a copy. Enter it
+    inside a ``FakeTensorMode``. Operations whose output shapes depend on data need no record, because they raise an
+    error in this mode.
     """
 
     def __init__(self, rows: int = 1) -> None:
-        """rows: the answer to every integer that the host reads."""
+        """rows: The value to return for every integer that the host reads."""
         super().__init__()
         self.waits: Counter[str] = Counter()
         self.rows = rows
@@ -116,7 +118,7 @@ class HostWaits(TorchDispatchMode):
         return out
 
     def _list(self, tensor: Tensor) -> Any:
-        """Return the result of ``tolist``, for which the host waits once."""
+        """Return the result of ``tolist``, and record that the host waits once."""
         waited, self.waits = self.waits, Counter()
         values: Any = [self._list(each) for each in tensor] if tensor.dim() else tensor.item()
         self.waits = waited

@@ -37,7 +37,7 @@ from fourfold.verification.trace import fake_processes  # noqa: E402
 
 
 def cases() -> dict[str, Case]:
-    """Return the cases by name."""
+    """Return the cases of the parity suite by name."""
     found = test_parity.CASES | test_parity.SLOW_CASES
     for family, model in test_parity.FAMILIES.items():
         for axis, (grid, sections) in test_parity.ONE_AXIS.items():
@@ -77,7 +77,7 @@ def take_step(case: Case, precision: str = "bf16") -> dict[str, int]:
 
 
 def _inside(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> object:
-    """Run ``fully_shard`` inside the mode, because it makes an empty buffer on the device."""
+    """Make ``fully_shard`` run inside the mode, because it allocates an empty buffer on the device."""
     with mode:
         return fully_shard(*args, **kwargs)
 

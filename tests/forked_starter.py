@@ -1,5 +1,5 @@
-"""Start local workers of jobs quickly. The tests' fork server, which has imported the needed modules, forks the starter
-of the workers. Otherwise a new process would have to import them."""
+"""Start local workers of jobs quickly. The tests' fork server has already imported the needed modules. So it forks the
+process that starts the workers. A new process would need seconds for these imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 
 
 class ForkedStarter:
-    """Replaces the context ``spawn``. Its processes have this process's environment, output, and blocked signals."""
+    """A replacement for multiprocessing's ``spawn`` context. Its processes get this process's environment, output, and
+    blocked signals."""
 
     def Process(self, *, target: Callable[..., None], args: tuple[Any, ...], name: str) -> BaseProcess:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])

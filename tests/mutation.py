@@ -1,6 +1,5 @@
-"""Inject a fault into the program: replace a piece of a function in a loaded module.
-
-The piece is found by its syntax tree, so comments, layout, and line numbers do not matter.
+"""Plant a fault in the program: replace a piece of code in a function of a loaded module. The piece is found by its
+syntax tree, so comments, formatting, and line numbers do not matter.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ def mutated(place: str, old: str, new: str) -> Iterator[list[str]]:
     """Run the block with ``old`` replaced by ``new``, and yield the functions that change.
 
     Args:
-        place: ``module:function``, including the class of a method, or only the module.
+        place: ``module:function``, or ``module:Class.method``, or only the module.
         old: An expression or statements that occur there exactly once.
-        new: The same kind, or statements for an expression that is a statement by itself.
+        new: The replacement. It is an expression if ``old`` is one, and statements if ``old`` is statements. If an
+            expression is a statement by itself, statements can replace it.
     """
     module_name, _, function_name = place.partition(":")
     module = importlib.import_module(module_name)
@@ -49,7 +49,8 @@ def mutated(place: str, old: str, new: str) -> Iterator[list[str]]:
 
 
 def mutated_tree(source: str, function_name: str, old: str, new: str) -> ast.Module:
-    """Parse a module, and replace the one place in a function (in the whole module without a name) that equals ``old``.
+    """Parse a module, and replace the one place in a function that equals ``old``. Without a function name, search the
+    whole module.
 
     Raises ``AssertionError`` if there is no such function, or not exactly one such place.
     """
@@ -114,7 +115,7 @@ def _statements(text: str) -> Body:
 
 
 def _same(one: ast.AST, other: ast.AST) -> bool:
-    """Return whether two trees are equal. It does not matter whether names are read or assigned to."""
+    """Return whether two trees are equal. Reading a name and assigning to it count as equal."""
     return _dump(one) == _dump(other)
 
 
@@ -123,8 +124,8 @@ def _dump(node: ast.AST) -> str:
 
 
 def _children(node: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
-    """Yield every node below another one: its parent, the parent's field, and the index in that field if it is a
-    list."""
+    """For every node below this node, yield its parent, the parent's field, and the index in that field if the field is
+    a list."""
     for parent in ast.walk(node):
         for field, value in ast.iter_fields(parent):
             if isinstance(value, ast.AST):
@@ -142,15 +143,16 @@ def _bodies(node: ast.AST) -> Iterator[Body]:
 
 
 def _locate(new: list[Any], old: ast.AST) -> None:
-    """Give new nodes the line numbers of the old one, so that no other function seems changed."""
+    """Give the new nodes the line numbers of the old node. Otherwise, all later functions would seem to have
+    changed."""
     for root in new:
         for node in ast.walk(root):
             ast.copy_location(node, old)
 
 
 def _functions_of(code: CodeType, prefix: str = "") -> Iterator[tuple[str, CodeType]]:
-    """Return the code by qualified name of a compiled module or class. Inner functions belong to their outer
-    function."""
+    """Return the code of every function in a compiled module or class, by qualified name. Inner functions belong to
+    their outer function."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             name = prefix + constant.co_name

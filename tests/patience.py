@@ -1,5 +1,4 @@
-"""How tests wait for processes, threads, and files: until something happens, and so long that only a hang fails a
-test."""
+"""Wait in tests for processes, threads, and files. The time limit is so long that only a hang makes a test fail."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 PATIENCE = 900.0
-"""Seconds after which a test considers a wait to be a hang. This is many times what any machine needs, however busy it
-is."""
+"""Seconds after which a wait counts as a hang. Even a very busy machine needs far less time."""
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
@@ -26,7 +24,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str] | N
 
 @contextmanager
 def not_forever() -> Iterator[None]:
-    """Fail if the block hangs. This is for blocks that wait in this process, in its main thread."""
+    """Fail if the block hangs. Use it for blocks that wait in the main thread of this process."""
 
     def give_up(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"not done after {PATIENCE:.0f} s")

@@ -1,4 +1,4 @@
-"""Rows of measured runs for tests, as CSV."""
+"""Make rows of measured runs for tests, as CSV."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ HEADER = ",".join(COLUMNS)
 
 
 def row_text(**cells: object) -> str:
-    """Return one line. Cells that are not given describe a small GPT on a node of A100s."""
+    """Return one line of CSV. The defaults of the cells describe a small GPT on a node of A100s."""
     assert set(cells) <= set(COLUMNS), set(cells) - set(COLUMNS)
     return ",".join(str(cells.get(name, default)) for name, default in COLUMNS.items())

@@ -1,5 +1,5 @@
-"""Processes that run test bodies on several ranks. They start once per session, and are forked from a process that has
-imported what they need, because importing torch takes seconds."""
+"""Run test bodies on several ranks, in worker processes that start once per pytest session. Importing torch takes
+seconds, so the workers are forked from a process that has already imported it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ from patience import PATIENCE
 from fourfold.processes import end_with_parent, keep_gloo_local
 
 ECHO_SECONDS = 60.0
-"""Seconds that the remaining ranks may take after one rank fails. They should fail soon, because they lose a peer."""
+"""Seconds that the remaining ranks may take after one rank fails. They should fail soon, because they lose their
+connection to it."""
 
 
 class RemoteTraceback(Exception):
-    """The cause of an exception that a body raised. It says where, and on what rank, the exception was raised."""
+    """The cause of an exception from a body. Its text says on which rank and at which line the body raised the
+    exception."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """A body's result, or its exception with traceback and time. If ranks are ordered by time, a rank that died comes
-    first."""
+    """A body's result, or its exception with traceback and time. A rank that died counts as the first to fail."""
 
     value: Any = None
     error: BaseException | None = None
@@ -56,9 +57,8 @@ class Answer:
 
 
 class Pool:
-    """As many workers as the largest run needs. One test at a time runs on the first of them.
-
-    Every run has a new default group (gloo) and one thread, and torch's generator starts with seed 0.
+    """A pool with as many workers as the largest test needs. A test on n ranks uses the first n workers. Every test
+    gets a new default group (gloo), one thread per rank, and torch's generator with seed 0.
     """
 
     def __init__(self) -> None:
@@ -68,10 +68,9 @@ class Pool:
         self._runs = 0
 
     def run(self, world_size: int, body: Callable[..., Any], *args: Any, timeout: float = PATIENCE) -> list[Any]:
-        """Call ``body(rank, world_size, *args)``, a function of a module, on every rank. Return what the ranks
-        returned.
-
-        The first exception of a rank is raised here. Ranks that hang or die cost the pool a restart.
+        """Call ``body(rank, world_size, *args)`` on every rank, and return the ranks' results. The body must be a
+        module-level function. If ranks raise exceptions, raise the first of them here. If a rank hangs or dies, the
+        pool restarts.
         """
         self._runs += 1
         self._start(world_size)
@@ -110,7 +109,7 @@ class Pool:
         self._processes, self._pipes = [], []
 
     def _collect(self, world_size: int, timeout: float) -> dict[int, Answer]:
-        """Return the answers by rank. They are incomplete if time is up."""
+        """Return the answers by rank. If the time is up, some answers are missing."""
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size])}
         answers: dict[int, Answer] = {}
         deadline, died = time.monotonic() + timeout, False
@@ -138,13 +137,14 @@ class Pool:
 
 
 def prepare_fork_server() -> None:
-    """Choose what the fork server imports, once the tests are imported and before it starts."""
+    """Tell the fork server what to import. Call this after the tests have been imported and before the fork server
+    starts."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(imported_by_bodies())
 
 
 def imported_by_bodies() -> list[str]:
-    """Return the modules that the fork server imports: modules of this package that the tests have imported, and
-    what they need."""
+    """Return the modules that the fork server should import: the modules of fourfold that the tests have imported, and
+    their dependencies."""
     models = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")]
     return [
         "pytest",
@@ -156,10 +156,10 @@ def imported_by_bodies() -> list[str]:
 
 
 def _serve(rank: int, pipe: Connection) -> None:
-    """Run tasks until the pool ends. This is all that a worker does."""
+    """Run tasks until the pool ends. This is the main loop of a worker."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.register(signal.SIGUSR1)
-    gc.freeze()  # Imported modules stay, so a collection after every run need not search them.
+    gc.freeze()  # Imported modules are never freed, so garbage collections after each test need not search them.
     end_with_parent()
     os.environ["OMP_NUM_THREADS"] = "1"
     keep_gloo_local()
@@ -176,7 +176,7 @@ def _answer(rank: int, task: Task) -> bytes:
     import torch
     import torch.distributed as dist
 
-    _leave_group()  # The last run's group. At the end of that run, a peer may still have needed it.
+    _leave_group()  # Leave the last test's group only now, because a peer may have needed it until that test ended.
     sys.path[:] = task.path  # as pytest had it when it found the module of the body
     try:
         dist.init_process_group(
@@ -186,7 +186,8 @@ def _answer(rank: int, task: Task) -> bytes:
             world_size=task.world_size,
             timeout=timedelta(seconds=task.timeout),
         )
-        # Wait until all ranks have connected. A rank that fails at once would leave while peers still connect to it.
+        # Wait until all ranks have connected. Otherwise a rank that fails at once could leave while its peers still
+        # connect to it.
         dist.barrier()
         torch.manual_seed(0)
         body, args = pickle.loads(task.call)
@@ -194,7 +195,7 @@ def _answer(rank: int, task: Task) -> bytes:
     except BaseException as error:  # pytest's failures do not derive from Exception
         now = time.monotonic()
         answer = pickle.dumps(Answer(error=_portable(error), traceback=traceback.format_exc(), time=now))
-    # Peers that wait for this rank learn of its failure when its connections close.
+    # Close the connections, so that peers that wait for this rank notice its failure.
     _leave_group()
     return answer
 
@@ -205,8 +206,8 @@ def _leave_group() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-        # Reference cycles and DTensor's cache keep groups alive. A group's threads wake up a hundred times a second, so
-        # hundreds of groups would keep the cores busy.
+        # Free the group now. Reference cycles and DTensor's cache would keep it alive, and a group's threads wake up a
+        # hundred times a second. So hundreds of groups would keep the cores busy.
         _clear_sharding_prop_cache()
         gc.collect()
 

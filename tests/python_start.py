@@ -7,9 +7,8 @@ from pathlib import Path
 
 
 def run_at_start(folder: Path, code: str, *paths: Path) -> dict[str, str]:
-    """Return the environment in which Python processes run this code before anything else.
-
-    Python imports ``sitecustomize`` at its start, if it finds one.
+    """Return an environment for processes. In it, Python runs this code before anything else, because Python imports
+    the module ``sitecustomize`` when it starts.
 
     Args:
         folder: Folder for the file with the code.

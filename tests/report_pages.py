@@ -1,4 +1,4 @@
-"""Report pages for tests: the data of their charts, and how they look in a headless Chromium."""
+"""Check report pages: read the data of their charts, and check how they look in a headless Chromium."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ WINDOWS = [
     pytest.param(width, scheme, marks=() if (width, scheme) in ((400, "dark"), (1280, "light")) else pytest.mark.slow)
     for width, scheme in itertools.product(WIDTHS, SCHEMES)
 ]
-"""Every width in every scheme. One narrow dark window and one wide light window are fast."""
+"""Window widths and color schemes. The slow tests try every combination. The fast tests try one narrow dark window and
+one wide light window."""
 FIGURE = re.compile(r'<figcaption><b>([^<]*)</b>[^\n]*?</figcaption><div class="plot"[^<]*</div><script[^>]*>([^<]*)<')
 LOOKS = """() => fourfold.charts.map(({chart, figure}) => {
   const svg = figure.querySelector(".plot svg"), frame = svg.getBoundingClientRect();
@@ -81,8 +82,8 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def opened(browser: Browser, path: Path, width: int, scheme: str, height: int = 900) -> Iterator[Page]:
-    """Open a page in a window of some width, in light or dark colors. Check that it reports no error and fetches
-    nothing."""
+    """Open a page in a window of this size, in light or dark colors. Check that the page reports no error and sends no
+    requests."""
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
     page = context.new_page()
     problems: list[str] = []
@@ -97,7 +98,7 @@ def opened(browser: Browser, path: Path, width: int, scheme: str, height: int = 
 
 @dataclass(frozen=True)
 class Drawn:
-    """One chart as drawn: the number of its lines, areas and dots, and its texts."""
+    """A chart that the browser has drawn: the numbers of lines, areas, and dots, and the texts."""
 
     shapes: int
     texts: list[str]

@@ -1,4 +1,4 @@
-"""Write test results to a file as they come, so that a killed session leaves them."""
+"""Write each test result to a file immediately, so that no results are lost if the session is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ResultsFile:
         path.write_text("")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note the call of a test, and a setup or teardown that did not pass."""
+        """Write the result of a test's call. Write the result of its setup or teardown only if it did not pass."""
         if report.when != "call" and report.passed:
             return
         record = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}

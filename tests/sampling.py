@@ -1,4 +1,5 @@
-"""Which tests run: a few cases of long matrices, and a part of the slow tests that changes with a seed."""
+"""Choose which tests run: only a few cases of long parameter lists, and a sample of the slow tests that depends on a
+seed."""
 
 from __future__ import annotations
 
@@ -18,15 +19,14 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def wants_gpus(markers: str) -> bool:
-    """Return whether ``-m`` selects the tests that need a GPU. All further tests run on CPUs, with gloo, on any
+    """Return whether ``-m`` selects the tests that need a GPU. All other tests run on CPUs, with gloo, on any
     machine."""
     return re.search(r"(?<!not )\bgpu\b", markers) is not None
 
 
 def mark_long_matrices(items: list[pytest.Item]) -> None:
-    """Mark as slow all cases of a test with ``fast_cases(n)`` but n of them, spread evenly over its list.
-
-    Cases for a GPU stay as they are: the machines that can run them are quick.
+    """If a test has the mark ``fast_cases(n)``, keep n cases, spread evenly over its list of cases, and mark all other
+    cases as slow. Cases for a GPU are not marked, because machines with a GPU are fast.
     """
     cases: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -41,7 +41,8 @@ def mark_long_matrices(items: list[pytest.Item]) -> None:
 
 
 class Sampling:
-    """Runs the tests in the order of a hash of their names and the seed, and starts none after the deadline."""
+    """Runs tests in an order that depends on the seed (by a hash of seed and name), and starts no test after the
+    deadline."""
 
     def __init__(self, seed: str | None, minutes: float | None) -> None:
         self.seed = seed
@@ -57,12 +58,12 @@ class Sampling:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        """Return True, which leaves the test out, when the time is up."""
+        """Return True when the time is up. pytest then skips the test."""
         if time.monotonic() > self.deadline:
             return True
         self.started += 1
         return None
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print how much of the selection ran."""
+        """Print how many of the selected tests ran."""
         terminalreporter.write_line(f"ran {self.started} of {self.selected} selected tests (--sample {self.seed})")

@@ -1,4 +1,5 @@
-"""A GPU that computes on the CPU. It has real numbers, and the errors and waits of a real device.
+"""Simulate a GPU on the CPU. Its tensors have real values, and it raises the errors of a real device and counts the
+host's waits.
 
 Tensors on ``cuda`` hold their values in a CPU tensor. An operation that mixes them with tensors of the CPU raises, as
 on a GPU. A collective that gloo runs and NCCL does not have raises too. All waits of the host are counted.
@@ -212,7 +213,7 @@ def _sends_objects() -> bool:
 
 
 def _check_collective(func: Any, tensors: list[Tensor]) -> None:
-    """Raise for what NCCL refuses. Gloo would accept all of it."""
+    """Raise an error for calls that NCCL refuses. Gloo would accept these calls."""
     name = func._overloadpacket.__name__
     if name == "barrier":
         return
@@ -228,8 +229,7 @@ def _check_collective(func: Any, tensors: list[Tensor]) -> None:
 
 
 def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: bool) -> bool:
-    """Return whether the host waits for the device: it reads values, or it copies to or from the device and waits for
-    the copy."""
+    """Return whether the host waits for the device, either to read values or to finish a copy to or from the device."""
     if func in READ_VALUES:
         return reads
     if func is aten._to_copy.default:
@@ -295,4 +295,4 @@ ON_CPU: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_attention_backward,
     aten.addmm.dtype_out: _product_in_float32,
 }
-"""Kernels of the CPU for those kernels of CUDA that the CPU lacks."""
+"""CPU replacements for operations that torch has only for CUDA."""

@@ -1,4 +1,4 @@
-"""The package's modules and the test files, by name and parsed, for tests that read the source."""
+"""List the package's modules and the test files, and parse them, for tests that check the source code."""
 
 from __future__ import annotations
 

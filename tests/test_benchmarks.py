@@ -1,4 +1,4 @@
-"""Every benchmark runs in its tiny form on a CPU. Its numbers mean nothing here."""
+"""Run every benchmark in its tiny form on a CPU. The tests do not check the numbers."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_one_command_answers_what_needs_a_gpu(tmp_path: Path, monkeypatch: pytes
 
 HANG = "import time; time.sleep(10**6)"
 ROWS_AND_HANG = f"import sys; print('[1, 2]', file=open(sys.argv[1], 'w'), flush=True); {HANG}"
-"""A program that writes figures, as a benchmark does after its first row, and then never ends."""
+"""A program that writes figures like a benchmark after its first row, and then hangs."""
 
 
 def program(source: str, seconds: float = 100.0, prints: bool = False) -> gpu.Part:
@@ -120,9 +120,8 @@ class Clock:
 def test_a_part_that_fails_or_hangs_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A hanging part is ended at its limit, a part after the budget is not begun, and figures of both runs are kept.
-
-    Only a part that fails makes the exit code 1.
+    """A hanging part ends at its time limit. A part does not begin after the budget is spent. The file keeps the
+    figures of both runs. The exit code is 1 only if a part fails.
     """
     programs = {
         "good": program("print('[1]')", prints=True),
@@ -162,8 +161,8 @@ def test_the_suite_on_a_gpu_names_files_and_the_tests_that_were_asked_for() -> N
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_a_kill_leaves_the_figures(number: signal.Signals, tmp_path: Path) -> None:
-    """The file keeps the figures of finished parts, and the figures that the running part has written. The running part
-    ends too."""
+    """After a kill, the file has the figures of the finished parts, and the figures that the running part had written.
+    The running part ends too."""
     source = (
         "import sys; from benchmarks import gpu\n"
         "rows = sys.argv.pop()\n"
@@ -202,7 +201,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_wheels_come_before_the_machines_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wheel for this machine's Python is installed for the parts alone, without network."""
+    """A wheel for this machine's Python is installed without network, and only the benchmark's parts can import it."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "brought-1.0-py3-none-any.whl", "w") as wheel:
@@ -217,7 +216,7 @@ def test_wheels_come_before_the_machines_packages(tmp_path: Path, monkeypatch: p
 
 
 def test_a_contender_that_fails_is_a_row_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The contenders after it are measured, and the table is in the file."""
+    """The remaining contenders are still measured, and the file has the table."""
     pytest.importorskip("transformers")
     train_gpu = importlib.import_module("benchmarks.train_gpu")
     monkeypatch.setattr(train_gpu, "hugging_face", failing)

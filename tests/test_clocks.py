@@ -20,13 +20,13 @@ WITH_A_CLOCK = {
     "test_trial_processes.py": "a trial hangs, which the search must notice",
     "test_timeline.py": "the time of recorded steps is inside of the time that their process takes",
 }
-"""Test files that have a clock or a short time limit, each with the reason. All other tests move a clock of their own,
-because machines differ in speed."""
+"""Test files that may read a real clock or set a short time limit, each with the reason. All other tests use a fake
+clock, because machines differ in speed."""
 SHORTEST_TIMEOUT = 300
 
 
 def clocks_read(path: Path) -> set[str]:
-    """Return the calls of a clock in a test file, and the limits of time that a busy machine may exceed."""
+    """Return where a test file reads a clock or sets a time limit that a busy machine may exceed."""
     found = set()
     for node in (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)):
         if isinstance(node.func, ast.Attribute) and node.func.attr in CLOCKS:

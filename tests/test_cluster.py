@@ -1,4 +1,4 @@
-"""The benchmarks of the emulated cluster in their tiny forms, on processes of this machine and on the cluster."""
+"""Run the benchmarks of the emulated cluster in their tiny form, with and without the emulated network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optional libraries: if one is missing, its extra is named, and harmless warnings of these libraries are not
+"""If an optional library is missing, the error names its extra. Harmless warnings of optional libraries are not
 printed."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The rules of docs/architecture.md: rooms in order, no circles, one name for one thing, nothing too long."""
+"""Check the rules of docs/architecture.md: imports follow the order of the rooms, no import cycles, unique names, and
+no overlong files or functions."""
 
 from __future__ import annotations
 
@@ -63,8 +64,8 @@ ROOMS = (
     "reports",
     "cli",
 )
-"""From bottom to top. A module belongs to the longest name that its path begins with, and imports only from its own
-room and the rooms before it."""
+"""The rooms, from bottom to top. If a module's path begins with several of these names, the module belongs to the
+longest. A module imports only from its own room and from rooms before it in this list."""
 
 KNOWN_UPWARD: set[tuple[str, str]] = set()
 """Imports (module, imported module) that still point upwards."""
@@ -84,7 +85,7 @@ LONG_FUNCTIONS = {
 
 LONGEST_FILE, LONGEST_FUNCTION = 350, 50
 ONE_MAKERS = {"amdsmi", "apex", "cupy", "flash_attn", "nvidia", "pynvml", "rocm", "transformer_engine", "xformers"}
-"""Packages that exist only for the GPUs of one maker."""
+"""Packages that support only the GPUs of one vendor."""
 
 
 PUBLIC = {
@@ -93,11 +94,12 @@ PUBLIC = {
     if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fourfold.")
     for alias in node.names
 }
-"""The package's public names, which it imports at their first use, and the module of each."""
+"""The package's public names, and the module that defines each name. The package imports the module at the name's first
+use."""
 
 
 def statements(node: ast.AST, for_types: bool = False) -> Iterator[ast.AST]:
-    """Yield every node below this one; what only type checkers read is left out unless ``for_types``."""
+    """Yield every node below this node. Code under TYPE_CHECKING is left out unless ``for_types`` is true."""
     for child in ast.iter_child_nodes(node):
         is_for_types = isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
         if isinstance(child, ast.If) and is_for_types and not for_types:
@@ -110,8 +112,7 @@ def statements(node: ast.AST, for_types: bool = False) -> Iterator[ast.AST]:
 
 
 def module_of(name: str) -> str | None:
-    """Return the module that a dotted name is or is in. A public name of the package is in the module that defines
-    it."""
+    """Return the module that a dotted name refers to. For a function or class, this is the module that defines it."""
     parent, _, attribute = name.rpartition(".")
     if name in MODULES or parent == "fourfold":
         return name if name in MODULES else PUBLIC.get(attribute)
@@ -119,7 +120,7 @@ def module_of(name: str) -> str | None:
 
 
 def names_used(file: ast.Module, for_types: bool = False) -> Iterator[str]:
-    """Yield dotted names that a file imports at its top or inside its functions, or has in a string to import by."""
+    """Yield every dotted name that a file imports: at its top, inside functions, or by a string."""
     for node in statements(file, for_types):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -133,7 +134,7 @@ def names_used(file: ast.Module, for_types: bool = False) -> Iterator[str]:
 
 
 def modules_used(file: ast.Module, for_types: bool = False) -> frozenset[str]:
-    """Return the modules of fourfold that a file imports, and with ``for_types`` also those under TYPE_CHECKING."""
+    """Return the modules of fourfold that a file imports. With ``for_types``, include imports under TYPE_CHECKING."""
     modules = (module_of(name) for name in names_used(file, for_types))
     return frozenset(module for module in modules if module not in (None, "fourfold"))
 
@@ -151,7 +152,8 @@ def room(module: str) -> str:
 
 
 def circles() -> set[frozenset[str]]:
-    """Return groups of modules that import each other, also through other modules or for types (Tarjan 1972)."""
+    """Return import cycles: groups of modules that import each other, directly or through other modules (Tarjan 1972).
+    Imports for types count too."""
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     path: list[str] = []
@@ -179,7 +181,7 @@ def circles() -> set[frozenset[str]]:
 
 
 def functions() -> Iterator[tuple[str, int]]:
-    """Yield every function as module.name, with its number of lines, not counting its docstring."""
+    """Yield the name of every function (module.name) and its number of lines without the docstring."""
     for module, path in MODULES.items():
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -229,7 +231,7 @@ def test_no_import_points_upwards() -> None:
 
 
 def test_nothing_imports_what_only_one_maker_of_gpus_has() -> None:
-    """With such an import, the program would not start on GPUs of another maker."""
+    """With such an import, fourfold would not start on GPUs of another vendor."""
     for path in MODULES.values():
         for node in ast.walk(tree(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -247,7 +249,7 @@ def test_no_two_classes_have_one_name() -> None:
 
 
 def tricks(file: ast.Module) -> set[str]:
-    """Return assignments to ``__class__``, and calls of a parent's ``__init__`` other than by ``super()``."""
+    """Return the places where a file assigns to ``__class__``, or calls a parent's ``__init__`` without ``super()``."""
     found = set()
     for node in ast.walk(file):
         if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store):

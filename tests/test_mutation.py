@@ -1,4 +1,4 @@
-"""Faults are found by function and syntax tree."""
+"""Faults are planted in the right place, which is given by a function and a syntax tree."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Pump:
 
 
 def function_of(tree: ast.Module, name: str) -> str:
-    """Return the body of a function, with a new layout and without its docstring."""
+    """Return the source of a function's body, reformatted and without its docstring."""
     found = dict(definitions(tree))[name]
     assert isinstance(found, ast.FunctionDef)
     has_docstring = ast.get_docstring(found) is not None

@@ -1,4 +1,4 @@
-"""No file uses private names of another, and every private name of torch that the package uses is listed."""
+"""No file uses the private names of another file. A list has every private name of torch that the package uses."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PUBLIC_DESPITE_UNDERSCORE = {
     "_loglikelihood_tokens": "lm-eval's TemplateLM, which calls it",
 }
 INSIDE_TORCH = {"fake_cuda.py", "simulated_gpu.py"}
-"""Test files that replace a GPU below torch. No name there is public."""
+"""Test files that simulate a GPU inside torch, where all names are private."""
 
 
 def private_names(path: Path) -> set[str]:
-    """Return the private names that a file uses of modules, or of objects other than ``self``."""
+    """Return the private names of modules, and of objects other than ``self``, that a file uses."""
     found: set[str] = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("fourfold", "benchmarks")):
@@ -78,8 +78,8 @@ PRIVATE_TORCH = {
     "verification/recorder.py": {"torch.utils._python_dispatch", "torch.utils._pytree", "_cdata", "_overloadpacket"},
     "verification/trace.py": {"torch._subclasses.fake_tensor", "torch.testing._internal.distributed.fake_pg"},
 }  # fmt: skip
-"""Private names of torch by file, apart from its operators. A new version of torch may change them: whoever adds one
-looks for a public name first. FSDP2's are all in one file, the adapter."""
+"""Private names of torch that each file uses, except operators. A new version of torch may change them. So before you
+add a name here, look for a public name. Only one file, the adapter, uses FSDP2's private names."""
 
 
 def private_torch(path: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""Hold the prose of code, pages, and messages to the rules of CONTRIBUTING.md."""
+"""Check that the prose in code, pages, and messages follows the rules in CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ CONSTRUCTIONS = {
     'name what "others" and "the rest" are': (r"\b(?:others|the rest|the other|another's)\b", 0.6),
     "split the sentence at the semicolon": (r";", 4.0),
 }
-"""Patterns, and how often each may occur per 1,000 words in a group of files. Well-kept projects stay below these
-limits."""
+"""Patterns, and how often each pattern may occur per 1,000 words in a group of files. Other well-written projects stay
+below these limits."""
 
 AWKWARD = """
 passages stand
@@ -112,7 +112,7 @@ def messages_of_code(text: str) -> Iterator[str]:
 
 @cache
 def prose(path: Path) -> str:
-    """Return what a reader of the file reads as sentences."""
+    """Return the prose of a file."""
     text = path.read_text(encoding="utf-8")
     return words_of_page(text) if path.suffix == ".md" else words_of_code(text)
 
@@ -132,7 +132,7 @@ def test_sentences_are_plain(rule: str, group: str) -> None:
 
 @pytest.mark.parametrize("rule", [rule for rule, (pattern, _) in CONSTRUCTIONS.items() if pattern != ";"])
 def test_messages_are_plain(rule: str) -> None:
-    """A message may have a semicolon between what is wrong and what works."""
+    """Semicolons are allowed, because messages have one between what is wrong and what works."""
     pattern, limit = CONSTRUCTIONS[rule]
     messages = [text for path in GROUPS["code"] for text in messages_of_code(path.read_text(encoding="utf-8"))]
     assert per_thousand_words(pattern, messages) <= limit, [text for text in messages if re.search(pattern, text)]
@@ -153,7 +153,7 @@ def test_a_counter_sees_docstrings_comments_and_sentences() -> None:
 
 
 def most_often(pattern: str, paths: Iterable[Path]) -> list[str]:
-    """Return the files with the most matches, for the message of a failed test."""
+    """Return the files with the most matches. A failed test shows them."""
     counts = {path: len(re.findall(pattern, prose(path), re.IGNORECASE)) for path in paths}
     worst = sorted(counts, key=lambda path: -counts[path])[:8]
     return [f"{path.relative_to(REPOSITORY)}: {counts[path]}" for path in worst if counts[path]]

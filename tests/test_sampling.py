@@ -1,4 +1,4 @@
-"""The sampled suite: every seed gives its own order, and no test starts after the deadline."""
+"""Sampling of slow tests: each seed gives another order, and no test starts after the deadline."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def test_only_the_tests_of_gpus_see_a_gpu(markers: str, wanted: bool) -> None:
 
 
 def test_workers_compute_on_the_cpu_of_a_machine_with_a_gpu(pool: Pool, request: pytest.FixtureRequest) -> None:
-    """With ``device = "auto"``, each of two processes of a run would want a GPU."""
+    """Otherwise, with ``device = "auto"``, each of the two processes would try to use a GPU."""
     if wants_gpus(request.config.getoption("markexpr")):
         pytest.skip("-m gpu shows the GPUs")
     assert pool.run(2, device_beside_a_gpu) == ["cpu", "cpu"]
 
 
 def device_beside_a_gpu(rank: int, world_size: int) -> str:
-    """Return the device of a process on a machine with one GPU, which CUDA shows unless it is hidden."""
+    """Return the device that a process chooses, if torch reports one GPU whenever GPUs are not hidden."""
     visible = 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else 1
     with patch.object(torch.cuda, "device_count", lambda: visible):
         return choose_device(Place(rank, rank, world_size, world_size, launcher="local"), "auto").type

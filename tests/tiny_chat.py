@@ -1,4 +1,4 @@
-"""A small tokenizer of transformers with a chat template, and conversations."""
+"""Make a small transformers tokenizer with a chat template, and conversations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MARKED = CHATML.replace(
     "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n",
 )
-"""The same text as ChatML's. In addition, the text to train is marked."""
+"""A template that renders the same text as ChatML, and also marks the text to train."""
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
@@ -40,7 +40,7 @@ TALK: list[dict[str, str]] = [
 
 
 def make_chat_tokenizer(folder: Path, template: str) -> Path:
-    """Make a folder that transformers opens."""
+    """Write the tokenizer to a folder that transformers can load."""
     import transformers
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def talks(count: int) -> list[dict[str, Any]]:
-    """Return conversations that differ in length and in how much of them is answers."""
+    """Return conversations that differ in their length and in their share of answers."""
     rows = []
     for number in range(count):
         turns = [

@@ -24,7 +24,8 @@ def documents_of(inputs: Iterable[str | Path]) -> list[str]:
 
 
 def make_corpus(folder: Path, name: str = "corpus", documents: int = 60, tokenizer: str = "bytes") -> str:
-    """Write sentences of random words, about 100 bytes each, and hold out a fifth. Return the prefix of the corpus."""
+    """Prepare a corpus of random sentences, about 100 bytes each, and hold out a fifth of them. Return the corpus's
+    prefix."""
     chance = random.Random(name)
     texts = (" ".join(chance.choices(WORDS, k=chance.randint(10, 30))) for _ in range(documents))
     lines = folder / f"{name}.jsonl"
@@ -34,7 +35,8 @@ def make_corpus(folder: Path, name: str = "corpus", documents: int = 60, tokeniz
 
 
 def run_file(folder: Path, corpus: str, **changes: object) -> Path:
-    """Write FOLDER/run.toml: a tiny Llama, 8 steps of 4 sequences of 32 bytes. ``section__key=value`` changes it."""
+    """Write FOLDER/run.toml, which trains a tiny Llama for 8 steps of 4 sequences of 32 bytes. Arguments such as
+    ``section__key=value`` change keys."""
     values: dict[str, object] = {
         "output_dir": str(folder / "runs"),
         "model__preset": "llama-tiny",

@@ -1,4 +1,4 @@
-"""A small dataset in the form that the Hub has: a folder of Parquet files."""
+"""Make a small dataset in the Hub's format: a folder of Parquet files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FILES = 4
 
 
 def make_dataset(folder: Path, documents: int = 40) -> str:
-    """Write documents in four files, and five more in a split `validation`. Return the name of the dataset."""
+    """Write documents to four files, and five more documents to a split `validation`. Return the dataset's name."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

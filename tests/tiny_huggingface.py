@@ -373,8 +373,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """Save a model in several files, and return its folder. It is random, but the same at every call. Every parameter
-    matters to the results."""
+    """Save a model in several files, and return its folder. The weights are random but the same in every call, and
+    every parameter affects the results."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -388,7 +388,7 @@ def make_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, **ch
 
 
 def perturb(model: Any) -> None:
-    """Change the vectors of a new model, which are all ones or zeros, so that every one of them matters."""
+    """Change the vectors of a new model. They are all ones or zeros, so a mistake with one of them would not show."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -421,5 +421,5 @@ def rewrite(folder: Path, weights: dict[str, Tensor]) -> None:
 
 
 def tokens() -> Tensor:
-    """Return two sequences of tokens from the models' vocabulary."""
+    """Return two sequences of random tokens."""
     return torch.randint(201, (2, 40), generator=torch.Generator().manual_seed(0))

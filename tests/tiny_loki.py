@@ -1,4 +1,5 @@
-"""Small random models with a basis, and a second, slow implementation of Loki to compare with."""
+"""Make small random models with a basis for Loki. This file also has a slow, simple implementation of Loki to compare
+with."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def _calibrated() -> tuple[Any, Any]:
 
 
 def calibrated_llama() -> tuple[Any, Any]:
-    """Return a Llama that is the caller's own, and its basis, which is computed once."""
+    """Return a new Llama and its basis. The basis is computed only once."""
     model, basis = _calibrated()
     return copy.deepcopy(model), basis
 
@@ -63,7 +64,8 @@ def prompt(batch: int = 2, length: int = 50, seed: int = 2) -> Tensor:
 def slow_decode(
     query_ND: Tensor, key_KSD: Tensor, value_KSD: Tensor, basis_KDD: Tensor, d: int, k: int, scaling: float
 ) -> Tensor:
-    """Run one step of Loki on one sequence, head by head, as the paper writes it. The group sums its softmaxes."""
+    """Run one step of Loki on one sequence, head by head, as in the paper. Query heads that share a KV head choose keys
+    by the sum of their softmaxes."""
     group = len(query_ND) // len(key_KSD)
     out = []
     for head, (key_SD, value_SD, basis_DD) in enumerate(zip(key_KSD, value_KSD, basis_KDD, strict=True)):
@@ -79,19 +81,21 @@ def slow_decode(
 
 @cache
 def name_of_cache() -> str:
-    """Return the name of a forward's argument for its cache. It has another name before transformers 5.24."""
+    """Return the name of the argument with which a model's forward takes a cache. transformers 5.24 changed this
+    name."""
     from transformers import LlamaForCausalLM
 
     return "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
 def with_cache(cache: Any) -> dict[str, Any]:
-    """Return the arguments of a forward that reads and extends a cache."""
+    """Return keyword arguments with which a model's forward reads and extends a cache."""
     return {name_of_cache(): cache, "use_cache": True}
 
 
 def step_by_step(model: Any, tokens_BS: Tensor, begin: int, **more: Any) -> Tensor:
-    """Return the logits of a prompt of ``begin`` tokens, and then of every later token, one per step."""
+    """Return the logits of all tokens. The first step processes a prompt of ``begin`` tokens, and each later step
+    processes one token."""
     from transformers import DynamicCache
 
     cache = more.pop("cache", None) or DynamicCache(config=model.config)

@@ -87,7 +87,8 @@ GRANITE = LLAMA | {
     "residual_multiplier": 0.6,
     "logits_scaling": 0.7,
 }
-"""Factors on embeddings, scores, and the outputs of attention and MLP, and a divisor of the logits."""
+"""Embeddings, scores, and the outputs of attention and MLP are multiplied by factors, and the logits are divided by
+one."""
 
 ARCEE = LLAMA | {"mlp": "relu2"}
 """A squared ReLU without a gate."""
@@ -104,7 +105,7 @@ EXAONE4 = OLMO2 | {
     "layer_types": ["sliding_attention", "full_attention"],
     "no_rope_layers": [1, 0],
 }
-"""Only layers with a window rotate. Norms after attention and MLP."""
+"""Only layers with a sliding window have rotary embeddings. Norms after attention and MLP."""
 
 DENSE: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -236,7 +237,7 @@ def tiny_run(model: dict[str, Any] = LLAMA, parallel: dict[str, int] | None = No
 
 
 def random_global_batch(run: RunConfig, step: int) -> MicroBatch[Tensor]:
-    """All random samples of a step in one piece, as one document each."""
+    """Return the global batch of a step as one batch of random samples. Each sample is one document."""
     samples, size = RandomSamples(run), run.training.global_batch_size
     (whole,) = Loader(samples, run.training.seq_length, size, size, 0, 1, samples.masks).step(step)
     return MicroBatch(whole.tokens, whole.labels).map(torch.from_numpy)

@@ -1,4 +1,4 @@
-"""A multiple-choice task of lm-eval that needs no network, and a model that needs no weights."""
+"""Make a multiple-choice task for lm-eval that needs no network, and a model that needs no weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_task(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 class Uniform:
-    """A model that finds all tokens equally likely, but for token 65, which is the likeliest."""
+    """A model for which token 65 is the most likely token, and all other tokens are equally likely."""
 
     vocab_size = 257
     max_length = None

@@ -1,4 +1,4 @@
-"""Matmul layouts that no measurement would choose for a tiny model, so that tests run through all of them."""
+"""Force matmul layouts that a measurement would not choose for a tiny model, so that tests cover all layouts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EVEN = dict.fromkeys(PRODUCTS, Gain(seconds=1, gain=1, low=1, high=1))
 
 
 def parity_on_cpu(run: RunConfig, steps: int = 3, against: Against = "plain") -> ParityReport | None:
-    """Run ``parity`` with forced matmul layouts if the run's are tuned, also on the grid that resumes."""
+    """Run ``parity``. If the run uses tuned matmul layouts, force these layouts, also on the grid that resumes."""
     verified = as_verified(run, steps)
     with forced_layouts(verified, resharded(verified)):
         return parity(run, torch.device("cpu"), steps, against)
@@ -43,9 +43,8 @@ def parity_on_cpu(run: RunConfig, steps: int = 3, against: Against = "plain") ->
 
 @contextmanager
 def forced_layouts(*runs: RunConfig) -> Iterator[None]:
-    """Run the block with a table in the cache directory that has a layout for all products of these runs.
-
-    Rank 0 reads this table. For runs whose products are not tuned, nothing is done.
+    """Run the block with a file of layouts in the cache directory, which rank 0 reads. The file has a layout for every
+    matmul of these runs. If the runs do not use tuned layouts, do nothing.
     """
     tuned = [run for run in runs if run.training.tuned_products != "off"]
     if not tuned:

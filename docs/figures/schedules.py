@@ -1,5 +1,5 @@
-"""Draw when each rank of a pipeline does what, and print the table of docs/pipeline.md from the same lists of
-operations: python docs/figures/schedules.py"""
+"""Draw what each rank of a pipeline does over time, and print the table of docs/pipeline.md: python
+docs/figures/schedules.py"""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ COLORS = {
     "I": ("input gradients", "#a87400", "#f5d58a"),
     "W": ("weight gradients", "#00714f", "#8fd3bd"),
 }
-"""Name, and color of the first and of the later stages of a rank: Okabe and Ito's palette, which the color-blind can
-tell apart, darkened so that white letters can be read, and lightened for dark ones."""
+"""For each kind of operation: its name, a dark color for a rank's first stage, and a light color for its later stages.
+The colors are from Okabe and Ito's palette, which color-blind readers can tell apart. White text is readable on the
+dark colors, and dark text on the light colors."""
 
 LEFT, TOP, ROW, GAP, UNIT = 206, 70, 17, 26, 28
 
@@ -74,14 +75,14 @@ def chart(d: Drawing, name: str, spans: Sequence[Sequence[Span]], top: float) ->
             left, width = LEFT + begin * UNIT, (stop - begin) * UNIT - 1
             box.append(f"M{left:g} {y:g}h{width:g}v{ROW - 2}h{-width:g}z")
             number.append(f'<text x="{left + width / 2:g}" y="{y + 12:g}">{op.micro_batch}</text>')
-    for (fill, ink), (box, number) in boxes.items():  # One path and one group per color take a third of the bytes.
+    for (fill, ink), (box, number) in boxes.items():  # One path and one group per color keep the file small.
         d.parts.append(f'<path fill="{fill}" d="{"".join(box)}"/>')
         d.parts.append(f'<g font-size="10.5" text-anchor="middle" fill="{ink}">{"".join(number)}</g>')
     d.line(LEFT + end * UNIT, top - 3, LEFT + end * UNIT, top + PP * ROW, LINE)
 
 
 def table() -> str:
-    """Return the table of schedules: how long ranks wait, and how many micro-batches they hold."""
+    """Return the table of schedules: how long ranks wait, and for how many micro-batches they store activations."""
     rows = [
         f"| schedule | stages of a rank | idle, m = 4 | idle, m = 16 | kept at once by ranks 0 to {PP - 1}, m = 16 |"
     ]
@@ -104,7 +105,8 @@ def spans_of(schedule: str, micro_batches: int) -> list[list[Span]]:
 
 
 def held(ops: Sequence[Op]) -> int:
-    """Return the largest number of forwards that wait for their backward at the same time."""
+    """Return the largest number of micro-batches that are between their forward and their backward pass at the same
+    time."""
     most = now = 0
     for op in ops:
         now += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]

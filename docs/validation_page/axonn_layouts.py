@@ -1,9 +1,9 @@
-"""Reconstruct the layouts that AxoNN's authors tried on a machine: the best ones by their own communication model.
+"""Reconstruct the layouts that AxoNN's authors tried on a machine. Their own communication model chose these layouts.
 
 The authors chose the layouts of their large runs with this model (axonn-ai/Megatron-AxoNN 8a4ae241,
-examples/comm_model.py and launch_per_comm_model.py). Among all powers of two for x, y, z, and dp, they took the 20
-layouts whose collectives of one block take the least time, given the bandwidths below and no latency. They ran all 20
-and reported the fastest.
+examples/comm_model.py and launch_per_comm_model.py). The model tries all powers of two for x, y, z, and dp. It computes
+the time of one block's collectives from the bandwidths below, without latency. The authors ran the 20 layouts with the
+shortest time and reported the fastest of them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ LEAST_TENSOR = {
     "gpt-5b": 4, "gpt-10b": 8, "gpt-20b": 16, "gpt-40b": 32, "gpt-60b": 64, "gpt-80b": 64, "gpt-160b": 128,
     "gpt-320b": 256,
 }  # fmt: skip
-"""Smallest x · y · z that the authors allowed for each model, so that it fits into memory."""
+"""Smallest x · y · z that the authors allowed for each model. With a smaller product, the model may not fit into
+memory."""
 PRODUCTS = ((3, False), (1, True), (4, False), (4, True))
-"""Output widths of a block's four matmuls, in multiples of the hidden size. x and y swap roles in every second
-matmul."""
+"""For each of a block's four matmuls: the output width as a multiple of the hidden size, and whether x and y swap
+roles."""
 
 
 def tried_layouts(model: str, machine: str, gpus: int, hidden: int, tokens: float, batch: int) -> list[dict[str, int]]:

@@ -1,4 +1,4 @@
-"""Format the tables of the page and their cells."""
+"""Format the page's tables and their cells."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Compute intervals of predicted step times from the errors on sources that the constants were not fitted to.
 
 An interval is a pair of factors on the predicted seconds: the 5th and the 95th percentile of measured over predicted.
-Every source has the same weight, because the next program is a new source and not a new row. There are two kinds of
-extrapolation: to a new program on a machine with fitted rows, and to a new program on a machine without any.
+Every source has the same weight, because a user's training framework is like a new source, not like one more row of a
+known source. There are two kinds of intervals, for two kinds of predictions: for a machine whose rows are in the fit,
+and for a new machine.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from fourfold.planning.calibration.score import Scored, sweeps_in
 KINDS = ("known machine", "new machine")
 LOW, HIGH = 0.05, 0.95
 NEAR = 1.35
-"""Layouts are compared with the best one if their predicted time is at most this many times as long."""
+"""A layout is compared with the best layout if its predicted time is at most this many times as long."""
 MIN_COMPARED = 10
-"""Smallest number of compared rows for which a source counts."""
+"""A source with fewer compared rows than this does not count."""
 
 
 def interval_of(scored: Sequence[Scored]) -> tuple[float, float]:
@@ -45,9 +46,10 @@ def order_factor(scored: Sequence[Scored]) -> float:
     """Return the ratio of two predicted times above which the measured times have the same order with a probability of
     95 %.
 
-    In each sweep, the layout with the shortest predicted time is compared with every layout whose prediction is close.
-    The ratio of the two times is measured and predicted, and these two ratios differ by a factor. The result is the
-    90th percentile of these factors. Every source with at least ``MIN_COMPARED`` comparisons has the same weight.
+    In each sweep, the layout with the shortest predicted time is compared with every layout whose predicted time is
+    close. Each pair has a measured ratio and a predicted ratio of the two times, and these ratios differ by a factor.
+    The result is the 90th percentile of these factors. Every source with at least ``MIN_COMPARED`` comparisons has the
+    same weight.
     """
     found: dict[str, list[float]] = {}
     for sweep in sweeps_in(scored):

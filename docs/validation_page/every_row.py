@@ -1,4 +1,4 @@
-"""The sections on single rows: their sources, doubts, and errors."""
+"""Write the sections on single rows: their sources, doubts, and errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from validation_page.cells import number, table
 
 
 def rows_section(skipped: dict[str, int]) -> list[str]:
-    """Return a section that says where the rows come from, which are not predicted, and which are doubtful."""
+    """Return a section that says where the rows come from, which rows are not predicted, and which rows are
+    doubtful."""
     measured = read_table(measured_table())
     counts = Counter(row.source for row in measured)
     bibliography = tomllib.loads(measured_table().with_name("sources.toml").read_text(encoding="utf-8"))
@@ -61,7 +62,7 @@ def program_rows() -> list[tuple[str, str]]:
 
 
 def every_row_section(calibration: Calibration, rows: list[Row], left_out: list[Scored]) -> list[str]:
-    """Return the errors of rows of dense models. ``mixtures_section`` has the rows of mixtures."""
+    """Return a section with the error of every row of a dense model. ``mixtures_section`` has the other rows."""
     rows = [row for row in rows if not row.mixture]
     apart = {(s.row.source, s.row.row_id): s for s in left_out}
     scored, alone = predict_rows(rows, calibration), predict_rows(rows, Calibration())

@@ -1,4 +1,4 @@
-"""The section on rows of known sources: a tenth of each source is fitted."""
+"""Write the section on rows of known sources: the constants are fitted to a tenth of the rows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from validation_page.cells import percent, table
 SEEDS = range(8)
 SHARE = 0.1
 NEVER_FITTED = ("S3",)
-"""All eight rows of Korthikanti et al. are held out."""
+"""Sources whose rows are always held out. S3 is Korthikanti et al., with eight rows."""
 
 
 def within_section(rows: list[Row]) -> list[str]:
-    """Return a section with the errors of held-out rows, if a tenth of their source is fitted."""
+    """Return a section with the errors of held-out rows, if a random tenth of all rows is fitted."""
     scores = []
     for seed in SEEDS:
         fitted, held_out = split(rows, seed)

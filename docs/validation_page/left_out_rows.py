@@ -1,4 +1,5 @@
-"""The section on rows whose source or machine was left out of the fit: errors, ranking, memory, and intervals."""
+"""Write the sections on rows whose source or machine was left out of the fit: errors, ranking, memory, and
+intervals."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
 
 
 def error_rows(scored: list[Scored], by: str) -> list[tuple[str, ...]]:
-    """Return the errors of all rows, of each source or machine, of doubtful rows, and of rows without a group."""
+    """Return rows of a table with the errors of all rows, of each source or machine, of doubtful rows, and of rows
+    without a group."""
     result = summary(scored)
     groups = {"all": dense(scored)}
     for s in dense(scored):
@@ -150,7 +152,7 @@ def intervals(left_out: dict[str, list[Scored]]) -> dict[str, tuple[float, float
 
 
 def by_kind(left_out: dict[str, list[Scored]]) -> dict[str, list[Scored]]:
-    """Return the predictions of each kind of extrapolation, for all rows that are not doubtful."""
+    """Return the predictions for each kind of interval. Doubtful rows are left out."""
     timed = ([s for s in left_out[by] if s.error is not None and not s.row.doubt and not s.row.mixture]
              for by in ("source", "both"))  # fmt: skip
     return dict(zip(KINDS, timed, strict=True))

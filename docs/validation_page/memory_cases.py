@@ -24,19 +24,21 @@ EDGES = (0.0, 0.05, 0.5, 0.95, 1.0)
 
 
 class FitCases(NamedTuple):
-    """The predicted probability that a run fits, and whether it does, [n] each."""
+    """For n cases: the predicted probability that the run fits, and whether it fits, both [n]."""
 
     predicted: np.ndarray
     fits: np.ndarray
 
     def refused(self, most_out_of_memory: float) -> tuple[float, float]:
-        """Return precision and recall of refusing cases above this probability: the fraction of refused cases that do
-        not fit, and the fraction of misfits that are refused."""
+        """Refuse each case whose probability of running out of memory is higher than this. Return the precision (the
+        fraction of refused cases that do not fit) and the recall (the fraction of cases that do not fit and are
+        refused)."""
         refused = 1 - self.predicted > most_out_of_memory
         return float(np.mean(~self.fits[refused])), float(np.mean(refused[~self.fits]))
 
     def reliability(self) -> list[tuple[float, float, int, float]]:
-        """Return the bounds of each group of predictions, its number of cases, and the fraction of them that fits."""
+        """Group the cases by predicted probability. For each group, return its bounds, its number of cases, and the
+        fraction of its cases that fit."""
         group = np.clip(np.searchsorted(EDGES, self.predicted, "right") - 1, 0, len(EDGES) - 2)
         return [
             (low, high, int((group == i).sum()), float(self.fits[group == i].mean()))
@@ -46,11 +48,11 @@ class FitCases(NamedTuple):
 
 
 def memory_cases(rows: Sequence[Row]) -> FitCases:
-    """Put every run with measured memory on devices of ``CAPACITIES``."""
+    """Build the cases: put every run with measured memory on a device of each size in ``CAPACITIES``."""
     rows = [row for row in rows if row.memory_gb is not None]
     work, machine = stack([row.work for row in rows]), stack([row.machine for row in rows])
     measured = np.array([row.memory_gb * 1e9 for row in rows if row.memory_gb is not None])
-    # A run with enough memory held cached blocks that it did not need.
+    # The measured memory includes cached blocks that the run did not need.
     needed, held = needed_bytes(measured, work, machine), peak_memory(work, machine)
     predicted = [1 - p_out_of_memory(held, work, replace(machine, memory=capacity * needed)) for capacity in CAPACITIES]
     fits = np.repeat(np.array(CAPACITIES) >= 1, len(rows))

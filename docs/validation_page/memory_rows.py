@@ -1,4 +1,4 @@
-"""The section on memory: the fraction that the allocator holds unused, and constructed misfits."""
+"""Write the section on memory: the errors of each source, and constructed cases that fit or do not fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ CACHED_SPREAD = 0.05
 
 
 def memory_rows(rows: list[Row]) -> list[tuple[str, ...]]:
-    """Predict the memory of each source, with the allocator's fraction fitted to all other sources."""
+    """Return a table's rows with the errors of each source's memory. The fraction of cached bytes is fitted to all
+    other sources."""
     found, everything = [], []
     for source in dict.fromkeys(row.source for row in rows if row.memory_gb is not None):
         own = [row for row in rows if row.source == source and row.memory_gb is not None]
@@ -36,7 +37,8 @@ def memory_rows(rows: list[Row]) -> list[tuple[str, ...]]:
 
 
 def allocator_share(rows: list[Row]) -> float:
-    """Estimate the bytes that the allocator holds unused, as a fraction of the allocated bytes, with a prior."""
+    """Estimate how many unused bytes the allocator caches, as a fraction of the allocated bytes. The estimate has a
+    prior."""
     runtime, allocated, measured = memory_parts([row for row in rows if row.memory_gb is not None])
     shares = np.clip((measured - runtime) / allocated - 1, -0.1, 0.4)
     return float(
@@ -46,7 +48,7 @@ def allocator_share(rows: list[Row]) -> float:
 
 
 def memory_parts(rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for rows with measured memory, the bytes of the runtime, the bytes that the step allocates, and the
+    """For rows with measured memory, return the bytes of the runtime, the bytes that the step allocates, and the
     measured bytes."""
     work, machine = stack([row.work for row in rows]), stack([row.machine for row in rows])
     runtime = np.where(work.program.count_runtime, runtime_bytes(work, machine), 0)
@@ -55,7 +57,7 @@ def memory_parts(rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def misfits(rows: list[Row]) -> list[str]:
-    """Score the probabilities on devices that measured runs fit or do not fit."""
+    """Return a section on how well the planner predicts whether a run fits, on the constructed cases."""
     cases = memory_cases(rows)
     found = [
         (f"{low:.0%} to {high:.0%}", f"{count}", percent(share)) for low, high, count, share in cases.reliability()

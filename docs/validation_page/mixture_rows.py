@@ -1,4 +1,4 @@
-"""The section on mixtures of experts. Nothing is fitted to them."""
+"""Write the section on mixtures of experts. No constants are fitted to their rows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def mixtures_left_out(rows: list[Row]) -> list[Scored]:
 
 
 def mixtures_section(rows: list[Row], left_out: list[Scored]) -> list[str]:
-    """Return the section: errors by source, by model and machine, and of every row."""
+    """Return the section, with errors by source, by model and machine, and for every row."""
     mixtures = [row for row in rows if row.mixture]
     shipped_, alone = predict_rows(mixtures, shipped()), predict_rows(mixtures, Calibration())
     apart = {(s.row.source, s.row.row_id): s for s in left_out}

@@ -2,8 +2,9 @@
 
     python examples/loki/long_context.py [--out runs] [--steps 120]
 
-Needs ``pip install fourfold[huggingface]``. An existing run is not trained again. A model that was trained for a minute
-spreads its attention widely and makes little use of a long context. So its losses say little about a real model.
+Needs ``pip install fourfold[huggingface]``. If the run exists already, the script does not train again. After a minute
+of training, the model spreads its attention over many tokens and makes little use of a long context. So its losses say
+little about a real model.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python examples/memorization/near_verbatim.py [--seeds 3] [--out runs/near-verbatim] [--models tutorial]
 
-The models and their corpora are those of protocol.py. For each model, the audit continues every planted document
-greedily, and bounds the probability p_ε of sampling its last 50 tokens with at most ε tokens edited. The script writes
-OUT/near-verbatim.json and OUT/near-verbatim.md. Finished models are not trained again.
+The script trains the models of protocol.py on the same corpora. For each model, the audit continues every planted
+document greedily. It also computes bounds of p_ε, the probability that a sampled text is at most ε edits away from the
+document's last 50 tokens. The script writes OUT/near-verbatim.json and OUT/near-verbatim.md. Finished models are not
+trained again.
 """
 
 from __future__ import annotations
@@ -52,10 +53,9 @@ def main() -> None:
 
 
 def write_results(out: Path) -> None:
-    """Pool the seeds of every arm.
+    """Write one row per arm, over all its seeds.
 
-    A cell about sampling has the share of documents that certainly leak: the lower bound of their probability is at
-    least 0.1 %.
+    The columns about sampling have the share of documents that certainly leak: their lower bound is at least 0.1 %.
     """
     results = {arm.name: row for arm in ARMS if (row := result_of(arm, out)) is not None}
     (out / "near-verbatim.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -110,7 +110,7 @@ def result_of(arm: Arm, out: Path) -> dict[str, Any] | None:
 
 
 def few_gaps(k: int) -> float:
-    """Return the probability that a suffix has at most 5 gaps, if each token is one with probability 1/k."""
+    """Return the probability that a suffix has at most 5 gaps, if each token is a gap with probability 1/k."""
     return sum(math.comb(SUFFIX, n) * (1 / k) ** n * (1 - 1 / k) ** (SUFFIX - n) for n in range(6))
 
 

@@ -2,10 +2,11 @@
 
     python examples/memorization/protocol.py [--seeds 3] [--out runs/memorization] [--arms standard,hash4]
 
-Each planted document is in a small corpus 0 or 300 times. A Llama of about 1 million parameters sees the corpus once
-(or a quarter of it several times), with and without goldfish masks (Hans et al. 2024, arXiv 2406.10209, with canaries
-and buckets as in Singh et al. 2024, arXiv 2502.08145). An arm of the tutorial takes half a minute on one core, and any
-other arm about two minutes. Finished arms are not repeated. The script writes OUT/results.json and OUT/results.md.
+A small corpus contains 300 copies of each planted document, and no copy of the control documents. A Llama of about 1
+million parameters reads the corpus once, or a quarter of it several times, with and without goldfish masks (Hans et al.
+2024, arXiv 2406.10209). The canaries follow Singh et al. 2024, arXiv 2502.08145. An arm of the tutorial takes half a
+minute on one core, and any other arm about two minutes. Finished arms are not repeated. The script writes
+OUT/results.json and OUT/results.md.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fourfold.training.metrics import read_metrics
 
 HERE = Path(__file__).parent
 LENGTH, SUFFIX = 96, 50
-"""Number of tokens in a canary, and number of tokens at its end that a model must repeat."""
+"""Number of tokens in a canary, and number of tokens at its end that the model repeats in an exact match."""
 CHARACTERS = 1_400_000  # Together with the canaries, this is one epoch of arm.toml.
 TUTORIAL_CHARACTERS = 150_000  # Together with the passages, this is one epoch of tutorial.toml.
 HELD_BACK = 0.05
@@ -45,7 +46,8 @@ CORPORA = {
     "quarter": Canaries(16, (0, 75), LENGTH),
     "tutorial": Canaries(16, (0, 200)),
 }
-"""Passages planted in each corpus. "quarter" is a quarter of the text, which a run reads three or four times."""
+"""Passages planted in each corpus. The corpus "quarter" has a quarter of the text, and a run reads it three or four
+times."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def main() -> None:
 
 
 def make_corpora(out: Path) -> None:
-    """Prepare all corpora, and hold out documents for validation. All but the tutorial's have the same tokenizer."""
+    """Prepare all corpora, and hold out documents for validation. The tutorial's corpus has its own tokenizer. All
+    other corpora share one tokenizer."""
     folder = out / "corpora"
     text, quarter = folder / "text.jsonl", folder / "quarter.jsonl"
     if not text.is_file():
@@ -163,13 +166,13 @@ def audit(arm: Arm, folder: Path, out: Path, **options: Any) -> None:
 
 
 def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None, **options: Any) -> None:
-    """Train one model and audit it, unless this is done already. ``options`` are options of the audit."""
+    """Train one model and audit it, unless there is a finished audit already. ``options`` are options of the audit."""
     if not (out / f"{arm.name}-{seed}" / "audit.json").is_file():
         audit(arm, train(arm, seed, out, steps), out, **options)
 
 
 def write_results(out: Path) -> None:
-    """Summarize every arm over its seeds: pooled rates, and the mean and range of losses."""
+    """Write one row per arm: rates over all seeds together, and the mean and range of the losses."""
     results = {arm.name: row for arm in ARMS if (row := result_of(arm, out)) is not None}
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     header = "| arm | seeds | exact match of 50 tokens | longest span | loss, kept / dropped | first difference at a "

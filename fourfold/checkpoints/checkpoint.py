@@ -10,8 +10,8 @@ A checkpoint stores parts of global tensors in safetensors files:
         manifest-<checksum>.json    size and checksum of every file
 
 Tensors are named `model.<name>`, `optimizer.<moment>.<name>`, and `average.<name>`. A checkpoint is written under a
-temporary name and renamed when every process has finished, so it exists completely or not at all. While saving,
-processes exchange no tensors: only the layout, and the sizes and checksums of their files.
+temporary name, and renamed when every process has written its file. So it exists completely or not at all. To save,
+processes exchange no tensors, but only the layout, and the sizes and checksums of their files.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from fourfold.parallel.memory.offload import CopyStream
 from fourfold.parallel.state import LocalShard
 
 Write = Callable[[], Written | None]
-"""Writes a process's file, or returns what an asynchronous save has written."""
+"""Writes this process's file, or waits until an asynchronous save has written it. Returns its size and checksum."""
 Finish = Callable[[Write], None]
 
 
@@ -65,8 +65,8 @@ class Checkpointer:
         folder: Folder of the run's checkpoints.
         job: The job to save.
         config: The section [checkpoint].
-        stream_position: Returns where a streamed dataset continues after a number of steps. Every process calls it.
-        first_samples: Digests of the data on disk.
+        stream_position: Returns the position in a streamed dataset after a number of steps. Every process calls it.
+        first_samples: Digests of the data on disk (`Corpora.first_samples`).
     """
 
     def __init__(
@@ -80,38 +80,43 @@ class Checkpointer:
         self.folder, self.job, self.config = folder, job, config
         self._stream_position, self._first_samples = stream_position, first_samples
         self.newest: Path | None = None
-        """Newest checkpoint of this run. Up to date after `wait`."""
+        """The newest complete checkpoint of this run. Call `wait` first to include an asynchronous save."""
         self._pending: tuple[Finish, Future[Written | None]] | None = None
         self._beside = ThreadPoolExecutor(1) if config.async_mode == "async" else None
         self._copies = CopyStream(job.device) if self._beside is not None else None
 
     def save(self, step: int, required: bool = True, prune: bool = True) -> None:
-        """Write `step_<step>`. With `async_mode`, the checkpoint appears at a later `poll` or `wait`, once it is
-        complete.
+        """Write the checkpoint `step_<step>`.
+
+        With `checkpoint.async_mode = "async"`, this only starts to write. The checkpoint appears in a later call of
+        `poll` or `wait`, when it is complete.
 
         Args:
             step: Number of finished steps.
-            required: Whether to raise if the checkpoint cannot be written. Otherwise the run file may turn the error
-                into a warning.
-            prune: Whether to remove older checkpoints. After a bad step, a run may still need an older one.
+            required: Whether a failed write must raise an error. If False, `checkpoint.on_failed_save` decides.
+            prune: Whether to remove older checkpoints. After a bad step, a run may still need them.
 
         Raises:
-            UserError: Weights or optimizer states are not finite. Raised on all processes.
-            WriteFailed: The checkpoint cannot be written, and `required` or the run file says to raise.
+            UserError: Weights or optimizer states are NaN or infinite. All processes raise this.
+            WriteFailed: The checkpoint cannot be written, and the failure is more than a warning (see `required`).
         """
         self.wait(required=False)
         with self._allowed_to_fail(required):
             self._save(step, prune)
 
     def poll(self) -> None:
-        """Publish an asynchronous save that has finished on all processes."""
+        """If all processes have finished an asynchronous save, publish the checkpoint. Otherwise do nothing."""
         if self._pending is not None:
             is_unfinished = not self._pending[1].done()
             if not true_on_any_rank(is_unfinished, torch.device(self.job.grid.device_type), "asynchronous save"):
                 self.wait(required=False)
 
     def wait(self, required: bool = True) -> None:
-        """Wait for an asynchronous save and publish it. Failures are handled as in `save`."""
+        """Wait until an asynchronous save is complete, and publish the checkpoint.
+
+        Args:
+            required: Whether a failed write must raise an error (see `save`).
+        """
         if self._pending is None:
             return
         (finish, written), self._pending = self._pending, None
@@ -154,7 +159,7 @@ class Checkpointer:
 
     @contextmanager
     def _allowed_to_fail(self, required: bool) -> Iterator[None]:
-        """Turn `WriteFailed` into a warning if the caller and the run file allow it."""
+        """Turn `WriteFailed` into a warning if both the caller and `checkpoint.on_failed_save` allow it."""
         try:
             yield
         except WriteFailed as failure:
@@ -164,8 +169,11 @@ class Checkpointer:
                 print(f"warning: {failure}; training continues without this checkpoint", file=sys.stderr)
 
     def _finish(self, prune: bool, layout: CheckpointTensors, state: CheckpointState, write: Write) -> None:
-        """Write this rank's file. When every rank has written its file, rank 0 writes the layout, the state, and the
-        manifest, renames the folder, and prunes. A failure is raised on all ranks."""
+        """Write this rank's file, and publish the checkpoint.
+
+        When every rank has written its file, rank 0 writes the layout, the state, and the manifest. Then it renames the
+        folder, and removes old checkpoints. If this fails on any rank, all ranks raise the error.
+        """
         folder, finished = self._partial(state.step), self.folder / f"step_{state.step}"
         try:
             with failing_together(), writing(folder):
@@ -179,8 +187,8 @@ class Checkpointer:
                         seal(folder, written)
                         flush(folder)
                         swap_in(folder, finished)
-                        # Set the link at every save, because an earlier attempt may have left it pointing to a step
-                        # that this run has not reached.
+                        # Set the link at every save. An earlier attempt may have left a link to a step that this run
+                        # has not reached yet.
                         best = self.folder / f"step_{state.best.step}"
                         if self.job.run.validation.keep_best and best.is_dir():
                             mark_best(best)
@@ -194,7 +202,7 @@ class Checkpointer:
             self._prune(state.step)
 
     def _prune(self, step: int) -> None:
-        """Remove the checkpoints that [checkpoint] no longer keeps, now that the new checkpoint exists."""
+        """Remove old checkpoints that the section [checkpoint] does not keep. `step` is the new checkpoint's step."""
         if self.config.keep_latest_k:
             every, best = self.config.keep_every, best_checkpoint(self.folder)
             ours = [path for path in list_checkpoints(self.folder) if step_of(path) <= step]
@@ -204,10 +212,10 @@ class Checkpointer:
 
 
 def set_aside(checkpoint: Path, damage: DamagedCheckpoint) -> Path:
-    """Rename a damaged checkpoint, and return the newest remaining one. Every process calls this.
+    """Rename a damaged checkpoint, and return the newest other checkpoint. Every process must call this.
 
     Raises:
-        DamagedCheckpoint: No checkpoint remains. The user must decide whether to start again.
+        DamagedCheckpoint: There is no other checkpoint. The user must decide whether to start from the beginning.
     """
     complaint = str(damage).removesuffix(ELSEWHERE)
 
@@ -227,15 +235,18 @@ def set_aside(checkpoint: Path, damage: DamagedCheckpoint) -> Path:
 
 
 def load_newest(path: Path, job: TrainingState, fall_back: bool) -> tuple[Path, int]:
-    """Load a checkpoint. With `fall_back`, set damaged checkpoints aside and load the newest undamaged one.
+    """Load a checkpoint. Every process must call this.
 
-    Every process calls this.
+    Args:
+        path: The checkpoint.
+        job: The job to fill.
+        fall_back: Whether to rename damaged checkpoints, and load the newest undamaged checkpoint instead.
 
     Returns:
         The loaded checkpoint, and its number of finished steps.
 
     Raises:
-        DamagedCheckpoint: The checkpoint is damaged, and there is no checkpoint to fall back to.
+        DamagedCheckpoint: The checkpoint is damaged, and `fall_back` is False or there is no other checkpoint.
         UserError: The checkpoint does not fit the run (see `load_checkpoint`).
     """
     while True:
@@ -248,17 +259,16 @@ def load_newest(path: Path, job: TrainingState, fall_back: bool) -> tuple[Path, 
 
 
 def load_checkpoint(path: Path, job: TrainingState) -> int:
-    """Fill a job's weights, optimizer, and all other saved state from a checkpoint of any grid. Every process calls
-    this.
+    """Load a job's weights, optimizer states, and all other saved state. Every process must call this.
 
-    From an imported model, only the weights are filled.
+    Any grid may have written the checkpoint. If the checkpoint is an imported model, this loads only the weights.
 
     Returns:
         The checkpoint's number of finished steps.
 
     Raises:
-        DamagedCheckpoint: The checkpoint is damaged. The job is unchanged unless the damage is inside a tensor file. In
-            this case, the job's weights are unusable.
+        DamagedCheckpoint: The checkpoint is damaged. Usually the job is unchanged. But if the content of a tensor file
+            is damaged, the job's weights are unusable afterwards.
         UserError: The checkpoint has another model, other adapters, another optimizer, or another order of samples. The
             job is unchanged.
     """
@@ -280,7 +290,8 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
     fill_second_copies(job.shards, lambda index: {"weight": job.shards[index].local})
     fill_second_copies(job.trained, job.optimizer.moments)
     if job.average is not None:
-        # The first update starts the average. The job may go back to a step before this update, so reset the flag.
+        # The average begins with the first optimizer update. The loaded step may be before this update, so reset the
+        # flag.
         job.average.has_begun = False
         if job.optimizer.steps_taken():
             _begin_average(job.trained, job.average, state.has_averages)
@@ -298,13 +309,13 @@ def _begin_average(trained: Sequence[LocalShard], average: AveragedWeights, is_l
 
 
 def load_sharded_weights(path: Path, job: TrainingState) -> None:
-    """Fill a job's weights from a checkpoint, without memory for the optimizer. Every process calls this.
+    """Load only a job's weights, not its optimizer states. Every process must call this.
 
     Any grid may have written the checkpoint.
 
     Raises:
         DamagedCheckpoint: The checkpoint is damaged.
-        UserError: The checkpoint belongs to another model, or holds only adapters.
+        UserError: The checkpoint belongs to another model, or has only adapters.
     """
     with failing_together():
         state = read_state(path)

@@ -1,5 +1,4 @@
-"""Check that a run can resume from a checkpoint: the model, adapters, optimizer, and order of samples must be the
-same."""
+"""Check that a run can resume from a checkpoint. It must have the same model, adapters, optimizer, and sample order."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from fourfold.errors import UserError
 
 
 def changed(path: Path, was: str, now: str) -> UserError:
-    """Return the error for a run that differs from the steps before its checkpoint.
+    """Return the error for a run file that does not fit its checkpoint.
 
     Args:
         path: The checkpoint.
@@ -33,14 +32,16 @@ def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> 
     Raises:
         UserError: A key of [model] differs. The message names the first one.
     """
-    # ModelConfig fills in keys that the checkpoint lacks because they are newer than it, including sizes that follow
+    # An old checkpoint may lack keys that did not exist yet. ModelConfig adds them, and also computes sizes that follow
     # from other sizes.
     for key, was, now in _differences(saved_model(ModelConfig(**state.model)), saved_model(model)):
         raise changed(path, f"belongs to another model: its model.{key} is {was!r}", repr(now))
 
 
 def check_can_resume(path: Path, state: CheckpointState, run: RunConfig) -> None:
-    """Check that a run can continue from a checkpoint: it has the same model, adapters, optimizer, and samples.
+    """Check that a run can continue from a checkpoint.
+
+    Model, adapters, optimizer, and the order of samples must be the same.
 
     Raises:
         UserError: A key of the run file differs. The message names it.
@@ -56,7 +57,7 @@ def check_can_resume(path: Path, state: CheckpointState, run: RunConfig) -> None
 
 
 def _check_same_adapters(path: Path, state: CheckpointState, run: RunConfig) -> None:
-    """Check that the checkpoint and the run train the same adapters of the same model, or that neither has adapters."""
+    """Check that the checkpoint and the run have the same LoRA adapters for the same base model, or no adapters."""
     saved, wanted = state.lora or LoRAConfig(), run.lora
     if (saved.rank, wanted.rank) == (0, 0):
         return
@@ -71,7 +72,7 @@ def _check_same_adapters(path: Path, state: CheckpointState, run: RunConfig) -> 
 
 
 def check_has_model(path: Path, state: CheckpointState) -> None:
-    """Check that the checkpoint holds a model and not only adapters.
+    """Check that the checkpoint has a full model, not only adapters.
 
     Raises:
         UserError: The checkpoint holds only adapters.
@@ -82,5 +83,5 @@ def check_has_model(path: Path, state: CheckpointState) -> None:
 
 
 def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the key, the saved value, and the run's value for every key that differs."""
+    """Yield each key whose values differ, with its saved value and the value in the run file."""
     return ((key, saved.get(key), value) for key, value in wanted.items() if saved.get(key) != value)

@@ -30,14 +30,15 @@ def checkpoint_bytes(run: RunConfig) -> int:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes on the disk of a folder, which need not exist yet."""
+    """Return how many bytes are free on the disk of a folder. The folder need not exist yet."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(there).free
 
 
 def check_room(folder: Path, run: RunConfig) -> None:
-    """Check that one more checkpoint fits on the disk. Older checkpoints are removed only after the new one is
-    complete.
+    """Check that one more checkpoint fits on the disk, next to all existing ones.
+
+    Old checkpoints are removed only after the new one is complete, so their space cannot be counted as free.
 
     Raises:
         WriteFailed: The checkpoint does not fit.
@@ -51,9 +52,9 @@ def check_room(folder: Path, run: RunConfig) -> None:
 
 
 def check_room_at_start(folder: Path, run: RunConfig) -> None:
-    """Check that one checkpoint of the run fits on the disk.
+    """Check before a run that one checkpoint fits on the disk.
 
-    Warn if the disk is too small for all the checkpoints that the run keeps. If the run never saves, check nothing.
+    Also warn if the disk is too small for all checkpoints that the run will keep. Do nothing if the run never saves.
 
     Raises:
         WriteFailed: Not even one checkpoint fits.
@@ -74,7 +75,11 @@ def check_room_at_start(folder: Path, run: RunConfig) -> None:
 
 
 def _kept_at_once(config: CheckpointConfig, saves: int) -> int:
-    """Return how many checkpoints exist when a run's last save is complete, if `saves` saves came before it."""
+    """Return how many checkpoints exist right after the run's last save.
+
+    Args:
+        saves: Number of saves before the last one.
+    """
     older = saves - config.keep_latest_k
     if not config.keep_latest_k or older <= 0:
         return saves + 1

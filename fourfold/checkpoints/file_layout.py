@@ -1,7 +1,7 @@
-"""Read and write `layout.json`, which tells which file of a checkpoint has which part of a tensor.
+"""Read and write `layout.json`, which says which part of each tensor is in which file of a checkpoint.
 
-Each process writes at most one file. The sizes of the grid and the axes that cut each tensor determine what is in each
-file. So no process needs a list of all parts: every process can compute which files have the parts that it needs.
+Each process writes at most one file. `layout.json` does not list all parts. It has the sizes of the grid, and for each
+tensor the axes that cut it. From these, every process can compute which files have the parts that it needs.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ CUTTING = ("ep", "x", "y")
 """Axes that can cut a tensor into tiles, outermost first."""
 
 Box = tuple[slice, ...]
-"""A part of a tensor, given as a range in every dim."""
+"""A part of a tensor, given as one slice per dim."""
 
 Cuts = tuple[bool, ...]
 
 
 class SavedTensor(Strict):
-    """One tensor, and how it is cut."""
+    """A tensor of a checkpoint, and how the grid cuts it."""
 
     dtype: str
-    """Dtype, as safetensors names it."""
+    """Name of the dtype in safetensors."""
     shape: tuple[int, ...] = Field(strict=False)
     x: int | None = None
-    """Dim that axis x cuts. None if the ranks of x hold copies."""
+    """The dim that the axis x cuts. None if the ranks of x hold copies."""
     y: int | None = None
-    """Dim that axis y cuts, after x. None if the ranks of y hold copies."""
+    """The dim that the axis y cuts. None if the ranks of y hold copies. If x cuts the same dim, x cuts it first."""
     ep: int | None = None
-    """Dim that axis ep cuts. None if the ranks of ep hold copies."""
+    """The dim that the axis ep cuts. None if the ranks of ep hold copies."""
     sharded: bool = True
-    """Whether `sharded_over` cuts the tensor."""
+    """Whether the axes in `CheckpointTensors.sharded_over` cut the tiles of this tensor into shards."""
     sharded_dim: int = 0
-    """Dim along which `sharded_over` cuts the tiles."""
+    """The dim along which tiles are cut into shards."""
     pp: int = 0
-    """Pipeline rank that writes the tensor."""
+    """The pipeline rank that writes the tensor."""
     copy_number: int = 0
-    """Index of the copy that is written, if several processes hold copies."""
+    """If several processes hold copies of a part, the index of the copy that is written."""
 
     @property
     def cuts(self) -> Cuts:
-        """Return whether x, y, ep, and `sharded_over` cut the tensor."""
+        """Return four flags: whether x, y, ep, and the axes in `sharded_over` cut the tensor."""
         return self.x is not None, self.y is not None, self.ep is not None, self.sharded
 
 
@@ -67,12 +67,12 @@ class CheckpointTensors(Strict):
     sizes: dict[str, int]
     """Sizes of the grid's axes."""
     sharded_over: tuple[str, ...] = Field(strict=False)
-    """Axes that cut the tiles into shards, as torch.chunk does."""
+    """The axes that cut tiles into shards. The sizes of the shards are as in torch.chunk."""
     shards_per_node: int = Field(1, ge=1)
-    """Number of ranks of a shard group on one node. If it is above 1, the shards have another order than the ranks
-    (`parallel.tensor.sharding.shard_number`)."""
+    """Number of ranks per node in a shard group. If it is above 1, the order of the shards differs from the order of
+    the ranks (`parallel.tensor.sharding.shard_number`)."""
     ep: int = Field(1, ge=1)
-    """Number of ranks that share the experts."""
+    """Number of ranks that together hold one copy of the experts."""
     tensors: dict[str, SavedTensor]
 
     @model_validator(mode="after")
@@ -112,7 +112,7 @@ class CheckpointTensors(Strict):
 
     @property
     def token_ranks(self) -> int:
-        """Return the number of processes that split the tokens."""
+        """Return the number of processes that split the tokens (dp·cp·z)."""
         return math.prod(self.sizes[axis] for axis in TOKEN_AXES)
 
     def copies(self, tensor: SavedTensor) -> int:
@@ -124,17 +124,19 @@ class CheckpointTensors(Strict):
         return self.token_ranks // self._experts(tensor) // self._pieces_of(tensor)
 
     def part_of(self, name: str, rank: int) -> Box:
-        """Return the part of a tensor that a process holds, even if another process writes it.
+        """Return the part of a tensor that a process holds, even if another process writes this part.
 
-        If the tensor belongs to another pipeline stage, return the part that the process would hold if the tensor were
-        in its own stage.
+        The position of the process on pp does not matter. So this also works for a tensor of another pipeline stage.
         """
         tensor, place = self.tensors[name], dict(zip(AXES, _unravel(rank, list(self.sizes.values())), strict=True))
         ep, piece, _ = self._held_of(tensor, place)
         return self._part(tensor, self._tile(tensor, place | {"ep": ep}), piece)
 
     def held_by(self, rank: int) -> dict[str, Box]:
-        """Return the parts in the file of a process, in the order of the file. Empty if the process has no file."""
+        """Return the parts in the file of a process, by tensor name and in the order of the file.
+
+        Empty if the process writes no file.
+        """
         place = dict(zip(AXES, _unravel(rank, list(self.sizes.values())), strict=True))
         held, found = {}, dict[Cuts, tuple[int, int, int]]()
         for name, tensor in self.tensors.items():
@@ -148,7 +150,7 @@ class CheckpointTensors(Strict):
         return held
 
     def parts(self, name: str, wanted: Box) -> Iterator[tuple[int, Box]]:
-        """Yield the parts of a tensor that overlap a box, each with the rank whose file has it."""
+        """Find the parts of a tensor that overlap a box. Yield each part with the rank whose file contains it."""
         tensor = self.tensors[name]
         for places in itertools.product(*(range(number) for _, number, _ in self._cuts(tensor, {}))):
             place = dict(zip(CUTTING, places, strict=True))
@@ -159,9 +161,9 @@ class CheckpointTensors(Strict):
                 yield self._rank(tensor, place, piece), self._part(tensor, tile, piece)
 
     def _cuts(self, tensor: SavedTensor, place: Mapping[str, int]) -> list[tuple[int | None, int, int]]:
-        """Return (dim, number of pieces, index of the piece) for each axis.
+        """Return (dim, number of pieces, index of the piece) for each axis in `CUTTING`.
 
-        An axis that does not cut the tensor has one piece.
+        If an axis does not cut the tensor, there is one piece, and the dim is None.
         """
         sizes = {**self.sizes, "ep": self.ep}
         dims = {axis: getattr(tensor, axis) for axis in CUTTING}
@@ -171,19 +173,18 @@ class CheckpointTensors(Strict):
         return cut(tensor.shape, self._cuts(tensor, place))
 
     def _experts(self, tensor: SavedTensor) -> int:
-        """Return the number of neighboring token ranks that hold different tiles of a tensor."""
+        """Return the number of ranks over which ep splits a tensor, or 1 if ep does not cut it."""
         return 1 if tensor.ep is None else self.ep
 
     def _pieces_of(self, tensor: SavedTensor) -> int:
-        """Return the number of pieces into which `sharded_over` cuts a tile."""
+        """Return the number of shards in each tile of a tensor."""
         return max(self._shards // self._experts(tensor), 1) if tensor.sharded else 1
 
     def _per_node(self, tensor: SavedTensor) -> int:
         return self.shards_per_node if self._experts(tensor) == 1 and tensor.sharded else 1
 
     def _held_of(self, tensor: SavedTensor, place: Mapping[str, int]) -> tuple[int, int, int]:
-        """Return which part of a tensor a process holds: its ep rank, the index of its piece, and the index of its
-        copy."""
+        """Return which part of a tensor a process holds, as three numbers: its ep rank, its shard, and its copy."""
         number, pieces = self._number(place, TOKEN_AXES), self._pieces_of(tensor)
         replica, ep = divmod(number, self._experts(tensor))
         token_copy, rank = divmod(replica, pieces)
@@ -192,11 +193,11 @@ class CheckpointTensors(Strict):
         return ep, shard_number(rank, pieces, self._per_node(tensor)), copy_number
 
     def _copied_over(self, tensor: SavedTensor) -> list[str]:
-        """Return which of the axes y and x have ranks that hold copies, outermost first."""
+        """Return the axes, out of y and x, that do not cut a tensor. Their ranks hold copies of its parts."""
         return [axis for axis in ("y", "x") if getattr(tensor, axis) is None]
 
     def _number(self, place: Mapping[str, int], axes: Sequence[str]) -> int:
-        """Return the row-major index of a process on some of the axes."""
+        """Combine the positions of a process on some axes into one row-major index."""
         return _ravel([(place[axis], self.sizes[axis]) for axis in axes])
 
     def _part(self, tensor: SavedTensor, tile: Box, piece: int) -> Box:
@@ -205,7 +206,7 @@ class CheckpointTensors(Strict):
         return tuple(chunk(each, pieces, piece) if dim == cut_dim else each for dim, each in enumerate(tile))
 
     def _pieces(self, tensor: SavedTensor, tile: Box, wanted: Box) -> range:
-        """Return the pieces of a tile that overlap a box. The box must overlap the tile."""
+        """Return the indices of the shards of a tile that overlap a box. The box must overlap the tile."""
         if not tile:
             return range(1)
         dim = tensor.sharded_dim
@@ -218,7 +219,7 @@ class CheckpointTensors(Strict):
         return math.prod(self.sizes[axis] for axis in self.sharded_over)
 
     def _rank(self, tensor: SavedTensor, tile: Mapping[str, int], piece: int) -> int:
-        """Return the process that writes a part."""
+        """Return the rank of the process that writes a shard of a tile."""
         pieces, per_node = self._pieces_of(tensor), self._per_node(tensor)
         copied = self._copied_over(tensor)
         sizes = [self.token_copies(tensor), *(self.sizes[axis] for axis in copied)]
@@ -256,27 +257,27 @@ def read_layout(folder: Path) -> CheckpointTensors:
 
 
 def intersection(some: Box, other: Box) -> Box:
-    """Return the part that two boxes share."""
+    """Return the overlap of two boxes."""
     return tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(some, other, strict=True))
 
 
 def inside(part: Box, whole: Box) -> Box:
-    """Return a part in the coordinates of its enclosing box."""
+    """Convert a part's coordinates, so that they start at 0 at the beginning of the box ``whole``."""
     return tuple(slice(p.start - w.start, p.stop - w.start) for p, w in zip(part, whole, strict=True))
 
 
 def is_empty(box: Box) -> bool:
-    """Return whether a box has no element."""
+    """Return whether a box has no elements."""
     return any(each.start >= each.stop for each in box)
 
 
 def _unravel(number: int, sizes: list[int]) -> list[int]:
-    """Return the index on each axis for a row-major index."""
+    """Split a row-major index into the index on each axis."""
     return [int(place) for place in np.unravel_index(number, sizes)]
 
 
 def _ravel(places: list[tuple[int, int]]) -> int:
-    """Return the row-major index of (index on the axis, axis size) pairs."""
+    """Combine (index on the axis, size of the axis) pairs into one row-major index."""
     number = 0
     for place, size in places:
         number = number * size + place

@@ -1,4 +1,4 @@
-"""Find checkpoints in a folder or a run, and the one that a run resumes from."""
+"""Find the checkpoints of a run, and the checkpoint that a run resumes from."""
 
 from __future__ import annotations
 
@@ -14,32 +14,36 @@ BEST = "best"
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of training steps of a checkpoint, from its name `step_<number>`."""
+    """Return the number of finished training steps from a checkpoint's name, `step_<number>`."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
 def is_step_name(name: str) -> bool:
-    """Return whether a name is `step_<number>`. Only complete checkpoints have such names."""
+    """Return whether a name has the form `step_<number>`. Only complete checkpoints have such names."""
     return name.startswith("step_") and name[5:].isdecimal()
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints in a folder, oldest first. Damaged ones are included."""
+    """List the checkpoints in a folder, oldest first. The list includes damaged checkpoints."""
     return sorted((path for path in folder.glob("step_*") if is_step_name(path.name)), key=step_of)
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """List the checkpoint at `path`, or all checkpoints if `path` is a run's folder or a folder of checkpoints. The
-    oldest comes first."""
+    """List the checkpoints at a path, oldest first.
+
+    Args:
+        path: One checkpoint, a folder of checkpoints, or a run's folder.
+    """
     if (path / STATE_FILE).exists() or (is_step_name(path.name) and path.is_dir()):
         return [path]
     return list_checkpoints(path / FOLDER) or list_checkpoints(path)
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint at `path`, or the newest one if `path` is a run's folder or a folder of checkpoints.
+    """Return the newest checkpoint at a path, or None if there is none.
 
-    Returns None if there is none.
+    Args:
+        path: One checkpoint, a folder of checkpoints, or a run's folder.
     """
     found = checkpoints_at(path)
     return found[-1] if found else None
@@ -52,7 +56,7 @@ def best_checkpoint(folder: Path) -> str | None:
 
 
 def mark_best(checkpoint: Path) -> None:
-    """Point the link `best` to this checkpoint."""
+    """Make the link `best` point to this checkpoint."""
     link = checkpoint.with_name(f".{BEST}")
     link.unlink(missing_ok=True)
     link.symlink_to(checkpoint.name)
@@ -60,10 +64,10 @@ def mark_best(checkpoint: Path) -> None:
 
 
 def find_checkpoint(resume: str, folder: Path) -> Path | None:
-    """Return the checkpoint that a run resumes from. None if it starts from the beginning.
+    """Return the checkpoint that a run resumes from, or None if the run starts from the beginning.
 
     Args:
-        resume: `checkpoint.resume`: "never", "auto", or a path.
+        resume: The value of `checkpoint.resume`: "never", "auto", or a path.
         folder: Folder of the run's own checkpoints.
 
     Raises:

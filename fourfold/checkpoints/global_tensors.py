@@ -1,4 +1,4 @@
-"""Describe a job's weights and optimizer moments as parts of global tensors, which checkpoints save and load."""
+"""Describe a job's weights and optimizer moments as parts of global tensors. Checkpoints save and load these parts."""
 
 from __future__ import annotations
 
@@ -63,29 +63,32 @@ class TrainingState(GridModel):
     recent: RecentSteps
     best: BestValidation
     copies: CopyStream | None
-    """Copies that an asynchronous save is making. The optimizer waits for them."""
+    """Copies to host memory that an asynchronous save has started. The optimizer waits for them before it changes the
+    weights."""
 
 
 class SavedPart(NamedTuple):
-    """This process's part of a weight, or of a tensor with the weight's shape, such as a moment."""
+    """This process's part of a weight, or of another tensor with the same shape, such as a moment."""
 
     shard: LocalShard
     local: Tensor
 
 
 AVERAGE = "average"
-"""Averages are named `average.<name>` in a checkpoint."""
+"""Prefix of the moving averages' names in a checkpoint: `average.<name>`."""
 
 Parts = Mapping[str, SavedPart]
-"""Parts of global tensors, by their names in a checkpoint."""
+"""Maps names of tensors in a checkpoint to this process's parts of these tensors."""
 
 
 def trained_parts(job: TrainingState, with_averages: bool) -> Parts:
-    """Return the parts of the trained weights, their moments, and their averages, and the routers' biases.
+    """Return this process's parts of everything that training changes.
+
+    These are the trained weights with their moments and moving averages, and the biases of routers.
 
     Args:
         job: The job.
-        with_averages: Whether to include the averages, if there are any.
+        with_averages: Whether to include the moving averages, if there are any.
     """
     parts: dict[str, SavedPart] = {}
     for name, index in _first_copies(job.trained).items():
@@ -103,7 +106,7 @@ def trained_parts(job: TrainingState, with_averages: bool) -> Parts:
 
 
 def weight_parts(job: TrainingState) -> Parts:
-    """Return the parts of all weights."""
+    """Return this process's parts of all weights."""
     return {
         f"model.{name}": SavedPart(job.shards[index], job.shards[index].local)
         for name, index in _first_copies(job.shards).items()
@@ -111,11 +114,14 @@ def weight_parts(job: TrainingState) -> Parts:
 
 
 def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> CheckpointTensors:
-    """Return the layout of a checkpoint of these tensors. Every pipeline rank calls this.
+    """Return the layout of a checkpoint with these tensors. Every pipeline rank must call this.
 
-    If several stages have a tensor, the first one writes it. If replicas over the axes dp and cp hold the same tensors,
-    they take turns, one tensor each. If one of the tensor axes x and y does not cut a tensor, the tensor is small. The
-    first rank of this axis writes all such tensors, so that loading opens only a few files.
+    If several processes hold the same part of a tensor, the layout says which of them writes it:
+
+    - Of several pipeline stages, the first stage writes the tensor.
+    - Replicas over dp and cp share the work: replica 0 writes the first tensor, replica 1 the second tensor, and so on.
+    - If x or y does not cut a tensor, the first rank of this axis writes it. Such tensors are small, and loading them
+      then opens only a few files.
     """
     layout = own_layout(parts, grid, shards_per_node)
     if grid.pp.size > 1:
@@ -130,7 +136,7 @@ def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> CheckpointT
 
 
 def own_layout(parts: Parts, grid: Grid, shards_per_node: int) -> CheckpointTensors:
-    """Return the layout of the tensors of this process's pipeline rank only."""
+    """Return the layout with only the tensors of this process's pipeline rank."""
     layout = CheckpointTensors(
         sizes={axis: grid.axis(axis).size for axis in AXES},
         sharded_over=("dp", "cp", "z") if grid.sizes.zero else ("z",),
@@ -152,7 +158,7 @@ def check_finite(parts: Parts, step: int, folder: Path) -> None:
     """Check that all tensors on all processes are finite.
 
     Raises:
-        UserError: A part of a tensor is not finite. Every process raises the same error.
+        UserError: A tensor has a value that is NaN or infinite. Every process raises the same error.
     """
     locals_ = {name: part.local for name, part in parts.items() if part.local.numel()}
     extremes = torch.stack([torch.stack(local.aminmax()).float() for local in locals_.values()])
@@ -169,8 +175,12 @@ def check_finite(parts: Parts, step: int, folder: Path) -> None:
 
 @torch.no_grad()
 def fill_second_copies(shards: Sequence[LocalShard], tensors: Callable[[int], Mapping[str, Tensor]]) -> None:
-    """For each tied weight with two shards, copy the tensors of the first shard (`tensors(index)`) to the tensors of
-    the second shard."""
+    """If this process has two shards of a tied weight, copy the first shard's tensors to the second shard.
+
+    Args:
+        shards: The shards of this process.
+        tensors: Returns the tensors of a shard by name, given the shard's index.
+    """
     first = _first_copies(shards)
     for index, shard in enumerate(shards):
         if index != first[shard.name]:
@@ -179,10 +189,10 @@ def fill_second_copies(shards: Sequence[LocalShard], tensors: Callable[[int], Ma
 
 
 def _first_copies(shards: Sequence[LocalShard]) -> dict[str, int]:
-    """Return the index of the first shard of each name.
+    """Return the index of the first shard with each name.
 
-    If both ends of a V-shaped pipeline are on one process, this process has two copies of a tied weight. They are saved
-    and loaded once.
+    A process can have the first and the last stage of a pipeline (V-shaped schedules). It then has two copies of a tied
+    weight. A checkpoint saves only the first copy.
     """
     first: dict[str, int] = {}
     for index, shard in enumerate(shards):

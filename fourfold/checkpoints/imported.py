@@ -15,7 +15,9 @@ from fourfold.models.tensor_files import Entry, split_into_files, write_tensors
 
 
 def write_weights(folder: Path, model: ModelConfig, entries: Sequence[Entry]) -> dict[str, int]:
-    """Write full tensors as a checkpoint, split into files by size. Each file counts as one pipeline rank.
+    """Write full tensors as a checkpoint, in files of limited size.
+
+    A checkpoint has one file per rank. So the layout describes a grid with one pipeline rank per file.
 
     Returns:
         The size of every file in bytes.

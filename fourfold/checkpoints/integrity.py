@@ -1,8 +1,9 @@
-"""Compute checksums of a checkpoint's files while writing, and compare them while loading.
+"""Compute checksums of a checkpoint's files while they are written, and compare them when they are loaded.
 
     manifest-<checksum of the manifest>.json    size and checksum of every file in the folder
 
-Checksums are XXH3 (128 bits), which runs faster than memory can be read. They detect damage, but not an attacker.
+Checksums are XXH3 (128 bits), which can be computed faster than memory can be read. They detect accidental damage. They
+do not protect against an attacker.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from fourfold.untrusted_files import check_regular
 
 TENSORS = ".safetensors"
 PIECE = 2**24
-"""Number of bytes of a file that are mapped at a time, to keep memory use small. A multiple of the page size."""
+"""Number of bytes of a file that are in memory at a time. It must be a multiple of the page size."""
 
 
 ELSEWHERE = "; resume from another checkpoint"
-"""End of an error message about damage, if no other checkpoint has been found yet."""
+"""End of an error message about damage. If a run falls back to another checkpoint, it removes this advice."""
 
 BESIDE = "huggingface"
-"""Subfolder of an imported model. It holds small files for the export and is not checked."""
+"""Subfolder of an imported model, with small files for a later export. Its files are not checked."""
 
 
 class DamagedCheckpoint(UserError):
@@ -43,11 +44,11 @@ def damaged(path: Path, reason: str) -> DamagedCheckpoint:
 
 
 def seal(folder: Path, written: Mapping[str, Written] | None = None) -> None:
-    """Write the manifest of a folder once all its files are there.
+    """Write the manifest of a checkpoint. All its other files must be complete.
 
     Args:
         folder: The checkpoint.
-        written: Files whose checksums are known already.
+        written: Sizes and checksums that are already known. This function computes the others.
     """
     known = dict(written or {})
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
@@ -69,7 +70,7 @@ def check_small_file(file: Path) -> None:
 
 
 def check_listing(folder: Path) -> None:
-    """Check that every file of the manifest exists, and that no other file does.
+    """Check that the folder has every file of the manifest, and no other files.
 
     Raises:
         DamagedCheckpoint: A file is missing or unknown, or the manifest is damaged.
@@ -84,7 +85,7 @@ def check_listing(folder: Path) -> None:
 
 
 def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Check a share of the files: their sizes, the content of small files, and that no file is a link.
+    """Check a share of the files: their sizes, and the content of small files. Links are errors.
 
     Args:
         folder: The checkpoint.
@@ -109,9 +110,9 @@ def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
 
 
 def check_contents(folder: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Compare the checksums of a share of the tensor files.
+    """Compare the checksums of a share of the tensor files with the manifest.
 
-    On the grid that wrote the checkpoint, each process checks the file that it reads.
+    If the grid is the one that wrote the checkpoint, each process checks the file that it also reads.
 
     Args:
         folder: The checkpoint.
@@ -166,7 +167,7 @@ def _measure(file: Path) -> Written:
 
 
 def _compute_checksum(file: Path) -> str:
-    """Return the XXH3 of a file. Mapping it piece by piece is three times as fast as reading it."""
+    """Return the XXH3 checksum of a file. Memory-map the file, which is three times as fast as reading it."""
     checksum = xxhash.xxh3_128()
     with check_regular(file).open("rb") as opened:
         if size := file.stat().st_size:

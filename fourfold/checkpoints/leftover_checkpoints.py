@@ -1,4 +1,4 @@
-"""Clean up checkpoints that a killed job left behind, and remove checkpoints that are no longer needed."""
+"""Clean up after a killed job, and remove checkpoints that are no longer needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fourfold.data.files import swap_in
 
 
 def tidy(folder: Path) -> None:
-    """Remove half-written checkpoints. Restore a replaced checkpoint if its successor is not complete.
+    """Remove incomplete checkpoints. If a killed job was replacing a checkpoint, restore the old checkpoint.
 
     Call this only while no other job uses the run's folder.
     """
@@ -25,9 +25,10 @@ def tidy(folder: Path) -> None:
 
 
 def set_later_aside(folder: Path, step: int) -> None:
-    """If a run starts from `step`, rename the checkpoints of later steps, which an earlier attempt has written.
+    """Rename the checkpoints of later steps, if a run starts from `step` again.
 
-    Otherwise a later resume or fallback would mistake them for checkpoints of this run, which takes these steps again.
+    An earlier attempt has written these checkpoints, and this run will take the same steps again. If the checkpoints
+    kept their names, a later resume could load them by mistake.
     """
     for later in list_checkpoints(folder):
         if step_of(later) > step:
@@ -37,15 +38,17 @@ def set_later_aside(folder: Path, step: int) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove checkpoints whose writing or removal was interrupted."""
+    """Remove checkpoints that a killed job was writing or removing."""
     for name in (".step_*.partial", ".step_*.removed"):
         for unfinished in folder.glob(name):
             rmtree(unfinished, ignore_errors=True)
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint. If the process is killed in the meantime, no incomplete folder has the checkpoint's name. A
-    failure is only a warning."""
+    """Remove a checkpoint. If this fails, only print a warning.
+
+    The folder is renamed first. So if the process is killed, no incomplete folder has the name of a checkpoint.
+    """
     try:
         if checkpoint.is_symlink():
             checkpoint.unlink()

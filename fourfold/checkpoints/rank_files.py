@@ -1,5 +1,5 @@
 """Write and read the tensor files of a checkpoint. Each process writes at most one file, and reads the files that
-overlap its parts."""
+contain its parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fourfold.parallel.grid.grid import Axis
 from fourfold.parallel.memory.offload import CopyStream
 
 OFFSETS = "DCP_SHARDING_INFO"
-"""Metadata key that torch.distributed.checkpoint uses for the start of each part in the full tensor."""
+"""Metadata key for the position of each part in its full tensor. torch.distributed.checkpoint uses the same key."""
 
 
 def entries_of(parts: Parts, layout: CheckpointTensors, copies: CopyStream | None = None) -> list[Entry]:
@@ -34,8 +34,8 @@ def entries_of(parts: Parts, layout: CheckpointTensors, copies: CopyStream | Non
     Args:
         parts: This process's parts.
         layout: The layout of the checkpoint.
-        copies: If given, copy the tensors to host memory now (pinned if they are on a GPU). Call `copies.finish` before
-            the copies are written, and `copies.join` before the tensors change.
+        copies: If given, start to copy the tensors to host memory now, so that training can continue while the copies
+            are written. Call `copies.join` before the tensors change, and `copies.finish` before you write the copies.
     """
     entries = []
     for name, box in layout.held_by(dist.get_rank()).items():
@@ -53,7 +53,7 @@ def entries_of(parts: Parts, layout: CheckpointTensors, copies: CopyStream | Non
 def write_file(
     folder: Path, layout: CheckpointTensors, entries: list[Entry], copies: CopyStream | None = None
 ) -> Written | None:
-    """Write this process's file, after waiting for `copies`.
+    """Write this process's file. If `copies` is given, first wait until the copies are complete.
 
     Returns:
         Size and checksum of the file, or None if there is nothing to write.
@@ -71,7 +71,10 @@ def write_file(
 
 
 def gather_written(written: Written | None, device: str) -> dict[str, Written]:
-    """Return the files that all processes have written. Every process calls this, and sends only a few bytes."""
+    """Return the size and checksum of every file that any process has written.
+
+    Every process must call this. Each process sends only a few bytes.
+    """
     digest = bytes.fromhex(written.xxh3) if written else bytes(16)
     words = [int.from_bytes(digest[begin : begin + 8], "little", signed=True) for begin in (0, 8)]
     mine = torch.tensor([written.size if written else 0, *words], device=device)
@@ -87,7 +90,7 @@ def gather_written(written: Written | None, device: str) -> dict[str, Written]:
 
 
 def read_parts(folder: Path, layout: CheckpointTensors, parts: Parts) -> None:
-    """Fill this process's parts from the files.
+    """Read this process's parts from the files of a checkpoint.
 
     Raises:
         UserError: A file cannot be read.
@@ -97,12 +100,12 @@ def read_parts(folder: Path, layout: CheckpointTensors, parts: Parts) -> None:
 
 @torch.no_grad()
 def read_boxes(folder: Path, layout: CheckpointTensors, wanted: dict[str, tuple[Tensor, Box]]) -> None:
-    """Fill tensors that are boxes of global tensors. Each file is opened once.
+    """Read boxes of global tensors. Each file is opened only once.
 
     Args:
         folder: The checkpoint.
         layout: The checkpoint's layout.
-        wanted: The tensor to fill and its box, by name.
+        wanted: For each name, the tensor to fill, and which box of the global tensor to read into it.
 
     Raises:
         UserError: A file cannot be read.
@@ -123,7 +126,7 @@ def read_boxes(folder: Path, layout: CheckpointTensors, wanted: dict[str, tuple[
 
 
 def check_header(folder: Path, layout: CheckpointTensors, rank: int) -> None:
-    """Check that a process's file holds the parts that the layout lists for it.
+    """Check that the file of a process has exactly the parts that it must have according to the layout.
 
     Raises:
         DamagedCheckpoint: The file does not match the layout.

@@ -22,44 +22,44 @@ from fourfold.parsing import parse_json
 
 FORMAT = 3
 LAYOUT_FREE_KEYS = {"preset", "from_hf", "initializer_range"}
-"""Keys of [model] that change neither a tensor's shape nor its meaning. They are not saved."""
+"""Keys of [model] that a checkpoint does not store, because they change neither a tensor's shape nor its meaning."""
 
 _COMPARED: dict[str, Any] = {
     "training": {"train_steps", "precision", "master_weights", "reduce_dtype", "float8"},
     "data": {"mask_documents"},
     **dict.fromkeys(("optimizer", "lr_scheduler", "moe", "dpo", "ema"), True),
 }
-"""Sections and keys of the run file whose changes cause a warning when a run resumes."""
+"""Sections and keys of the run file. If one of them has changed when a run resumes, the run prints a warning."""
 
 _MEASURED = {
     "validation": {"steps"},
     "audit": {"documents", "suffix"},
     "evaluation": {"include_path", "limit", "num_fewshot"},
 }
-"""Keys of sections that measure the model during training. A change causes the same warning, unless the section's
-interval is 0."""
+"""Keys of sections that measure the model during training. If one of them has changed, the run prints the same warning,
+unless the section's interval is 0."""
 
 
 class RecentSteps(Strict):
-    """Losses and gradient norms of recent steps, which [checks] compares with later steps."""
+    """Losses and gradient norms of recent steps. The checks of the section [checks] compare later steps with them."""
 
     losses: list[float] = Field([])
     """Losses of the last `checks.spike_window` good steps. Empty if `checks.spike` is "off"."""
     grad_norms: list[float] = Field([])
     """Gradient norms of the steps in `losses`."""
     skipped_in_a_row: int = 0
-    """Number of bad steps since the last good one."""
+    """Number of bad steps since the last good step."""
     overflows_in_a_row: int = 0
-    """Number of fp16 overflows since the last step without one."""
+    """Number of steps with an fp16 overflow since the last step without an overflow."""
 
 
 class StreamPosition(Strict):
-    """The position where a streamed dataset continues."""
+    """The position in a streamed dataset at which a resumed run continues."""
 
     source: str
     """Name of the dataset."""
     text_key: str
-    """Name of the column that holds the text."""
+    """Name of the column that contains the text."""
     tokenizer: str
     """Fingerprint of the tokenizer."""
     shuffle_buffer: int = 0
@@ -69,13 +69,13 @@ class StreamPosition(Strict):
 
 
 class BestValidation(Strict):
-    """The lowest validation loss so far."""
+    """The lowest validation loss so far, and when the run reached it."""
 
     loss: float | None = None
     step: int = 0
-    """Number of finished steps when the model reached this loss."""
+    """Number of finished steps when the run reached this loss."""
     since: int = 0
-    """Number of validations since the model reached this loss."""
+    """Number of validations since the run reached this loss."""
 
 
 class SavedSchedule(SchedulerConfig, alias_generator="lr_scheduler.{}".format, extra="ignore"):
@@ -87,33 +87,33 @@ class SavedSchedule(SchedulerConfig, alias_generator="lr_scheduler.{}".format, e
 
 
 class CheckpointState(Strict):
-    """Content of `state.json`."""
+    """The content of `state.json`."""
 
     format: int
     step: int = Field(ge=0)
-    """Number of finished training steps. If the settings in `training` are unchanged, this is also the position in the
+    """Number of finished training steps. Together with the settings in `training`, it determines the position in the
     data."""
     model: dict[str, Any]
     """The section [model] without `LAYOUT_FREE_KEYS`."""
     training: dict[str, int]
-    """Settings that determine, together with the step, which samples come next."""
+    """The result of `sample_order`. Together with `step`, it determines which samples come next."""
     rng: str
     """State of torch's default generator, in base64."""
     optimizer_steps: int | None = Field(None, ge=0)
-    """Number of steps that changed the weights. It is below `step` after fp16 overflows and skipped steps. None for
-    imported models."""
+    """Number of steps that changed the weights, so without fp16 overflows and skipped bad steps. None for imported
+    models."""
     loss_scale: tuple[float, int] | None = Field(None, strict=False)
-    """The loss scale and the number of steps since it last changed."""
+    """The loss scale of fp16, and the number of steps since it last changed."""
     recent: RecentSteps = RecentSteps()
     best: BestValidation = BestValidation()
     has_averages: bool = False
-    """Whether the moving averages of the trained weights are saved too."""
+    """Whether the checkpoint also has moving averages of the trained weights."""
     expert_rows: list[list[int]] | None = None
-    """Tokens per expert in the last step's batch, layer by layer. None for dense models."""
+    """For each layer, the number of tokens per expert in the last step's batch. None for dense models."""
     stream: StreamPosition | None = None
-    """Position where the streamed dataset continues. None for corpora on disk, whose position is `step`."""
+    """The position in the streamed dataset. None for corpora on disk, because `step` determines their position."""
     masks: dict[str, Any] | None = None
-    """The section [masks], which selects the tokens in the loss. None for imported models."""
+    """The section [masks], which says which tokens are part of the loss. None for imported models."""
     optimization: dict[str, Any] | None = None
     """The result of `compared_settings`. None for imported models."""
     first_samples: dict[str, str] | None = None
@@ -121,11 +121,11 @@ class CheckpointState(Strict):
     weights_only: bool = False
     """True for an imported model. A run that starts from it begins at step 0."""
     lora: LoRAConfig | None = None
-    """The run's [lora] if only adapters were trained. The checkpoint then holds only the adapters."""
+    """The section [lora] if the run trained only adapters. The checkpoint then has only the adapters."""
     base: str | None = None
-    """The model that the adapters belong to."""
+    """The model that the adapters belong to, as a path or a name on the Hugging Face Hub."""
     optimizer: Rule = "adamw"
-    """The run's optimizer.name, which determines which optimizer states exist."""
+    """The value of optimizer.name. It determines which optimizer states the checkpoint has."""
 
     @model_validator(mode="after")
     def _check_possible(self) -> CheckpointState:
@@ -143,7 +143,7 @@ class CheckpointState(Strict):
         return self
 
     def generator(self, path: Path) -> torch.Generator:
-        """Create a generator in the saved random state.
+        """Create a random generator with the saved state.
 
         Raises:
             DamagedCheckpoint: The saved state is invalid.
@@ -157,8 +157,10 @@ class CheckpointState(Strict):
 
 
 def state_of(run: RunConfig, step: int) -> CheckpointState:
-    """Describe a run after `step` steps. The caller fills in what the run file does not determine, such as
-    `optimizer_steps` and `stream`."""
+    """Describe a run after `step` steps.
+
+    The caller adds the fields that do not follow from the run file, such as `optimizer_steps` and `stream`.
+    """
     return CheckpointState(
         format=FORMAT,
         step=step,
@@ -174,11 +176,11 @@ def state_of(run: RunConfig, step: int) -> CheckpointState:
 
 
 def compared_settings(run: RunConfig) -> dict[str, Any]:
-    """Return the run-file keys that determine, together with the data, how the weights change and what is measured
-    during training, such as `optimizer.lr` and `validation.steps`.
+    """Return the settings that a resumed run compares with its run file, to warn about changes.
 
-    A checkpoint stores them as plain JSON, so that a later version can still read the checkpoint after a key was
-    renamed.
+    They determine how the weights change and what is measured during training, such as `optimizer.lr` and
+    `validation.steps`. A checkpoint stores them as plain JSON. So a later version of fourfold can read the checkpoint
+    even if it has renamed a key.
     """
     measured = {section: keys for section, keys in _MEASURED.items() if getattr(run, section).interval}
     sections = run.model_dump(mode="json", include=_COMPARED | measured).items()
@@ -191,7 +193,7 @@ def write_state(folder: Path, state: CheckpointState) -> None:
 
 
 def imported_state(model: ModelConfig) -> CheckpointState:
-    """Return the state of an imported model."""
+    """Return the content of `state.json` for an imported model, which has no training state."""
     return CheckpointState(
         format=FORMAT, step=0, model=saved_model(model), training={}, rng=_rng_state(), weights_only=True
     )
@@ -219,7 +221,7 @@ def read_state(path: Path) -> CheckpointState:
         raise DamagedCheckpoint(f"cannot read the checkpoint {path}: {error.strerror}{ELSEWHERE}") from None
     except UserError:
         raise
-    except ValueError:  # The file is not UTF-8, not JSON, or not a state.
+    except ValueError:  # The file is not UTF-8, not JSON, or not a valid state.
         raise damaged(file, "it is not a state") from None
     if is_step_name(path.name) and step_of(path) != state.step:
         raise damaged(path, f"it has the content of step {state.step}")
@@ -232,12 +234,12 @@ def saved_model(model: ModelConfig) -> dict[str, Any]:
 
 
 def sample_order(run: RunConfig) -> dict[str, int]:
-    """Return the settings that determine, together with the step, which samples come next."""
+    """Return the settings that determine which samples come next, given the number of finished steps."""
     return {key: getattr(run.training, key) for key in ("seed", "global_batch_size", "seq_length")}
 
 
 def absolute_name(model: str) -> str:
-    """Return a model's folder as an absolute path, or a Hub name unchanged."""
+    """Return a model's folder as an absolute path. Return the name of a model on the Hub unchanged."""
     folder = Path(model).expanduser()
     return str(folder.resolve()) if folder.is_dir() else model
 

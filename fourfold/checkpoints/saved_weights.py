@@ -1,4 +1,4 @@
-"""Read the weights of a checkpoint one at a time, in one process and without a process group."""
+"""Read the weights of a checkpoint one at a time. This needs only one process and no process group."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fourfold.models.tensor_files import whole_or_part
 
 
 class SavedWeights:
-    """The weights of a checkpoint, or its adapters if it was trained with LoRA. Any grid may have written it."""
+    """Reads the weights of a checkpoint from any grid. With LoRA, these are only the adapters."""
 
     def __init__(self, path: Path, averaged: bool = False) -> None:
-        """Verify and index the files.
+        """Verify the checkpoint, and find out which tensors it has.
 
         Args:
             path: The checkpoint.
@@ -39,19 +39,24 @@ class SavedWeights:
         self._stored = {
             name: f"{AVERAGE}.{name}" if f"{AVERAGE}.{name}" in in_layout else f"model.{name}" for name in self.shapes
         }
-        """Each parameter's name in the checkpoint. With ``averaged``, this is the name of its average, if it has one.
-        Router biases have none, because they are not trained by gradients."""
+        """The name of each parameter's tensor in the checkpoint. With ``averaged``, this is its average. The biases of
+        routers have no average, because no gradient trains them."""
         self.dtypes = {name: dtype_of(self._layout, self._stored[name]) for name in self.shapes}
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
-        """Read one full parameter, or one expert of a parameter that stacks experts, in its stored dtype."""
+        """Read one full parameter in its stored dtype.
+
+        Args:
+            name: The parameter.
+            expert: If the parameter is a stack of experts, the index of the only expert to read.
+        """
         slices = whole_or_part(self.shapes[name], expert)
         whole = torch.empty([s.stop - s.start for s in slices], dtype=self.dtypes[name])
         read_boxes(self.path, self._layout, {self._stored[name]: (whole, slices)})
         return whole if expert is None else whole[0]
 
     def fill(self, weights: dict[str, Tensor]) -> None:
-        """Fill full parameters in place, by name.
+        """Overwrite tensors with the full parameters of these names.
 
         Raises:
             UserError: The checkpoint has no such parameter in this shape.

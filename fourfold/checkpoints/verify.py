@@ -1,5 +1,4 @@
-"""Verify a checkpoint: its files are unchanged since they were written, and every tensor is there with all its
-parts."""
+"""Verify that a checkpoint's files have not changed since they were written, and that all tensors are complete."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def verify(path: Path) -> tuple[CheckpointState, CheckpointTensors]:
-    """Check a complete checkpoint in one process, and return its state and its layout.
+    """Check all of a checkpoint in one process, and return its state and its layout.
 
     Raises:
         DamagedCheckpoint: The checkpoint is damaged.
@@ -40,17 +39,20 @@ def verify(path: Path) -> tuple[CheckpointState, CheckpointTensors]:
 
 @contextmanager
 def verified(path: Path, expected: Shapes) -> Iterator[CheckpointTensors]:
-    """Check a checkpoint, with each process checking a share of it, and yield its layout to the block that loads it.
+    """Check a checkpoint while the ``with`` block loads it. Each process checks a share of the files.
 
-    The structure is checked before the block starts, and the contents are checked while the block runs. The block must
-    not call collectives. If there is an error, the tensors that the block has loaded are unusable.
+    The structure is checked before the block starts. The contents are checked while the block runs. The block must not
+    call collectives. After an error, do not use the tensors that the block has loaded.
 
     Args:
         path: The checkpoint.
         expected: Shape of every tensor that must be there.
 
+    Yields:
+        The checkpoint's layout, which says what is in each file.
+
     Raises:
-        DamagedCheckpoint: Any process found damage. Raised on all processes.
+        DamagedCheckpoint: Any process has found damage. All processes raise this.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with failing_together():
@@ -78,13 +80,12 @@ def shapes_of(state: CheckpointState) -> Shapes:
 
 
 def saved_shapes(model: ModelConfig, lora: LoRAConfig | None) -> Shapes:
-    """Return the shapes of the weights that a checkpoint of a model holds: all weights, or with LoRA only the
-    adapters."""
+    """Return the shapes of the weights in a checkpoint of this model. With LoRA, these are only the adapters."""
     return parameter_shapes(model) if lora is None else trained_shapes(model, lora)
 
 
 def check_structure(path: Path, expected: Shapes, rank: int = 0, ranks: int = 1) -> CheckpointTensors:
-    """Check a share of everything except the contents of tensor files. Return the layout.
+    """Check everything except the contents of tensor files, and return the layout. Each process checks a share.
 
     Args:
         path: The checkpoint.

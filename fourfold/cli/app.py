@@ -86,8 +86,8 @@ def main() -> None:
     try:
         try:
             with lossy_output():
-                # Without a terminal, some shells set COLUMNS to 0. Then rich would find no space for a line, so remove
-                # the variable.
+                # Without a terminal, some shells set COLUMNS to 0, and rich would print no text. So remove the
+                # variable.
                 if not os.environ.get("COLUMNS", "").strip(" 0"):
                     os.environ.pop("COLUMNS", None)
                 check_arguments(sys.argv[1:])

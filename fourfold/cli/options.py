@@ -35,8 +35,7 @@ KNOBS = (
     "selective, full. stages_per_rank: 1, 2, 3, 4, 6, 8. cp_method: ring, ulysses. schedule: 1F1B, Interleaved1F1B, "
     "InterleavedZeroBubble, ZBVZeroBubble, and, searched only if named, GPipe, LoopedBFS, DualPipeV."
 )
-"""Help text that lists the limits of a search and their values. ``planning.search.limits`` parses the limits that a
-user gives."""
+"""Help text that lists what a search can be limited to. ``planning.search.limits`` parses the user's limits."""
 StoredDtype = Literal["auto", "fp32", "bf16", "fp16"]
 """Dtype of stored weights, for options. auto keeps the stored dtype."""
 ModelName = Annotated[

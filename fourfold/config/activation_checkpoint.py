@@ -12,13 +12,13 @@ from fourfold.config.strict import Strict
 
 class ActivationCheckpointConfig(Strict):
     mode: Literal["none", "selective", "full"] = "none"
-    """Recompute entire blocks in the backward pass (full), or only the modules listed in `modules` (selective). `full`
-    saves the most memory and costs about a third more computation."""
+    """What the backward pass recomputes: nothing (none), the modules listed in `modules` (selective), or entire blocks
+    (full). `full` saves the most memory and costs about a third more computation."""
     modules: list[Literal["attention", "mlp", "norms", "gathers"]] = Field(["mlp", "norms", "gathers"])
     """With mode = 'selective', the modules to recompute. `attention` is the attention core, `mlp` is the MLP's
-    activation function, and `norms` is the norms. With `gathers`, a linear layer whose input is sharded over x or y
-    saves only its shard, and the backward pass gathers the full input again. All choices except `attention` add very
-    little computation."""
+    activation function, and `norms` is the norms. `gathers` is for linear layers whose input is sharded over x or y:
+    each rank saves only its shard, and the backward pass gathers the full input again. All choices except `attention`
+    add very little computation."""
     every: int = Field(1, ge=1)
     """Recompute only every n-th block. All other blocks save all of their activations."""
     offload: bool = False

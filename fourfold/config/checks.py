@@ -18,8 +18,8 @@ class ChecksConfig(Strict):
     `roll_back` returns to the newest checkpoint, continues from there, and skips the bad batch. Gradients that overflow
     in fp16 are handled by [loss_scaling](#loss_scaling) instead."""
     spike: Literal["off", "stop", "skip", "roll_back"] = "off"
-    """What to do if a loss or gradient norm is far above its values in previous steps. `off` ignores it. All other
-    choices are the same as for `non_finite`."""
+    """What to do if a loss or gradient norm is far above its values in previous steps. `off` ignores spikes. The other
+    choices mean the same as for `non_finite`."""
     spike_sigma: float = Field(6.0, gt=0)
     """A value is a spike if it is more than this many standard deviations above its mean over the window."""
     spike_window: int = Field(128, ge=2)
@@ -27,7 +27,7 @@ class ChecksConfig(Strict):
     roll_back_batches: int = Field(1, ge=1)
     """Number of batches to skip after a roll-back: the bad batch and the batches right before it."""
     max_in_a_row: int = Field(10, ge=1)
-    """Number of consecutive bad steps that may be skipped or rolled back. One more ends the run."""
+    """Largest number of consecutive bad steps that are skipped or rolled back. One more bad step ends the run."""
     replay_interval: int = Field(0, ge=0)
-    """Every n steps, compute the gradients twice, and compare the two results and all replicas of the weights bit for
-    bit ([silent corruption](reliability.md#silent-corruption)). 0 disables this."""
+    """Look for [silent corruption](reliability.md#silent-corruption) every n steps: compute the gradients twice and
+    compare the two results bit for bit, and compare all replicas of the weights. 0 disables this."""

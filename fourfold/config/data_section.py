@@ -23,10 +23,9 @@ class DataConfig(Strict):
     Keys whose description begins with *hf:* are for streamed datasets only."""
 
     format: Literal["text", "sft", "preferences"] = "text"
-    """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`. A sequence holds several
-    complete conversations, which do not attend to each other (mask_documents). The loss covers only the answers.
-    `preferences` is pairs of a better and a worse answer from `fourfold prepare --format preferences`, for the section
-    [dpo](#dpo)."""
+    """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`: the loss covers only the
+    answers, and a sequence holds several complete conversations, which do not attend to each other. `preferences` is
+    pairs of a better and a worse answer from `fourfold prepare --format preferences`, and needs [dpo](#dpo)."""
 
     train: list[Corpus] = Field([], examples=[[{"path": "data/corpus"}]])
     """Corpora from `fourfold prepare`, or any Megatron .bin/.idx pair."""
@@ -37,8 +36,9 @@ class DataConfig(Strict):
     'hf:NAME:SPLIT', or 'hf:NAME:CONFIG:SPLIT' is a dataset that is [streamed](data.md#streaming) and tokenized
     during training."""
     tokenizer: PathText | None = Field(None, examples=["bytes"])
-    """'bytes', or the path of a tokenizer.json. Required for a source 'hf:…'. Default: the corpus's own tokenizer, or
-    for source = 'python-stdlib' a new byte-pair tokenizer with model.vocab_size tokens."""
+    """'bytes', or the path of a tokenizer.json. Required for a source 'hf:…'. Default: the tokenizer that the corpus
+    was prepared with. For source = 'python-stdlib', the default is a new byte-pair tokenizer with model.vocab_size
+    tokens."""
     cache_dir: PathText = "data"
     """Folder for the tokenized built-in source."""
     mask_documents: bool = False

@@ -11,8 +11,8 @@ from fourfold.config.strict import PathText, Strict
 class ValidationConfig(Strict):
     """Validation during training.
 
-    The validation loss determines which checkpoint is the best, and can end the run. If [ema](#ema) keeps a moving
-    average of the weights, the loss with the average determines both instead.
+    The validation loss decides which checkpoint is the best (`keep_best`) and whether the run ends early (`patience`).
+    If [ema](#ema) is on, the validation loss of the averaged weights decides instead.
     """
 
     interval: int = Field(0, ge=0)
@@ -20,12 +20,12 @@ class ValidationConfig(Strict):
     steps: int = Field(8, gt=0)
     """Number of global batches in one validation."""
     keep_best: bool = False
-    """After each validation with a new lowest loss, save a checkpoint, and keep it until a better one exists. The link
-    checkpoints/best points to it."""
+    """After each validation with a new lowest loss, save a checkpoint. It is kept until a better one exists, and the
+    link checkpoints/best points to it."""
     patience: int = Field(0, ge=0)
     """End the run after this many consecutive validations without a new lowest loss. 0 disables this."""
     min_improvement: float = Field(0.0, ge=0)
-    """A validation loss counts as a new lowest loss only if it is below the lowest loss so far by more than this."""
+    """A validation loss must be more than this below the lowest loss so far to count as a new lowest loss."""
 
     @model_validator(mode="after")
     def _there_are_validations(self) -> ValidationConfig:
@@ -41,13 +41,13 @@ class ValidationConfig(Strict):
 class EMAConfig(Strict):
     """An exponential moving average of the trained weights (arXiv 1703.01780), in float32 and sharded like the weights.
 
-    Checkpoints include it, validation also computes the loss with it, and `fourfold checkpoint export-hf --ema` exports
-    it ([validation.md](validation.md#a-moving-average-of-the-weights)).
+    Checkpoints include the average, and validation also computes the loss with it. `fourfold checkpoint export-hf
+    --ema` exports it ([validation.md](validation.md#a-moving-average-of-the-weights)).
     """
 
     decay: float = Field(0.0, ge=0, lt=1)
-    """Each step sets the average to decay × average + (1 − decay) × weights, for example with 0.999. 0 keeps no
-    average."""
+    """Each step sets the average to decay × average + (1 − decay) × weights. A common value is 0.999. 0 (default) keeps
+    no average."""
 
 
 class DPOConfig(Strict):
@@ -58,20 +58,21 @@ class DPOConfig(Strict):
     """
 
     beta: float = Field(0.0, ge=0)
-    """How strongly the model is kept close to the reference model (DPO's β), for example 0.1. With 0, DPO is off, and
-    the run trains on next-token prediction."""
+    """DPO's β: how strongly the model is kept close to the reference model. A common value is 0.1. With 0 (default),
+    DPO is off, and the run trains on next-token prediction."""
 
 
 class AuditConfig(Strict):
-    """Audits of canaries during training, written to memorization.jsonl. `fourfold audit` measures more."""
+    """Audits during training, which measure how well the model reproduces canaries. Results are in memorization.jsonl.
+    `fourfold audit` measures more."""
 
     interval: int = Field(0, ge=0)
     """Number of steps between audits. If it is above 0, the audit also runs after the last step. 0 disables audits."""
     documents: PathText | None = None
-    """A .jsonl file: the canaries that `fourfold prepare` listed, or any other documents."""
+    """A .jsonl file with the documents to audit, such as the list of canaries that `fourfold prepare` wrote."""
     suffix: int = Field(50, ge=1)
-    """Number of tokens at the end of each document. The audit checks whether the model reproduces them from the tokens
-    before."""
+    """Number of tokens at the end of each document. The audit checks whether the model reproduces these tokens when it
+    is given the rest of the document."""
 
     @model_validator(mode="after")
     def _documents_given(self) -> AuditConfig:
@@ -84,7 +85,8 @@ class AuditConfig(Strict):
 
 
 class EvaluationConfig(Strict):
-    """lm-eval tasks during training, on the training grid, written to tasks.jsonl (needs the extra `evaluate`)."""
+    """lm-eval tasks during training. They run on the training grid, and the results are in tasks.jsonl. Needs the extra
+    `evaluate`."""
 
     interval: int = Field(0, ge=0)
     """Number of steps between evaluations. If it is above 0, the evaluation also runs after the last step. 0 disables
@@ -114,4 +116,4 @@ class SampleConfig(Strict):
     max_new_tokens: int = Field(200, gt=0)
     """Largest number of tokens in the sample."""
     temperature: float = Field(0.8, ge=0)
-    """0 always takes the most likely token. Higher values draw more varied text."""
+    """0 always takes the most likely token. Higher values give more varied text."""

@@ -1,4 +1,4 @@
-"""Describe the values that each key of a schema accepts, and turn pydantic's errors into sentences for the user."""
+"""Turn pydantic's errors into sentences that tell the user which values a key accepts."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ class Key:
     annotation: Any
     metadata: list[Any]
     samples: list[Any]
-    """Example values, which the schema accepts, followed by the default. A default that the schema refuses means
+    """Example values, followed by the default. The default may be a value that the schema refuses, which means
     "unset"."""
 
     def example(self, given: Any) -> Any:
-        """Return a value that the schema accepts, as close to the ``given`` value as possible. Return None if none is
-        known."""
+        """Return a valid value as close to the ``given`` value as possible, or None if no valid value is known."""
         annotated: Any = Annotated[self.annotation, Field(), *self.metadata]
         schema: TypeAdapter[Any] = TypeAdapter(annotated)
         for candidate in (*_respelled(given, section_of(self.annotation)), *self.samples, *SIMPLE):
@@ -57,8 +56,10 @@ class Key:
 
 
 def key_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> Key:
-    """Return the key at the location of a pydantic error. Trailing parts of the location that name alternatives of a
-    union are dropped."""
+    """Return the key at the location of a pydantic error.
+
+    For a union, pydantic appends the name of an alternative to the location. This part is ignored.
+    """
     annotation: Any = schema
     key = Key("", schema, [], [])
     for part in location:
@@ -80,8 +81,8 @@ def key_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> Key:
 
 
 def mistake(error: ErrorDetails, schema: type[BaseModel]) -> str:
-    """Return a sentence about a pydantic error that says which key is wrong, its value, what it must be, and, if
-    possible, a value that works."""
+    """Return an error message for a pydantic error. It names the key, its value, and what the value must be. If
+    possible, it also suggests a value that works."""
     key = key_at(schema, error["loc"])
     reason = f"must be {_with_article(type_name(key.annotation, key.metadata))}".replace("`", "").replace('"', "'")
     if error["type"] == "value_error":
@@ -100,8 +101,8 @@ def mistake(error: ErrorDetails, schema: type[BaseModel]) -> str:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section's class in an annotation such as ``Section``, ``Section | None``, or ``list[Section]``. Return
-    None if there is none."""
+    """Return the class of the run-file section in an annotation, such as ``Section`` in ``list[Section]`` or ``Section
+    | None``. Return None if the annotation has no section."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for arg in get_args(annotation) if (model := section_of(arg))), None)
@@ -129,8 +130,13 @@ _TOML.maxstring = _TOML.maxother = 60
 
 
 def _respelled(given: Any, section: type[BaseModel] | None) -> Iterator[Any]:
-    """Yield values that the user may have meant: a value without its quotes, an integer instead of a whole float, a
-    section given by its only required key, or a list with the value as its only item."""
+    """Yield values that the user may have meant.
+
+    - For text: the value without its quotes.
+    - For text that stands for a section: the section with the text under its only required key.
+    - For a whole float: an integer.
+    - For a single value: a list with this value.
+    """
     if isinstance(given, str):
         with contextlib.suppress(ValueError):
             yield parse_toml(f"value = {given}")["value"]

@@ -14,17 +14,17 @@ class FaultToleranceConfig(Strict):
     """Hangs, restarts, and time limits ([reliability.md](reliability.md#hangs))."""
 
     timeout: float = Field(600, ge=0)
-    """A job that gives no heartbeat for this many seconds counts as hung and is stopped. 0 disables this."""
+    """A job counts as hung, and is stopped, if it makes no progress for this many seconds. 0 disables this."""
     startup_timeout: float = Field(1800, gt=0)
-    """Like `timeout`, but for the time until the first step is done, which may include compilation."""
+    """Like `timeout`, but until the first step is done. The first step may include compilation."""
     grace_period: float = Field(0, ge=0)
-    """Number of seconds that the job has to save after a stop signal. 0 sets no limit."""
+    """Number of seconds that the job has to save a checkpoint after a stop signal. 0 sets no limit."""
     max_restarts: int = Field(2, ge=0)
-    """Number of times that a job which keeps failing at the same step is restarted from its newest checkpoint. If
-    torchrun or SLURM restarts the job, this limits how often the same step may fail."""
+    """How often a job that fails at the same step again and again is restarted from its newest checkpoint. If torchrun
+    or SLURM restarts the job, this limits how often the same step may fail."""
     failing_step: Literal["stop", "skip"] = "stop"
-    """What to do if a step fails more often than `max_restarts` times: `stop` ends the job and names the step, and
-    `skip` skips its batch and continues."""
+    """What to do if a step fails more than `max_restarts` times. `stop` ends the job and names the step. `skip` leaves
+    the step's batch out and continues."""
     max_wall_time: float = Field(0, ge=0)
     """Save and stop after this many minutes, as after a stop signal. 0 sets no limit."""
 
@@ -32,7 +32,7 @@ class FaultToleranceConfig(Strict):
     def group_timeout(self) -> timedelta:
         """Return the timeout of collectives.
 
-        It is longer than the watchdog's timeout, so that the watchdog reports a hang first, because its report says
-        more. If the watchdog is off, it is 600 s.
+        It is longer than the watchdog's timeout, so the watchdog reports a hang first. The watchdog's report says more
+        than an error of a collective. If the watchdog is off, the timeout is 600 s.
         """
         return timedelta(seconds=1.2 * self.timeout + 60 if self.timeout else 600)

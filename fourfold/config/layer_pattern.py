@@ -1,4 +1,4 @@
-"""Shorten lists with one entry per layer."""
+"""Shorten a list of layer settings to the pattern that repeats."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ T = TypeVar("T")
 
 
 def pattern_of(entries: list[T], layers: int) -> list[T]:
-    """Return the shortest list that gives the same entry for each layer as ``entries``, if both lists are repeated over
-    all layers."""
+    """Return the shortest pattern that means the same as ``entries``.
+
+    Both lists are repeated until every layer has an entry. For example, [0, 1, 0, 1] becomes [0, 1].
+    """
     of_layers = [entries[layer % len(entries)] for layer in range(layers)]
     period = next(n for n in range(1, layers + 1) if of_layers[n:] == of_layers[:-n])
     return of_layers[:period]

@@ -1,4 +1,4 @@
-"""Check a run's layout, and determine how the ranks of y and cp share attention."""
+"""Check whether a run's grid fits its model, and determine how the ranks of y and cp share attention."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ AttentionSplit = Literal["heads", "batch", "sequence"]
 ContextMethod = Literal["ring", "ulysses"]
 
 CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
-"""Number of logits that one rank computes at once, by device type. They fit into a CPU's cache, and are enough to fill
-a GPU's tensor cores."""
+"""Number of logits that one rank computes at once, by device type. On a CPU, this many logits fit into the cache. On a
+GPU, they are enough to use all tensor cores."""
 
 
 class MatmulSizes(NamedTuple):
@@ -46,8 +46,11 @@ def matmul_sizes(run: RunConfig) -> dict[str, MatmulSizes]:
 
 
 def check_layout(run: RunConfig) -> None:
-    """Raise ``UserError`` if a run breaks one of the ``RULES``, for example because a size cannot be divided over the
-    grid, or if ``training.compile`` or ``training.tuned_products`` does not work with its other settings."""
+    """Raise ``UserError`` if a run's grid or settings do not fit its model.
+
+    The run must satisfy all ``RULES``. For example, most sizes must be divisible over the grid. Also,
+    ``training.compile`` and ``training.tuned_products`` must work with the run's other settings.
+    """
     sizes = Sizes.of(run)
     for rule in RULES:
         if rule.broken(sizes):
@@ -76,16 +79,24 @@ def check_layout(run: RunConfig) -> None:
 
 
 def attention_split(run: RunConfig) -> AttentionSplit:
-    """Return what the ranks of the tensor axis y split in attention: the heads if x·y divides their number, otherwise
-    the sequences of a micro-batch or batch part if y divides their number, and otherwise the queries of each
-    sequence."""
+    """Return what the ranks of the tensor axis y split in attention.
+
+    Returns:
+        The first of these that can be divided equally:
+
+        - "heads", if x·y divides the number of heads
+        - "batch", if y divides the number of sequences in a micro-batch or batch part
+        - "sequence": the queries of each sequence
+    """
     sizes = Sizes.of(run)
     return "heads" if sizes.whole_heads else "sequence" if sizes.splits_queries else "batch"
 
 
 def context_method(run: RunConfig) -> ContextMethod:
-    """Return how the ranks of the context axis cp share attention. "auto" becomes "ulysses" if the heads can be divided
-    equally, and "ring" otherwise."""
+    """Return how the ranks of the context axis cp share attention.
+
+    ``parallel.cp_method = "auto"`` becomes "ulysses" if the heads can be divided equally, and "ring" otherwise.
+    """
     if run.parallel.cp_method != "auto":
         return run.parallel.cp_method
     return "ring" if Sizes.of(run).uneven_heads else "ulysses"

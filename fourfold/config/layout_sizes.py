@@ -1,4 +1,8 @@
-"""Compute the sizes that determine whether a layout is legal. x, y, z, dp, cp, and pp are the axes of the grid."""
+"""Compute the sizes that determine whether a layout is legal.
+
+The planner checks many layouts at once, so a size can be a number or a NumPy array with one number per layout. x, y, z,
+dp, cp, and pp are the axes of the grid.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ FLOAT8_MULTIPLE = 16
 """Every size of a float8 matmul must be a multiple of this (torch._scaled_mm)."""
 
 Number = Any
-"""An int or a bool, or a NumPy array with one of them per layout."""
+"""An int or a bool for one layout, or a NumPy array for many layouts."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,7 @@ class Sizes:
     expert_inner: int = 0
     """Width of one expert."""
     latents: int = 0
-    """Greatest common divisor of the widths of the latents and of the shared key channels. 0 without latent
-    attention."""
+    """Greatest common divisor of q_lora_rank, kv_lora_rank, and qk_rope_head_dim. 0 without latent attention."""
     linear_heads: int = 0
     """Number of key heads of linear attention. 0 without linear attention."""
     output_gate: bool = False
@@ -116,8 +119,11 @@ class Sizes:
 
     @cached_property
     def sequences_per_part(self) -> Number:
-        """Return the number of sequences that one matmul processes: all sequences of the micro-batch, or the
-        sequences of one batch part if the parts divide the sequences."""
+        """Return the number of sequences that one matmul processes.
+
+        If ``batch_parts`` divides the number of sequences, it is the sequences of one batch part. Otherwise it is all
+        sequences of the micro-batch.
+        """
         parts_are_sequences = (self.x * self.y > 1) & (self.micro_batch % self.batch_parts == 0)
         return self.micro_batch // (1 + (self.batch_parts - 1) * parts_are_sequences)
 
@@ -134,7 +140,7 @@ class Sizes:
     @property
     def rounds(self) -> Number:
         """Return the number of rounds per step in the schedules ``IN_ROUNDS``. Each round has at least pp
-        micro-batches, unless a step has fewer. Then there is one round."""
+        micro-batches. A step with fewer micro-batches has one round."""
         whole = self.micro_batches // self.pp
         return whole + (whole == 0)
 
@@ -145,30 +151,31 @@ class Sizes:
 
     @cached_property
     def splits_queries(self) -> Number:
-        """Return whether the y ranks share attention by queries, because neither the heads nor the sequences can be
-        divided equally."""
+        """Return whether each y rank computes attention for a part of the queries. This is the fallback if neither the
+        heads nor the sequences can be divided equally."""
         return (self.heads % (self.x * self.y) != 0) & (self.sequences_per_part % self.y != 0)
 
     @property
     def whole_keys(self) -> Number:
-        """Return the width of the keys that must be divisible by x·y: all of it if x·y divides the query heads, and 0
+        """Return the number that x·y must divide: the width of the keys if x·y divides the query heads, and 0
         otherwise."""
         return self.keys * self.whole_heads
 
     @property
     def whole_linear_heads(self) -> Number:
-        """Return the number of key heads of linear attention that x, y, and cp must split together."""
+        """Return the number that x·y·cp must divide: the key heads of linear attention if x·y divides the query heads,
+        and 0 otherwise."""
         return self.linear_heads * self.whole_heads
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the model is dense and has neither latent, linear, nor gated attention. Batch parts and float8
-        support only such models."""
+        """Return whether batch parts and float8 support the model. They support dense models without latent, linear, or
+        gated attention."""
         return self.experts + self.latents + self.linear_heads + self.output_gate == 0
 
     @cached_property
     def head_ranks(self) -> Number:
-        """Return the number of ranks that share the heads if cp exchanges heads for tokens (Ulysses)."""
+        """Return the number of ranks that share the heads with Ulysses, which exchanges heads for tokens over cp."""
         return self.cp * self.x * (1 + self.whole_heads * (self.y - 1))
 
     @property
@@ -193,7 +200,8 @@ class Sizes:
 
     @property
     def float8_sizes(self) -> dict[str, Number]:
-        """Return the sizes of one rank's matmuls that float8 restricts, by the keys that they follow from."""
+        """Return the sizes of one rank's matmuls that must be multiples of ``FLOAT8_MULTIPLE``. Each size is under the
+        run-file keys that determine it."""
         return {
             "model.hidden_size / y": self.hidden // self.y,
             "model.num_attention_heads × head_dim / x": self.heads * self.head_dim // self.x,

@@ -1,4 +1,4 @@
-"""Decide which layouts are legal, with one list of rules for run files and for the planner's search.
+"""Decide which layouts are legal. Run files and the planner's search use the same list of rules.
 
 Each condition is arithmetic on ``Sizes``, whose fields are ints for one layout and NumPy arrays for many layouts.
 """
@@ -22,7 +22,8 @@ class Rule(NamedTuple):
     """A reason that makes a layout illegal."""
 
     reason: str
-    """A short reason without a run's numbers. The planner's search counts how many layouts each reason refuses."""
+    """A short text without numbers, such as "x does not divide the heads". The planner's search counts how many layouts
+    each rule refuses."""
     broken: Callable[[Sizes], Number]
     sentence: Callable[[RunConfig, Sizes], str]
     """Returns an error message for one run, with the keys, their values, and the nearest values that work."""
@@ -30,21 +31,21 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Divides:
-    """The rule that the product of some axes divides a number. It has the attributes of a ``Rule``."""
+    """A rule that a number must be divisible by the product of some axes. It has the same attributes as a ``Rule``."""
 
     axes: tuple[str, ...]
     what: str
     number: str
-    """The number's name in ``Sizes``."""
+    """Name in ``Sizes`` of the number to divide."""
     layer: str
-    """The layers that split the number, for error messages."""
+    """Names of the layers that need the division, for error messages."""
     key: str
     """The run file's key for which an error message suggests another value."""
     product: str = ""
-    """Text about how keys give the number, with names from ``Sizes`` as placeholders. Empty if ``key`` alone gives
-    it."""
+    """Text that says how run-file keys determine the number, with names from ``Sizes`` as placeholders. Empty if the
+    number is the value of ``key``."""
     unit: str = ""
-    """Name in ``Sizes`` of another number that must divide the number."""
+    """Name in ``Sizes`` of a second number that must divide the number."""
 
     @property
     def reason(self) -> str:
@@ -52,7 +53,7 @@ class Divides:
 
     def broken(self, sizes: Sizes) -> Number:
         number = getattr(sizes, self.number)
-        if isinstance(number, int) and number == 0:  # Skip the arithmetic, because a search checks many layouts.
+        if isinstance(number, int) and number == 0:  # This shortcut saves time, because a search checks many layouts.
             return False
         return number % self._ranks(sizes) != 0
 
@@ -83,8 +84,8 @@ class Divides:
         return f"{axis} = {' or '.join(found)}" if found else ""
 
     def _other_values(self, run: RunConfig, sizes: Sizes) -> list[int]:
-        """Return values to try for the key, nearest first. The caller suggests the first value with which the run is
-        legal."""
+        """Return values to try for the key, nearest first. The error message suggests the first value that makes the
+        run legal."""
         ranks, section = self._ranks(sizes), self.key.partition(".")
         now = int(getattr(getattr(run, section[0]), section[2]))
         if self.key == "model.num_key_value_heads":
@@ -313,12 +314,15 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
 )
-"""Rules that a legal layout must satisfy. A layout is refused with the first rule that it breaks."""
+"""Rules that a legal layout must satisfy. The error message is about the first rule that a layout breaks."""
 
 
 def accepts(run: RunConfig, key: str, value: int) -> bool:
-    """Return whether a run is legal with another value of a key, with derived sizes unchanged and also derived
-    again."""
+    """Return whether a run stays legal if one key gets another value.
+
+    The user may or may not have set the sizes that fourfold derives from the key, such as head_dim. So the run must be
+    legal in both cases: if the derived sizes keep their values, and if they are derived again.
+    """
     section, _, name = key.partition(".")
     table = run.model_dump()
     table[section][name] = value

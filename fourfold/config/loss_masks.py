@@ -21,8 +21,8 @@ class GoldfishConfig(Strict):
     strategy: Strategy = "none"
     """How to choose the masked tokens. `none` masks no token. With `hash`, the mask depends on the h preceding tokens,
     so every copy of a passage has the same mask. `hash-table` reproduces the published code bit for bit. `static` masks
-    every k-th token of a sequence. `random` masks different tokens in every copy of a passage and in every epoch. It
-    does not prevent memorization, and is meant only for comparisons."""
+    every k-th token of a sequence. `random` masks different tokens in every copy of a passage and in every epoch, so it
+    does not prevent memorization. Use `random` only for comparisons."""
     k: int = Field(4, ge=2)
     """On average, one token in k is masked. A smaller k protects better, but trains on fewer tokens."""
     h: int = Field(13, ge=1, le=2**20)
@@ -30,8 +30,8 @@ class GoldfishConfig(Strict):
     start_step: int = Field(0, ge=0)
     """First optimizer step that uses the goldfish mask."""
     include_target: bool = True
-    """`hash-table` only: whether the h tokens end with the target itself, as in the published code. With false, they
-    end with the token before the target."""
+    """`hash-table` only: whether the h tokens that determine the mask include the target itself, as in the published
+    code. With false, they end with the token before the target."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the mask (hash, random)."""
     exempt: list[int] = Field([])
@@ -44,10 +44,11 @@ class GoldfishConfig(Strict):
 
 
 class MasksConfig(Strict):
-    """Masks on the loss. The loss includes a token only if every mask keeps it. It never includes the first token of a
-    document, because no token of the document precedes it."""
+    """Masks on the loss. The loss includes a token only if every mask keeps it. The first token of a document is never
+    in the loss, because the model has nothing to predict it from."""
 
     goldfish: GoldfishConfig = GoldfishConfig()
     """The goldfish loss against memorization, described below."""
     functions: list[str] = Field([])
-    """Your own masks as 'module:function'. Each function gets sequences and returns true for every token to keep."""
+    """Your own masks as 'module:function'. Each function receives sequences, and returns true for every token to
+    keep."""

@@ -18,11 +18,11 @@ layers of linear attention."""
 
 
 class LoRAConfig(Strict):
-    """Fine-tuning with low-rank adapters. The weights of the model are frozen. They are stored in the dtype of
-    training.precision, without optimizer states.
+    """Fine-tuning with low-rank adapters (LoRA). The model's own weights are frozen: they have no optimizer states, and
+    are stored in the dtype of training.precision.
 
-    It needs `model.from_hf`. Checkpoints hold only the adapters. `fourfold checkpoint export-hf` writes the adapters in
-    peft's format, or merges them into the model ([huggingface.md](huggingface.md#lora)).
+    LoRA needs `model.from_hf`. Checkpoints hold only the adapters. `fourfold checkpoint export-hf` writes the adapters
+    in peft's format, or merges them into the model ([huggingface.md](huggingface.md#lora)).
     """
 
     rank: int = Field(0, ge=0)

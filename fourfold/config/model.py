@@ -1,4 +1,4 @@
-"""The section [model] of the run file: a decoder, under the key names of Hugging Face."""
+"""The section [model] of the run file, which describes a decoder with Hugging Face's key names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class ModelConfig(ModelKeys):
     @model_validator(mode="before")
     @classmethod
     def _none_is_unset(cls, table: Any) -> Any:
-        """Drop null values of keys that are derived from other keys. Hugging Face's files have such values."""
+        """Treat null as unset for keys that are derived from other keys. Hugging Face's config.json often has null
+        there."""
         if not isinstance(table, dict):
             return table
         return {key: value for key, value in table.items() if value is not None or key not in DERIVED}
@@ -36,8 +37,8 @@ class ModelConfig(ModelKeys):
     @field_validator("rope_scaling", mode="before")
     @classmethod
     def _default_is_none(cls, value: Any) -> Any:
-        """Read rope_type = 'default' as no scaling, as in Hugging Face's files. This value removes a preset's
-        scaling."""
+        """Treat rope_type = 'default' as no scaling, as Hugging Face does. A run file can remove a preset's scaling
+        this way."""
         return None if isinstance(value, dict) and value.get("rope_type") == "default" else value
 
     @model_validator(mode="after")
@@ -89,8 +90,10 @@ class ModelConfig(ModelKeys):
         return self
 
     def _fill_layer_types(self) -> None:
-        """Shorten the lists with one entry per layer to their repeating patterns, and reset settings that have no
-        effect."""
+        """Bring settings of single layers into one normal form, so that equal models have equal settings.
+
+        Lists with one entry per layer are shortened to the pattern that repeats. Settings without effect are reset.
+        """
         self.no_rope_layers = pattern_of(self.no_rope_layers or [1], self.num_hidden_layers)
         if self.no_rope_layers == [1]:
             self.no_rope_layers = []
@@ -146,8 +149,10 @@ class ModelConfig(ModelKeys):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Return the number of rows of the embedding and head weights. It does not depend on the grid, so checkpoints
-        do not depend on the grid either."""
+        """Return the number of rows of the embedding and head weights.
+
+        This number does not depend on the grid, so you can resume a checkpoint on another grid.
+        """
         multiple = self.pad_vocab_size_to_multiple_of
         return math.ceil(self.vocab_size / multiple) * multiple
 

@@ -1,5 +1,5 @@
-"""Check the keys of [model] that depend on each other: the sizes of latent attention, of linear attention, and of
-experts. A mistake raises ``ValueError``."""
+"""Check keys of [model] that depend on each other: the sizes of latent attention, linear attention, and experts. Every
+function raises ``ValueError`` on a mistake."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fourfold.config.no_meaning import NOT_WITH_LATENTS
 
 
 def check_latents(keys: ModelKeys) -> None:
-    """Check the sizes of latent attention, and that keys which it does not support have their defaults."""
+    """Check the sizes of latent attention. Keys that latent attention does not support must have their defaults."""
     for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         if getattr(keys, key) == 0:
             raise ValueError(f"kv_lora_rank = {keys.kv_lora_rank} needs {key}; {key} = 64 works")
@@ -50,7 +50,7 @@ def check_linear_attention(keys: ModelKeys) -> None:
 
 
 def check_experts(keys: ModelKeys) -> None:
-    """Check the number of experts, and that the keys of the router and of the shared expert fit to it."""
+    """Check the number of experts, the router's keys, and the keys of the shared expert."""
     if not keys.num_experts:
         return
     if keys.num_experts_per_tok > keys.num_experts:

@@ -46,8 +46,8 @@ class ModelKeys(Strict):
     gelu_approximation: Literal["tanh", "none"] = "tanh"
     """How geglu and gelu compute GELU: with a tanh approximation (tanh) or exactly, with the error function (none)."""
     swiglu_limit: float = Field(0.0, ge=0)
-    """If c > 0, swiglu computes (up + 1) · gate · sigmoid(1.702 · gate), with gate clamped to at most c, and up to ±c
-    (GPT-OSS)."""
+    """If this limit c is above 0, swiglu computes (up + 1) · gate · sigmoid(1.702 · gate). Before that, gate is clamped
+    to at most c, and up to [−c, c] (GPT-OSS)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Type of all norms."""
     norm_placement: Literal["before", "after", "around"] = "before"
@@ -60,7 +60,7 @@ class ModelKeys(Strict):
     """RMSNorms multiply by the weight in float32, and round the product to the model's dtype (GPT-OSS). Otherwise they
     round before they multiply. Zero-centered norms always round last."""
     parallel_residual: bool = False
-    """Attention and MLP of a block run in parallel: they read the same residual stream (GPT-NeoX)."""
+    """A block's attention and MLP both read the block's input, instead of one after the other (GPT-NeoX)."""
     position_embedding: Literal["rope", "learned"] = "rope"
     """`rope` rotates queries and keys. `learned` adds a trained vector per position to the token embedding."""
     rope_theta: float = Field(10000.0, gt=1)
@@ -68,29 +68,30 @@ class ModelKeys(Strict):
     partial_rotary_factor: float = Field(1.0, gt=0, le=1)
     """Fraction of a head's channels that are rotated (GPT-NeoX). The first channels are rotated."""
     rope_scaling: RopeScaling | None = Field(None, examples=[{"rope_type": "linear", "factor": 2.0}])
-    """Stretch the rotary frequencies for longer contexts. By default, or with rope_type = 'default', they stay as
-    trained."""
+    """Stretch the rotary frequencies for longer contexts. By default, and with rope_type = 'default', the frequencies
+    are not stretched."""
     sliding_window: int = Field(0, ge=0)
     """Number of tokens that a query in a sliding_attention layer attends to, including itself. 0 turns windows off."""
     layer_types: list[LayerType] = Field([])
     """Attention types of the first layers. The list repeats for all later layers. Only sliding_attention layers use
-    sliding_window. If the list is empty, all layers use it. linear_attention layers are Gated DeltaNets, which store a
-    state of fixed size instead of keys and values (Qwen3-Next)."""
+    sliding_window. If the list is empty, all layers use sliding_window. linear_attention layers are Gated DeltaNets:
+    they store a state of fixed size instead of keys and values (Qwen3-Next)."""
     no_rope_layers: list[Literal[0, 1]] = Field([])
-    """With rope: 1 for layers with rotary embeddings, and 0 for layers without position embeddings (SmolLM3). Like
-    layer_types, the list repeats. If it is empty, all layers have rotary embeddings."""
+    """For each layer, 1 for rotary embeddings or 0 for no position embeddings (SmolLM3). The list repeats for all later
+    layers. If it is empty, all layers have rotary embeddings."""
     rope_local_base_freq: float = Field(0.0, ge=0)
-    """Rotary base of sliding_attention layers, which then ignore rope_scaling (Gemma 3). 0: all layers use
-    rope_theta."""
+    """Rotary base of sliding_attention layers. If it is set, these layers ignore rope_scaling (Gemma 3). 0 (default)
+    uses rope_theta in all layers."""
     query_pre_attn_scalar: Size = UNSET
     """Attention scores are divided by this number's square root. Default: head_dim."""
     attention_multiplier: float = Field(UNSET, ge=0)
-    """Factor on attention scores, instead of query_pre_attn_scalar (Granite). Default: 1 / √query_pre_attn_scalar, with
-    latent attention times the factor of rope_scaling.mscale_all_dim."""
+    """Factor on attention scores, instead of query_pre_attn_scalar (Granite). Default: 1 / √query_pre_attn_scalar. With
+    latent attention, the default is also multiplied by the factor of rope_scaling.mscale_all_dim."""
     attn_logit_softcapping: float = Field(0.0, ge=0)
-    """If c > 0, attention scores s become c·tanh(s / c) (Gemma 2). This turns fused attention kernels off."""
+    """If this value c is above 0, attention scores s become c·tanh(s / c) (Gemma 2). This turns fused attention kernels
+    off."""
     final_logit_softcapping: float = Field(0.0, ge=0)
-    """If c > 0, the LM head's logits s become c·tanh(s / c) (Gemma 2)."""
+    """If this value c is above 0, the LM head's logits s become c·tanh(s / c) (Gemma 2)."""
     attention_sinks: bool = False
     """Each query head has a learned logit, its sink. It joins the softmax over the head's scores, but has no value
     vector (GPT-OSS)."""
@@ -109,7 +110,7 @@ class ModelKeys(Strict):
     """With qk_norm, normalize each head separately, or all heads of a token together (OLMoE)."""
     kv_lora_rank: int = Field(0, ge=0)
     """Width of the latent that keys and values are computed from (multi-head latent attention, DeepSeek-V3). With 0,
-    they are computed from the hidden states."""
+    keys and values are computed from the hidden states."""
     q_lora_rank: int = Field(0, ge=0)
     """With kv_lora_rank, width of the latent of the queries. 0 computes them from the hidden states."""
     qk_nope_head_dim: int = Field(0, ge=0)
@@ -128,8 +129,7 @@ class ModelKeys(Strict):
     linear_value_head_dim: int = Field(0, ge=0)
     """Width of a value head of a linear_attention layer."""
     linear_conv_kernel_dim: int = Field(4, gt=0, le=64)
-    """Kernel size of the convolution in a linear_attention layer: the number of tokens that it reads, including the
-    current one."""
+    """Number of tokens that the convolution in a linear_attention layer reads, including the current token."""
     tie_word_embeddings: bool = False
     """The LM head shares the embedding's weights."""
     scale_embeddings: bool = False
@@ -158,10 +158,10 @@ class ModelKeys(Strict):
     moe.bias_update_rate, it balances the load (DeepSeek-V3)."""
     n_group: Size = 1
     """Number of groups that the experts are divided into. A token is routed only to experts of its best topk_group
-    groups (DeepSeek-V3). A group's score is the sum of its two best experts' scores with router_score = 'sigmoid', and
-    its best expert's score with 'softmax'."""
+    groups (DeepSeek-V3). With router_score = 'sigmoid', a group's score is the sum of its two highest expert scores.
+    With 'softmax', it is the highest expert score."""
     topk_group: Size = 1
-    """With n_group, number of groups that a token is routed to."""
+    """Number of groups that a token is routed to, if n_group is above 1."""
     routed_scaling_factor: float = Field(1.0, gt=0)
     """Factor on the sum of the chosen experts' outputs."""
     shared_expert_intermediate_size: int = Field(0, ge=0)

@@ -12,14 +12,14 @@ class MoEConfig(Strict):
     themselves."""
 
     capacity_factor: float = Field(0.0, ge=0)
-    """In training, limit the tokens that each expert takes from a sequence to this multiple of an equal share. Later
-    tokens of the sequence skip the expert. Padding does not count. Validation, audits, evaluation, and exports have no
-    limit. 0 sets no limit in training either."""
+    """Limits how many tokens of a sequence each expert takes in training: at most this multiple of an equal share.
+    Later tokens of the sequence skip the expert. Padding does not count. 0 (default) sets no limit. Validation, audits,
+    evaluation, and exported models never have a limit."""
     load_balancing_loss: float = Field(0.0, ge=0)
     """Coefficient of the [load-balancing loss](moe.md#load-balancing-loss), which is larger if some experts get more
     tokens than others. Raise it if a few experts get most tokens."""
     z_loss: float = Field(0.0, ge=0)
     """Coefficient of the router's z-loss, logsumexp(logits)², per token. It keeps router logits small."""
     bias_update_rate: float = Field(0.0, ge=0)
-    """With model.router_bias, each step changes each expert's bias by this amount, up if the expert gets too few tokens
-    and down if it gets too many."""
+    """With model.router_bias, each step changes each expert's bias by this amount: up if the expert gets too few
+    tokens, and down if it gets too many."""

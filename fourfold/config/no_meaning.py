@@ -1,4 +1,4 @@
-"""List the keys of [model] that have no meaning with certain values of other keys."""
+"""List the keys of [model] that have no effect if another key has a certain value. Setting such a key is an error."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ NO_MEANING: tuple[tuple[str, Any, str, Any], ...] = (
     *((key, unset, "num_experts", 0) for key, unset in _OF_EXPERTS.items()),
     *((key, unset, "kv_lora_rank", 0) for key, unset in _OF_LATENTS.items()),
 )
-"""Each entry has a key, its default value, another key, and a value of that other key. If the other key has this value,
-the first key must have its default."""
+"""Tuples (key, default, other key, value). If the other key has this value, the key has no effect and must keep its
+default."""

@@ -1,4 +1,4 @@
-"""The section [optimizer] of the run file, and the update rule and the optimizer states of each parameter."""
+"""The section [optimizer] of the run file, and which update rule each parameter gets."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ STATES: dict[Rule, tuple[str, ...]] = {
     "muon": ("momentum_buffer",),
     "lion": ("exp_avg",),
 }
-"""The states of each rule, by their names in a checkpoint. Each state has the shape of its weight."""
+"""The optimizer states of each update rule, under their names in a checkpoint. Each state has the shape of its
+weight."""
 
 
 class ParameterGroup(Strict):
-    """A group of parameters with its own settings. If several groups match a parameter, the first one applies.
+    """A group of parameters with its own learning rate or weight decay. If several groups match a parameter, the first
+    group applies.
 
-    `[[optimizer.groups]]` begins a group. Names look like `layers.0.mlp.down_proj.weight`, as in `fourfold parity`.
+    Each group begins with `[[optimizer.groups]]`. Parameter names look like `layers.0.mlp.down_proj.weight`, and
+    `fourfold parity` prints them.
     """
 
     parameters: list[str] = Field(min_length=1)
@@ -29,8 +32,8 @@ class ParameterGroup(Strict):
     lr_ratio: float = Field(1.0, ge=0)
     """Factor on the learning rate of these parameters. 0 freezes them."""
     weight_decay: float | None = Field(None, ge=0)
-    """Weight decay of these parameters, including norms and biases that the group names. Default: the same as without
-    the group."""
+    """Weight decay of these parameters. It also applies to norms and biases if `parameters` names them. Default: the
+    same as without the group."""
 
     @model_validator(mode="after")
     def _says_something(self) -> ParameterGroup:
@@ -56,8 +59,8 @@ class OptimizerConfig(Strict):
     """Decay rates of AdamW's running means of the gradient and of its square, or Lion's β1 and β2. For language models,
     Lion's authors use [0.95, 0.98]."""
     eps: float = Field(1e-8, gt=0)
-    """AdamW adds eps to the denominator of its update. Lion uses u / eps instead of the sign of its interpolated
-    momentum u if u is between -eps and eps."""
+    """AdamW adds eps to the denominator of its update. Lion updates with the sign of its interpolated momentum u. If u
+    is between -eps and eps, Lion uses u / eps instead."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Decay rate of Muon's running mean of the gradient."""
     weight_decay: float = Field(0.1, ge=0)
@@ -78,10 +81,11 @@ class OptimizerConfig(Strict):
 
 
 def rule_of(name: str, dims: int, optimizer: Rule) -> Rule:
-    """Return the update rule of a parameter. Muon updates only matrices of the layers, except routers and convolutions.
+    """Return the update rule of a parameter.
 
-    A row of a router or of a convolution, and the gate of a shared expert, are vectors that each compute one output.
-    Muon's authors use AdamW for such weights.
+    With `muon`, Muon updates the matrices of the layers, and AdamW updates everything else. Routers, convolutions, and
+    gates of shared experts also get AdamW: each of their rows is a vector that computes one output, and Muon's authors
+    use AdamW for such weights.
     """
     if optimizer != "muon":
         return optimizer
@@ -90,6 +94,6 @@ def rule_of(name: str, dims: int, optimizer: Rule) -> Rule:
 
 
 def is_matrix(name: str, dims: int) -> bool:
-    """Return whether a parameter is a matrix or a stack of matrices. A stack of the experts' biases also has two
-    dimensions, but is neither."""
+    """Return whether a parameter is a matrix or a stack of matrices. A stack of the experts' biases has two dimensions
+    too, but does not count."""
     return dims > 1 and not name.endswith("bias")

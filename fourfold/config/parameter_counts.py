@@ -6,11 +6,11 @@ from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
 
 MOST_PARAMETERS = 2**58
-"""Largest number of parameters. With more, sizes in bytes overflow 64 bits."""
+"""Largest number of parameters. A larger model's size in bytes would overflow 64 bits."""
 
 
 def check_countable(model: ModelConfig) -> None:
-    """Raise ``UserError`` if the model has so many parameters that their bytes overflow 64 bits."""
+    """Raise ``UserError`` if the model has more than ``MOST_PARAMETERS`` parameters."""
     if num_parameters(model) > MOST_PARAMETERS:
         raise UserError(
             f"a model of {num_parameters(model):.2g} parameters is beyond any machine; make model.hidden_size = "
@@ -31,14 +31,16 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def parameters_per_layer(model: ModelConfig) -> int:
-    """Return the number of parameters of one layer that has no linear attention. In an MoE model, the layer has
-    experts."""
+    """Return the number of parameters of one layer with ordinary (not linear) attention. In an MoE model, this is a
+    layer with experts."""
     return _attention_and_norms(model) + (_mixture(model, model.num_experts) if model.num_experts else _mlp(model))
 
 
 def active_parameters_per_layer(model: ModelConfig) -> int:
-    """Return the number of parameters of one layer that process each token. In an MoE model, this is a layer with
-    experts, and only the chosen experts count."""
+    """Return the number of parameters of one layer that each token uses.
+
+    In an MoE model, this is a layer with experts, and only the experts that a token is routed to count.
+    """
     return _attention_and_norms(model) + (
         _mixture(model, model.num_experts_per_tok) if model.num_experts else _mlp(model)
     )

@@ -1,4 +1,4 @@
-"""Presets: named models with their published sizes, under the keys of ``ModelConfig``."""
+"""Presets: well-known models with their published sizes, such as 'gpt2'."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ PRESETS = _read()
 
 
 def with_preset(section: dict[str, Any], given_as: str = "model.preset =") -> dict[str, Any]:
-    """Fill a ``[model]`` table from its ``preset``. The table's own keys take precedence.
+    """Add the sizes of the preset that a ``[model]`` table names. Keys that the table already has stay unchanged.
 
     Raises:
-        UserError: The preset is unknown. The message begins with ``given_as``, the key or option that named it.
+        UserError: if the preset is unknown. The message begins with ``given_as``, the key or command-line option that
+            named the preset.
     """
     name = section.get("preset")
     if name is None:
@@ -37,8 +38,10 @@ def with_preset(section: dict[str, Any], given_as: str = "model.preset =") -> di
 
 
 def filled(section: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return a ``[model]`` table in which ``defaults`` fills the missing keys. If both have a table ``rope_scaling``,
-    and ``section`` does not change its type, the missing keys of this table are filled too."""
+    """Return a ``[model]`` table with its missing keys filled from ``defaults``.
+
+    If both tables have a table ``rope_scaling`` of the same type, its missing keys are filled too.
+    """
     both = {**defaults, **section}
     of_default, own = defaults.get("rope_scaling"), section.get("rope_scaling")
     if (

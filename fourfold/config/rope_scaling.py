@@ -1,5 +1,5 @@
-"""The table model.rope_scaling of the run file: how rotary embeddings are stretched for contexts longer than the model
-was trained on."""
+"""The table model.rope_scaling of the run file. It stretches rotary embeddings for contexts longer than the model was
+trained on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class RopeScaling(Strict):
     in Hugging Face's config.json."""
 
     rope_type: Literal["linear", "llama3", "yarn"]
-    """How to stretch the frequencies. If the description of another key begins with a method's name, the key is only
-    for that method."""
+    """Method to stretch the frequencies. Keys whose description begins with a method's name are only for that
+    method."""
     factor: float = Field(gt=0)
     """How many times longer the context becomes."""
     original_max_position_embeddings: int | None = Field(None, gt=0)
@@ -60,11 +60,11 @@ class RopeScaling(Strict):
 
 
 def no_pairs(head_dim: int, is_derived: bool, share: float, channels: int) -> str:
-    """Return an error message for an invalid number of rotated channels per head. Rotary embeddings rotate pairs of
-    channels, so it must be even and above 0.
+    """Return the error message for a number of rotated channels per head that is 0 or odd. Rotary embeddings rotate
+    pairs of channels.
 
     Args:
-        is_derived: whether head_dim follows from hidden_size and num_attention_heads.
+        is_derived: whether head_dim is hidden_size / num_attention_heads.
         share: the fraction of the head's channels that are rotated.
         channels: the number of rotated channels.
     """

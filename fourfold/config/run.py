@@ -40,11 +40,11 @@ class ParallelConfig(Strict):
     """Sizes of the grid's axes. Their product is the number of processes."""
 
     x: AxisSize = 1
-    """Tensor-parallel axis over the output features of q, k, v, up, and gate, and over the sequence between the layers.
-    This axis communicates the most, so keep it inside a node."""
+    """Tensor-parallel axis over the output features of q, k, v, up, and gate. Between the layers, it splits the
+    sequence. It communicates the most, so keep it inside a node."""
     y: AxisSize = 1
-    """Tensor-parallel axis over the input features of q, k, v, up, and gate, and over the hidden size of the residual
-    stream. Use it if x alone would be large."""
+    """Tensor-parallel axis over the input features of q, k, v, up, and gate. It also splits the channels of the
+    residual stream. Use it if x alone would be large."""
     z: AxisSize = 1
     """Split the batch, and shard weights, gradients, and optimizer states (FSDP)."""
     dp: AxisSize = 1
@@ -56,10 +56,10 @@ class ParallelConfig(Strict):
     ep: AxisSize = 1
     """Split the experts over this many neighboring processes of dp·cp·z. This axis adds no processes."""
     zero: Literal[0, 1, 2, 3] = 0
-    """Also shard over dp·cp: stored weights and optimizer states (1), gradients too (2), the weights in use too (3)."""
+    """Also shard over dp·cp: stored weights and optimizer states (1), and gradients (2), and the weights in use (3)."""
 
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
-    """How cp splits attention: pass keys and values around a ring (ring), or exchange heads for tokens (ulysses).
+    """How cp splits attention. `ring` passes keys and values around a ring. `ulysses` exchanges heads for tokens.
     `auto` uses ulysses if the heads can be divided evenly, and ring otherwise."""
     schedule: Schedule = "1F1B"
     """Pipeline schedule, by the name that torch uses."""
@@ -67,7 +67,7 @@ class ParallelConfig(Strict):
     """Number of stages per pp rank in LoopedBFS and the two Interleaved schedules. ZBVZeroBubble and DualPipeV always
     have 2, GPipe and 1F1B have 1. More stages shrink the bubble and add transfers."""
     layers_per_stage: tuple[int, ...] | None = Field(None, strict=False, examples=[(4, 4)])
-    """Number of layers in each stage. By default, fourfold balances the stages, and counts embedding and head too."""
+    """Number of layers in each stage. By default, fourfold balances the work, including the embedding and the head."""
 
     @property
     def world_size(self) -> int:
@@ -86,23 +86,23 @@ class ParallelConfig(Strict):
 
 
 class OverlapConfig(Strict):
-    """Overlap of communication with computation. You can switch off each kind to measure its effect."""
+    """Overlap of communication with computation. You can turn each kind off to measure its effect."""
 
     input_gradients: bool = True
     """Sum a linear layer's input gradient over ranks while its weight gradient is computed."""
     gate_sum: bool = True
     """Sum the gate's output over y while the up projection is computed."""
     batch_parts: int = Field(1, ge=1)
-    """Number of parts of a micro-batch that take turns (default 1). One part computes while another part's collectives
-    over x and y run. More parts hide more communication, but each matmul gets smaller. The number must divide
+    """Number of parts that a micro-batch is split into (default 1). While the collectives of one part run over x and y,
+    another part computes. More parts hide more communication, but each matmul gets smaller. The number must divide
     micro_batch_size or the number of tokens of a sequence on one rank. No effect if x·y = 1."""
     weight_prefetch: int = Field(1, ge=0)
-    """Number of layers whose weights are gathered before they are needed. Higher values hide more communication and use
-    more memory. 0 gathers weights when they are needed."""
+    """Number of layers whose weights are gathered ahead of time (default 1). Higher values hide more communication and
+    use more memory. 0 gathers nothing ahead."""
     shards_per_node: int = Field(1, ge=1)
     """Number of ranks per node in a shard group (z, or dp·cp·z with parallel.zero). Set it to the number of GPUs per
-    node / (x·y). Above 1, the collectives of the group run in two levels, inside nodes and across nodes. With 1, they
-    run in one ring over all ranks."""
+    node / (x·y). Above 1, the group's collectives run in two levels, inside and across nodes. With 1, they run in one
+    ring."""
 
 
 class TrainingConfig(Strict):
@@ -119,13 +119,13 @@ class TrainingConfig(Strict):
     master_weights: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the stored weights and optimizer states. bf16 halves their memory and needs precision = 'bf16'."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Dtype of gradient sums over a step's micro-batches and over ranks. It must be fp32 or the dtype of `precision`. A
-    16-bit dtype halves memory and traffic, but loses accuracy with every micro-batch."""
+    """Dtype in which gradients are summed over micro-batches and over ranks: fp32, or the dtype of `precision`. A
+    16-bit dtype halves their memory and traffic, but loses accuracy with every micro-batch."""
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     """Run the blocks' matmuls in float8 with this torchao recipe. Needs precision = 'bf16' and a GPU with float8."""
     tuned_products: Literal["off", "cached", "measured"] = "off"
-    """Memory layouts of the blocks' matmuls. `cached` uses the layouts that `fourfold machine tune-matmul` found faster
-    on this machine. `measured` also measures sizes that are not in the cache when the run starts."""
+    """Memory layouts of the blocks' matmuls. `cached` uses the fastest layouts that `fourfold machine tune-matmul`
+    found on this machine. `measured` also measures sizes without a result when the run starts."""
     compile: bool = False
     """Compile each block with torch.compile."""
     seed: int = Field(0, ge=0, lt=2**63)
@@ -170,7 +170,7 @@ class SchedulerConfig(Strict):
     decay_style: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """How the learning rate falls after the warm-up. `wsd` lowers it only at the end (`decay_ratio`)."""
     decay_ratio: float = Field(0.2, gt=0, le=1)
-    """wsd: fraction of the run's steps, at its end, in which the learning rate falls."""
+    """wsd: the learning rate falls in this last fraction of the run's steps."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Final learning rate relative to optimizer.lr."""
 
@@ -190,7 +190,7 @@ class CheckpointConfig(Strict):
     """What to do if a checkpoint cannot be written, for example on a full disk: continue with a warning, or end the
     run. If the run's last checkpoint cannot be written, the run always ends with an error."""
     resume: PathText = "auto"
-    """'auto' resumes from the run's newest checkpoint, a path from that checkpoint. 'never' starts from scratch."""
+    """Checkpoint to resume from: the run's newest ('auto'), or the path of one. 'never' starts from scratch."""
 
 
 class MetricsConfig(Strict):
@@ -203,8 +203,8 @@ class MetricsConfig(Strict):
     project: str = Field("fourfold", min_length=1, max_length=128)
     """Project of the run in Weights & Biases."""
     machine: PathText | None = None
-    """One of the planner's machines, or a machine file. After ten steps, the run shows the planner's prediction next to
-    the measurement. On a CPU, this needs a file that `fourfold machine calibrate` wrote."""
+    """One of the planner's machines, or a machine file. After ten steps, the run compares its speed with the planner's
+    prediction. On a CPU, this needs a file that `fourfold machine calibrate` wrote."""
 
 
 class RunConfig(Strict):

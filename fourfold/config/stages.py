@@ -15,11 +15,11 @@ FORWARDS_FIRST = ("GPipe", "LoopedBFS")
 """Schedules that run all forward passes of a step before its first backward pass."""
 
 IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
-"""Schedules that run micro-batches in rounds of as many micro-batches as there are pipeline ranks (Narayanan et al.
-2021, arXiv 2104.04473)."""
+"""Schedules that run the micro-batches in rounds of pp micro-batches each (Narayanan et al. 2021, arXiv 2104.04473)."""
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-"""Schedules that give rank r of p the stages r and 2p − 1 − r, so that rank 0 has both the first and the last stage."""
+"""Schedules that give each rank two stages. Rank r of p ranks has the stages r and 2p − 1 − r, so rank 0 has the first
+and the last stage."""
 
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Schedules that compute weight gradients separately from input gradients (Qi et al. 2024, arXiv 2401.10241)."""
@@ -40,7 +40,8 @@ def splits_backward(grid: ParallelConfig) -> bool:
 def rank_of_stage(stage: int, grid: ParallelConfig) -> int:
     """Return the pipeline rank that runs a stage.
 
-    The ranks get stages in turn. In V-shaped schedules, the order of the ranks is from the first to the last and back.
+    Stages are dealt out to the ranks 0, 1, …, pp − 1, and then again from rank 0. In V-shaped schedules, the second
+    round goes back from rank pp − 1 to rank 0.
     """
     if grid.schedule in V_SHAPED:
         return min(stage, 2 * grid.pp - 1 - stage)
@@ -50,8 +51,7 @@ def rank_of_stage(stage: int, grid: ParallelConfig) -> int:
 def stage_layers(model: ModelConfig, grid: ParallelConfig) -> list[range]:
     """Return the layers of every stage.
 
-    ``parallel.layers_per_stage`` sets their number. By default, the stages are balanced so that the stage with the most
-    work has as little as possible.
+    ``parallel.layers_per_stage`` sets the number of layers per stage. By default, ``balanced`` computes these numbers.
     """
     counts = grid.layers_per_stage
     if counts is None:
@@ -63,20 +63,21 @@ def stage_layers(model: ModelConfig, grid: ParallelConfig) -> list[range]:
 
 @lru_cache
 def balanced(layers: int, stages: int, first: float, last: float) -> tuple[int, ...]:
-    """Return the number of layers of each stage, balanced so that the stage with the most work has as little as
-    possible.
+    """Return the number of layers of each stage, such that the busiest stage has as little work as possible.
 
-    The first stage has additional work equal to ``first`` layers, and the last stage has additional work equal to
-    ``last`` layers. The head takes time: each of its weights costs one multiplication per token, like a weight of a
-    layer. The embedding takes hardly any time, but its weights and their optimizer states fill the memory of the first
-    stage, which also holds the most micro-batches. So both count.
+    The first stage also holds the embedding, which counts as ``first`` layers. The last stage also holds the head,
+    which counts as ``last`` layers.
+
+    The head counts because it takes time: each of its weights costs one multiplication per token, like a weight of a
+    layer. The embedding takes hardly any time. It counts because of memory: the first stage stores its weights and
+    optimizer states, and also holds the most micro-batches.
     """
     counts, work = [1] * stages, [1.0] * stages
     work[0] += first
     work[-1] += last
     for _ in range(layers - stages):
-        # Take the stage with the least work. In a tie, take the stage nearest the middle, because the end stages also
-        # hold the embedding and the head.
+        # Add a layer to the stage with the least work. In a tie, choose the stage nearest the middle, because the end
+        # stages also hold the embedding and the head.
         at = min(range(stages), key=lambda i: (work[i], abs(2 * i - stages + 1)))
         counts[at] += 1
         work[at] += 1.0

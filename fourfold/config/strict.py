@@ -12,8 +12,8 @@ Size = Annotated[int, Field(gt=0, le=2**31)]
 LARGEST = 2**63 - 1
 """Largest integer that torch and NumPy can represent."""
 LONGEST_NAME, LONGEST_PATH = 240, 3500
-"""Largest number of bytes in a file name and in a path. They are below the usual limits of file systems, because
-fourfold appends to the user's names and paths."""
+"""Largest number of bytes in a file name and in a path that the user gives. File systems allow a little more, but
+fourfold appends its own file names."""
 
 
 class Strict(BaseModel):
@@ -30,7 +30,7 @@ class Strict(BaseModel):
 
 
 def _possible_path(path: str) -> str:
-    """Return the path, or raise ``ValueError`` if no file system can have it."""
+    """Return the path. Raise ``ValueError`` if no file system can have such a path."""
     if "\0" in path:
         raise ValueError("a path has no zero bytes")
     encoded = os.fsencode(path)

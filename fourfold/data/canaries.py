@@ -1,8 +1,8 @@
 """Plant canaries: documents repeated a known number of times, so that an audit can measure the effect of repetition.
 
 All canaries come from one pool, and each gets its number of repeats at random (Singh et al. 2024, arXiv 2502.08145).
-Canaries with 0 repeats are the control: they differ from the repeated canaries only by chance. The ledger lists what
-was planted, one JSON object per line. `fourfold audit` reads it.
+Canaries with 0 repeats are the control: they differ from the repeated canaries only by chance. The ledger is a file
+that lists the canaries, with one JSON object per line. `fourfold audit` reads it.
 """
 
 import json
@@ -109,9 +109,9 @@ def copy_of(
 class CorpusPieces:
     """A corpus cut into pieces. Some pieces become canaries, and canaries are planted between pieces.
 
-    A piece is a document. If fewer than `wanted` documents have `length` tokens of text, documents are cut into
-    passages of at least `length` tokens (more in a huge corpus), and each passage is a piece. Shorter documents stay
-    whole.
+    A piece is a document if at least `wanted` documents have `length` tokens of text. Otherwise, longer documents are
+    cut into passages of at least `length` tokens (more in a huge corpus), and each passage is a piece. Shorter
+    documents stay whole.
     """
 
     def __init__(self, corpus: IndexedDataset, length: int, wanted: int) -> None:

@@ -28,15 +28,15 @@ _ALWAYS_USED = ("role", "content")
 class ChatTemplate:
     """A transformers tokenizer with its own chat template, or with your template.
 
-    Tokens equal what transformers' `apply_chat_template` returns for the whole conversation. The assistant's text is
-    the text that the template marks with {% generation %}. If a template has no such marks, each answer is the text
-    that the template adds to the rendered prompt, up to the end of the turn. A token then belongs to the answer if its
-    first character does. Whitespace after the token that ends the turn is not part of the answer.
+    The tokens are the same as from transformers' `apply_chat_template` for the whole conversation. A template can mark
+    the assistant's text with {% generation %}. In a template without these marks, each answer is the text that the
+    template adds to the rendered prompt, up to the token that ends the answer. A token then belongs to the answer if
+    its first character does.
 
     Keys of a message:
         - `weight`: 0 leaves an answer out of training.
-        - A key that the template does not use is an error. Exceptions are keys with an empty value, the `name` of a
-          tool's message, keys that only describe the message (see `is_harmless`), and the keys in `ignored`.
+        - Any other key that the template does not use is an error. Exceptions: keys with an empty value, the `name` of
+          a tool's message, keys that only describe the message (`is_harmless`), and keys in `ignored`.
 
     Args:
         folder: Folder of a model, or a file in it.
@@ -143,7 +143,7 @@ class ChatTemplate:
             if not weight:
                 continue
             answered = self._render(messages[: number + 1], options).removesuffix(tail)
-            if number == 0:  # Find the prompt in the text, because transformers cannot render zero messages.
+            if number == 0:  # transformers cannot render zero messages.
                 prompt = answered[: _find_first_answer(answered, self._header, messages[0].get("content"))]
             else:
                 prompt = self._render(messages[:number], options, add_generation_prompt=True).removesuffix(tail)

@@ -1,7 +1,7 @@
 """Read rows of conversations in the common formats, and return messages or a prompt with its completion.
 
-No part of a row is dropped silently. A row with an unused key is refused, unless the key is known to be harmless, is
-named with --ignore-key, or has an empty value.
+No part of a row is dropped silently. A row with an unused key is refused, unless the key only describes the row, has an
+empty value, or is named with --ignore-key.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def read_pair(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Con
     if len(lists) < 2 or not isinstance(prompt or [], list):
         raise ValueError(f"a row needs {_PAIRS}; this one has {_list_keys(row)}")
     lists = [[*(prompt or []), *answer] for answer in lists]
-    # Without a prompt, the messages at the start that both conversations share are the prompt. There is none if one
-    # conversation is the beginning of the other.
+    # If the row has no prompt, the prompt is the messages at the start that both conversations share. If one
+    # conversation is the beginning of the other, there is no prompt.
     differ = (number for number, (one, other) in enumerate(zip(*lists, strict=False)) if one != other)
     asked = len(prompt) if prompt else next(differ, 0)
     return [_make_conversation(row, messages, asked, used=used) for messages in lists]

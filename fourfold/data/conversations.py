@@ -132,8 +132,8 @@ class PackedConversations(ConversationCorpus):
 
 
 class PreferencePairs(ConversationCorpus):
-    """Windows of `seq_length` + 1 tokens. Each window holds one answer with its prompt, followed by padding that is
-    never trained.
+    """Windows of `seq_length` + 1 tokens. Each window holds one answer with its prompt, followed by padding, which is
+    not trained.
 
     Samples 2n and 2n + 1 are the chosen and the rejected answer of a pair. Epoch n // pairs visits all pairs in its own
     order, drawn from `seed`. If an answer does not fit, its end is cut off. A pair is skipped if the prompt of either

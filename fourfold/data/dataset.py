@@ -22,7 +22,7 @@ NO_DOCUMENT = -(2**31)
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of the token stream, which are the input of masks."""
+    """A batch of windows of the token stream: the samples, and what the masks need to know about them."""
 
     stream: NDArray[np.int64]
     """Tokens [samples, look_back + seq_length + 1]. The first `look_back` tokens of a row are only for masks. The model
@@ -117,9 +117,9 @@ class TokenWindows:
 class SourceMixture:
     """Several sources in fixed proportions.
 
-    Only the index n determines which source provides sample n, and which of the source's samples it is. In every block
-    of 10,000 samples, the proportions are exact to 1 in 10,000. A seeded arrangement spreads the samples of each source
-    evenly over the block, so the proportions are nearly right in shorter ranges too. When a source runs out, it starts
+    Sample n depends only on n: n determines its source, and which of the source's samples it is. Samples come in blocks
+    of 10,000. In each block, the proportions are exact to 1 in 10,000, and a seeded arrangement spreads each source
+    evenly over the block. So the proportions are nearly right in shorter ranges too. When a source runs out, it starts
     again in another order.
 
     Args:
@@ -153,8 +153,8 @@ class SourceMixture:
         order = np.argsort(np.concatenate(rows))
 
         def mixed(field: str) -> Any:
-            """Return a field of all rows. data.format applies to all sources, so either all or none of them have the
-            field."""
+            """Return a field of all rows, or None. All sources have the same data.format, so either all of them or none
+            have the field."""
             found = [getattr(windows, field) for windows in parts]
             return None if found[0] is None else np.concatenate(found)[order]
 
@@ -235,8 +235,8 @@ def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
 
 
 def _arrange(counts: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each position in a block, return the source, and the number of samples that this source has at earlier
-    positions. Both arrays are [BLOCK]."""
+    """Return the source of each position in a block, and how many earlier positions of the block have the same source.
+    Both arrays are [BLOCK]."""
     source = np.repeat(np.arange(len(counts)), counts)
     rank = np.concatenate([np.arange(count) for count in counts])
     # For a source with c samples, divide the block into c equal parts. The source's sample k gets a random position

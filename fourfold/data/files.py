@@ -25,7 +25,7 @@ _REMEDIES = {
 
 
 def temporary_name(path: Path) -> Path:
-    """Return the temporary name next to `path` to which this process writes before it renames the file."""
+    """Return a temporary path next to `path`. This process writes there first, and then renames the file to `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
@@ -183,7 +183,7 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
     """Hold an exclusive lock on `path` during the block. The file is created if it does not exist.
 
     The kernel releases the lock when the process dies, so a lock is never stale. On file systems without locks, the
-    block runs without one. So use this lock to avoid repeated work, and do not rely on it for correctness.
+    block runs without a lock. So use this function only to avoid repeated work, not for correctness.
 
     Args:
         path: File to lock.
@@ -207,7 +207,7 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
 
 @contextmanager
 def locked_folder(folder: Path, refusal: str) -> Iterator[None]:
-    """Hold an exclusive lock on a folder during the block, without creating a lock file in it.
+    """Hold an exclusive lock on a folder during the block. No lock file is created.
 
     If the file system has no locks, the block runs without one.
 
@@ -235,7 +235,7 @@ def _lock(descriptor: int, wait: bool, refusal: str) -> None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether an open file still exists at its path, and has not been replaced."""
+    """Return whether an open file is still the file at `path`. It may have been removed or replaced."""
     try:
         return path.stat().st_ino == os.fstat(descriptor).st_ino
     except FileNotFoundError:

@@ -1,10 +1,11 @@
 """Goldfish loss: leave about one token in k out of the loss, and leave out the same tokens in every copy of a passage.
 
-Hans et al. 2024, "Be like a Goldfish, Don't Memorize!" (arXiv 2406.10209). If a model was never trained on a token, it
-can only guess the token from the context. With probability (1 - 1/k)^S, the mask leaves out no token of a passage of S
-tokens, and the model can memorize the passage verbatim. In all copies of a passage, the mask must leave out the same
-tokens. Otherwise the copies together train every token. So the hash strategies decide by a hash of h consecutive
-tokens, which are the same in every copy.
+Source: Hans et al. 2024, "Be like a Goldfish, Don't Memorize!" (arXiv 2406.10209). A model can only guess a token that
+it was never trained on, so it cannot memorize a passage with such a token verbatim. With probability (1 - 1/k)^S, the
+mask leaves out no token of a passage of S tokens, and the passage is not protected.
+
+The mask must leave out the same tokens in all copies of a passage. Otherwise the copies together train every token. So
+the hash strategies hash h consecutive tokens, because these are the same in every copy.
 
 Masks use only integer arithmetic and comparisons in NumPy, so they are the same on every machine, device, and grid.
 """
@@ -37,8 +38,10 @@ class Goldfish:
 
     @property
     def look_back(self) -> int:
-        """Return how many tokens before a window the mask reads: h with strategy "hash", and otherwise 0. These tokens
-        make the hash mask independent of where the stream is cut into windows."""
+        """Return how many tokens before a window the mask reads: h with strategy "hash", and otherwise 0.
+
+        The hash strategy needs these tokens so that its mask does not depend on where the stream is cut into windows.
+        """
         return self.config.h if self.config.strategy == "hash" else 0
 
     def __call__(self, windows: Windows) -> NDArray[np.bool_]:
@@ -89,9 +92,10 @@ def build_goldfish_mask(
 def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]:
     """Choose the dropped targets with strategy "hash", which hashes the h tokens before each target in its document.
 
-    The key is a dot product of the tokens with odd 64-bit coefficients, so the order of the tokens matters. A target is
-    dropped if its mixed key is below 2^64/k. So every target that is dropped with 2k is also dropped with k. The first
-    h tokens of a document are kept. Without look-back, the first h tokens of each window are kept too.
+    The hash is a dot product of the h tokens with odd 64-bit coefficients, so the order of the tokens matters. The bits
+    of this number are then mixed, and the target is dropped if the result is below 2^64/k. So every target that is
+    dropped with 2k is also dropped with k. The first h tokens of a document are kept. Without look-back, the first h
+    tokens of each window are kept too.
 
     Returns:
         True for each dropped target [samples, S].
@@ -122,7 +126,8 @@ def hash_table_drops(targets: NDArray[np.int64], k: int, h: int, include_target:
         targets: Target tokens [samples, S].
         k: About one target in k is dropped.
         h: Number of tokens in the key.
-        include_target: Whether the h tokens end with the target, as in the code, or before it, as in the paper.
+        include_target: Whether the h tokens end with the target (as in the published code) or with the token before it
+            (as in the paper).
 
     Returns:
         True for each dropped target [samples, S].

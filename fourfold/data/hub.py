@@ -91,8 +91,8 @@ class HubStream:
             if state is None:
                 state = part.state_dict()
             else:
-                # Resume from `state`, and also yield it with the first row. `part.state_dict()` does not contain the
-                # loaded state before a row has been read.
+                # Yield `state` itself with the first row, because `part.state_dict()` is wrong until a row has been
+                # read.
                 part.load_state_dict(state)
             rows = iter(part)
             for row in rows:

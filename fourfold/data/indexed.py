@@ -42,7 +42,7 @@ _CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 _UINT16_VOCABULARY = 65_500  # Megatron stores tokens as uint16 below this size.
 _LONGEST_SEQUENCE = 2**31 - 1
 CHECKED_AT_ONCE = 1 << 20
-"""Number of index entries that are checked at once, so that a huge index needs little memory."""
+"""Number of index entries to check at a time. Checking them all at once would need much memory for a huge index."""
 
 
 def bin_path(prefix: str | Path) -> Path:

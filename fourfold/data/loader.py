@@ -29,7 +29,7 @@ class MicroBatch(Generic[Array]):
     """Position of each token in its document. None means that positions are relative to the start of the sequence."""
     document_ends: Array | None = None
     """For each document in a sequence, the index after its last token [B, E]. Attention does not cross these ends. The
-    last end is S. Sequences with fewer than E documents repeat it. None means that attention sees the whole
+    last end is S, and sequences with fewer than E documents repeat S. None means that attention sees the whole
     sequence."""
     reference: Array | None = None
     """Log-probability of each sequence's labels under the reference model, for preference optimization, float32 [B]."""
@@ -50,9 +50,9 @@ class MicroBatch(Generic[Array]):
 class Loader:
     """This rank's micro-batches for any optimizer step.
 
-    On every grid with global batch size G, step t consists of samples [t·G, (t+1)·G). Micro-batch m of rank r of `size`
-    ranks takes `micro_batch_size` samples, starting at t·G + (m·size + r)·micro_batch_size. The number of the step is
-    the only state. To resume a run on this grid or another one, call `step` with the next number.
+    With global batch size G, step t consists of samples [t·G, (t+1)·G) on every grid. In this step, micro-batch m of
+    rank r takes `micro_batch_size` samples, starting at t·G + (m·size + r)·micro_batch_size. The number of the step is
+    the only state. To resume a run on any grid, call `step` with the next number.
 
     Args:
         dataset: The samples.
@@ -106,8 +106,7 @@ class Loader:
         return first + np.arange(self.micro_batch_size)
 
     def close(self) -> None:
-        """End the prefetching thread if there is one. After this, `step` assembles the micro-batches when it is
-        called."""
+        """End the prefetching thread if there is one. After this, `step` still works, but without prefetching."""
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
             self._executor = self._ahead = None

@@ -18,7 +18,7 @@ RATE_TOLERANCE = 0.2
 SPAN_FACTOR = 3.0
 """Warn if the longest span without a dropped token is more than this many times as long as expected by chance."""
 
-_FEWEST_TOKENS = 1_000  # With fewer tokens, chance alone can move the rate beyond the tolerance.
+_FEWEST_TOKENS = 1_000  # With fewer tokens, chance alone could cause a warning.
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class PreviewedSample:
     def pieces(self, tokenizer: Tokenizer | None) -> list[str]:
         """Return the text of each token.
 
-        A token is shown by its id if it does not decode to complete characters (as special tokens do not), or if the
-        tokenizer is unknown.
+        A token is shown by its id if the tokenizer is unknown, or if the token does not decode to complete characters.
+        Special tokens never do.
         """
         if tokenizer is None:
             return [f" {token}" for token in self.tokens.tolist()]
@@ -135,7 +135,7 @@ def preview(
 
 
 def always(goldfish: Goldfish) -> Goldfish:
-    """Return the same mask, but active from the first step on."""
+    """Return a copy of the mask that ignores `start_step` and is active from the first step on."""
     return Goldfish(goldfish.config, goldfish.exempt)
 
 

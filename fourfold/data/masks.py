@@ -1,8 +1,8 @@
-"""Masks: small functions that select which tokens are in the loss. A token is in the loss if all masks keep it.
+"""Masks: functions that select which tokens are in the loss. A token is in the loss if all masks keep it.
 
-A mask takes windows of the token stream and returns bool [samples, S]: whether the loss keeps the prediction of token i
-+ 1 from token i. The mask is computed on whole windows, before the sequence or the batch is split, so every layout
-drops the same tokens. The run file names your own masks in `masks.functions`.
+A mask takes windows of the token stream and returns bool [samples, S]. Entry i says whether the loss includes the
+prediction of token i + 1. Masks are computed before the sequence or the batch is split, so every grid drops the same
+tokens. You can write your own masks and name them in `masks.functions`.
 """
 
 import pkgutil
@@ -22,7 +22,7 @@ LossMask = Callable[[Windows], NDArray[np.bool_]]
 
 
 def document_boundary(windows: Windows) -> NDArray[np.bool_]:
-    """Drop the first token of each document, so that it is not predicted from another document."""
+    """Drop the first token of each document, because it would be predicted from another document."""
     kept: NDArray[np.bool_] = windows.documents[:, 1:] == windows.documents[:, :-1]
     return kept
 
@@ -82,7 +82,7 @@ def _wrap_in_check(name: str, mask: LossMask) -> LossMask:
     def checked(windows: Windows) -> NDArray[np.bool_]:
         try:
             kept = mask(windows)
-        except OSError as error:  # Otherwise a caller could mistake it for a failed write.
+        except OSError as error:  # A caller could mistake an OSError for a failed write.
             raise UserError(f"masks.functions: '{name}' failed: {error}") from error
         expected = windows.tokens[:, 1:].shape
         if not isinstance(kept, np.ndarray) or kept.dtype != np.bool_ or kept.shape != expected:

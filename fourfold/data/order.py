@@ -33,9 +33,9 @@ def falls_within(numbers: NDArray[np.int64], share: float, seed: int) -> NDArray
 def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLike = 0) -> NDArray[np.int64]:
     """Apply a seeded permutation of 0 … size-1 to each of `indices`. Every epoch has its own permutation.
 
-    A Feistel network permutes the integers below the next power of two. If a result is `size` or more, it goes through
-    the network again ("cycle walking"). The result is a permutation of [0, size). With at least two samples, this takes
-    at most two passes on average.
+    A Feistel network permutes the integers below the next power of two. A result of `size` or more goes through the
+    network again until it is below `size` ("cycle walking"). This gives a permutation of [0, size), and takes at most
+    two passes on average if there are at least two samples.
 
     Args:
         indices: Integers in [0, size), any shape.
@@ -70,7 +70,7 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) ->
 
 
 def _round(half: NDArray[np.uint64], keys: NDArray[np.uint64], number: int) -> NDArray[np.uint64]:
-    # Put the round number above the bits of the half, which has at most 32.
+    # The half has at most 32 bits, so the round number goes above them.
     return _mix((half + np.uint64(number << 40)) * _GOLDEN + keys)
 
 

@@ -1,5 +1,5 @@
-"""Prepare a corpus on disk from text: tokenize, keep finished parts, merge the parts, and publish the complete corpus
-in one step."""
+"""Prepare a corpus on disk from text. An interrupted preparation keeps its finished parts, and the corpus appears only
+when it is complete."""
 
 import os
 import time
@@ -90,8 +90,9 @@ def prepare(
 
     An end-of-document token follows each document.
 
-    An interrupted preparation continues from OUT.parts. A corpus made in the same way from the same files is kept,
-    unless `force` is set. Any other corpus at OUT is replaced. OUT.json is written last and marks a complete corpus.
+    An interrupted preparation continues from OUT.parts. If OUT already holds a corpus that was made in the same way
+    from the same files, nothing is done unless `force` is set. Any other corpus at OUT is replaced. OUT.json is written
+    last and marks a complete corpus.
 
     Args:
         inputs: Files, folders, globs, "python-stdlib", or "hf:NAME[:CONFIG][:SPLIT]" (see `list_inputs`).
@@ -106,7 +107,8 @@ def prepare(
             it has.
         validation_fraction: Fraction of the documents that go to OUT-validation instead, chosen by a seeded hash.
         seed: Seed of the hash.
-        canaries: Documents to plant in the training split. Their ledger is OUT-canaries.jsonl.
+        canaries: Documents to plant in the training split. The list of planted documents is written to
+            OUT-canaries.jsonl.
         force: Whether to create the corpus again even if it exists.
 
     Returns:
@@ -252,8 +254,8 @@ def unfinished(prefix: Path) -> Iterator[Path]:
 
 
 def _remove_all_but(parts: Path, stems: set[str]) -> None:
-    """Remove all files in `parts` except the lock and files with these stems. This removes half-written files, and
-    parts that earlier attempts made from other input or with another tokenizer."""
+    """Remove all files in `parts` except the lock and files with these stems. The removed files are half-written, or
+    come from an earlier attempt with other input or another tokenizer."""
     for path in parts.iterdir():
         if path.name != "lock" and path.name.split(".")[0] not in stems:
             path.unlink()
@@ -292,8 +294,8 @@ def _check_filled(splits: dict[str, CorpusSplit], request: _Request) -> None:
 def _publish(
     splits: dict[str, CorpusSplit], prefix: Path, request: _Request, tokenizer: Tokenizer, notes: list[str]
 ) -> tuple[Manifest, Manifest | None]:
-    """Rename the merged corpora to their final names, and write their manifests. There is no manifest while some files
-    are old and some are new."""
+    """Rename the merged corpora to their final names, and write their manifests. While some files are old and some are
+    new, there is no manifest, so no reader mixes them."""
     _withdraw(prefix)
     for name, split in splits.items():
         target = prefix if name == "train" else validation_prefix(prefix)

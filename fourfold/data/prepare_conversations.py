@@ -1,5 +1,4 @@
-"""Prepare a corpus on disk from conversations. The corpus consists of tokens, and a flag per token that tells whether
-the token is trained."""
+"""Prepare a corpus on disk from conversations. Each token has a flag that says whether the token is trained."""
 
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -22,7 +21,7 @@ from fourfold.data.tokenizer import Tokenizer, encode_completion, load_tokenizer
 from fourfold.errors import UserError, given_as
 
 _FLAG_VALUES = 2
-"""Number of flag values, stored as the vocabulary size of the flags."""
+"""Number of flag values. The flags are stored like tokens, with this vocabulary size."""
 
 
 def prepare_conversations(
@@ -107,7 +106,8 @@ def _write_splits(
         for name, split in splits.items():
             if split.documents == 0:
                 raise UserError(f"{', '.join(names)}: no conversation is left for {name}; change --validation-fraction")
-        # Remove the manifests of an earlier corpus only now, so that it stays valid until every row has been read.
+        # All rows have been read without an error. Only now remove the manifests of an earlier corpus, which make it
+        # invalid.
         for target in (prefix, validation_prefix(prefix)):
             manifest_path(target).unlink(missing_ok=True)
     return splits
@@ -139,8 +139,8 @@ class RowReader:
 
     @property
     def identity(self) -> str:
-        """Return the tokenizer's fingerprint and the text of the template. Together with the rows, they determine the
-        tokens."""
+        """Return a text that changes if the tokens of a row would change: the tokenizer's fingerprint and the chat
+        template."""
         return self.tokenizer.fingerprint + ("" if self._template is None else self._template.source)
 
     def read(self, path: str) -> Iterator[list[tuple[NDArray[np.int64], NDArray[np.bool_], int]]]:

@@ -1,5 +1,5 @@
-"""Tokenize shards of the input, and merge them. One process turns a few files, or a part of a large file, into a small
-corpus."""
+"""Tokenize the input in parallel. Each process turns one shard (a few files, or a part of a large file) into a small
+corpus, and then the small corpora are merged."""
 
 import hashlib
 import json
@@ -45,7 +45,8 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Shard:
-    """The unit of tokenizing: file ranges in input order, and the settings that determine their tokens."""
+    """A part of the input that one process tokenizes: file ranges in input order, and the settings that determine their
+    tokens."""
 
     pieces: tuple[FileRange, ...]
     text_key: str
@@ -63,8 +64,8 @@ class Shard:
     def key(self) -> str:
         """Return the name of the result.
 
-        Two shards have the same name if and only if they have the same tokenizer, text key, and ranges of the same
-        files (by path, size, and modification time).
+        Two shards have the same name only if they have the same tokenizer, the same text key, and ranges of the same
+        files. Files are the same if path, size, and modification time are equal.
         """
         return digest([[asdict(piece) for piece in self.pieces], self.text_key, self.fingerprint])
 

@@ -15,9 +15,10 @@ class ShuffledDocuments:
     """A stream whose documents are shuffled within consecutive blocks of `size` documents.
 
     A block never crosses the end of an epoch, so each epoch has every document exactly once. If `size` is at least the
-    number of documents, every epoch is fully shuffled. The seed and the number of a block determine the order within
-    the block. So a checkpoint saves only the start and the number of the block, and an index in the block. (If
-    documents were drawn at random from a buffer, a checkpoint would have to save the content of the buffer.)
+    number of documents, every epoch is fully shuffled.
+
+    The seed and the number of a block determine the order within the block. So a checkpoint need not save any
+    documents: it saves the start and the number of the block, and an index in the block.
 
     Args:
         documents: The stream. Its places are dictionaries with the key `epoch`.

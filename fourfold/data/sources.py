@@ -26,8 +26,8 @@ ARROW = ".arrow"
 """Suffix of the files that `datasets` keeps in its cache. Only inputs named hf:… read such files."""
 TABLES = (".parquet", ARROW)
 LONGEST_TEXT = 2**31 - 1
-"""Maximum size in bytes of a decompressed text file or of a line. On disk, the length of a document is an int32, so a
-document can have at most this many tokens."""
+"""Maximum size in bytes of a decompressed text file or of a line. A corpus stores the length of a document as an int32,
+so a document can have at most this many tokens."""
 
 _KNOWN = ", ".join(SUFFIXES)
 BLOCK = 1 << 24
@@ -64,8 +64,8 @@ def list_inputs(inputs: Iterable[str | Path]) -> list[InputFile]:
 
     Args:
         inputs: Each is a file, a folder (searched recursively, without hidden names), a glob, "python-stdlib", or
-            "hf:NAME[:CONFIG][:SPLIT]" (the Arrow files of a dataset in the cache of `datasets`, which downloads it
-            first).
+            "hf:NAME[:CONFIG][:SPLIT]". For hf:…, `datasets` downloads the dataset, and the Arrow files in its cache are
+            read.
 
     Raises:
         UserError: No input is given, or an input does not exist, is not a regular file, has an unknown suffix, holds no
@@ -91,8 +91,8 @@ def read_documents(path: str | Path, text_key: str = "text", start: int = 0, sto
         path: The file.
         text_key: Key or column of the text. You can give several, separated by commas. Each row uses the first one that
             it has.
-        start: First byte of the part to read. Together with `stop`, it selects the lines of a .jsonl file that begin at
-            bytes [start, stop), so that several processes can share a large file.
+        start: First byte of the part of a .jsonl file to read. Only lines that begin at bytes [start, stop) are read,
+            so several processes can share a large file.
         stop: See `start`.
 
     Raises:
@@ -135,8 +135,8 @@ def read_json_lines(path: Path) -> Iterator[tuple[object, dict[str, Any]]]:
 
 @contextmanager
 def _name_file_in_errors(path: Path) -> Iterator[None]:
-    """If reading fails (missing file, no permission, damaged gzip file, too little memory), raise a UserError that
-    names the file."""
+    """Turn an error of the block into a UserError that names the file. Examples are a missing file, a damaged gzip
+    file, or too little memory."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
@@ -172,8 +172,8 @@ def _read_text(path: Path) -> Iterator[str]:
 
 
 def _read_content(path: Path) -> bytes | bytearray:
-    """Return the bytes of a file. Decompress a .gz file block by block and stop at LONGEST_TEXT, because a few
-    megabytes can expand to any size."""
+    """Return the bytes of a file. A .gz file is decompressed block by block, and only up to LONGEST_TEXT, because a
+    small .gz file can expand to any size."""
     if path.suffix != ".gz":
         return path.read_bytes()
     content = bytearray()

@@ -1,4 +1,5 @@
-"""Turn a document stream into samples: tokenize the documents in the background, and resume exactly from a checkpoint.
+"""Turn a stream of documents into samples. Documents are tokenized in the background, and a run can resume at the exact
+position.
 
 The dataset is divided into V streams. Sample n is window n // V of stream n mod V, so it depends only on n and not on
 the number of processes. A process opens only the streams of its own samples.
@@ -35,7 +36,7 @@ class DocumentStream(Protocol):
 
 @dataclass(frozen=True)
 class Position:
-    """Start of a window. With this information, the window can be read without reading any earlier text."""
+    """Where a window starts. With it, a run can resume at the window without reading any earlier document."""
 
     place: Any = None
     """Place of the document that has the first token of the window or of its look-back."""
@@ -91,8 +92,8 @@ def cut_into_windows(
 
 
 class _Heard:
-    """Wrap a stream, and record in `last` when its latest document arrived (`time.monotonic()`, in seconds). Until a
-    document arrives, `last` is the time of creation."""
+    """A stream that records in `last` when its latest document arrived (`time.monotonic()`, in seconds). Before the
+    first document, `last` is the time of creation."""
 
     def __init__(self, documents: DocumentStream) -> None:
         self._documents, self.last = documents, time.monotonic()
@@ -106,8 +107,8 @@ class _Heard:
 class StreamedWindows:
     """Samples from streams of documents.
 
-    Reading is fast in ascending order. To read an earlier sample again, the stream must be read from the last known
-    position before this sample.
+    Reading samples in ascending order is fast. Reading an earlier sample again is slow, because the stream is read
+    again from the last known position before the sample.
 
     Args:
         name: Name of the dataset, for messages.
@@ -157,8 +158,7 @@ class StreamedWindows:
         for row, number in enumerate(numbers.tolist()):
             window = found[number]
             absent = length - len(window.tokens)
-            # Drop tokens that only a longer look-back needs. The position may have been saved by a run with a longer
-            # look-back.
+            # A run with a longer look-back may have saved the position. Drop the tokens that only it needs.
             unseen = max(0, -absent)
             tokens[row, max(absent, 0) :] = window.tokens[unseen:]
             begins = absent + window.document_starts
@@ -199,7 +199,7 @@ class StreamedWindows:
         def known() -> Position | None:
             return self._marks[stream].get(place) or self._begin[stream].get(place)
 
-        if (position := known()) is None:  # The run skipped this step's batch without reading it. Read it now.
+        if (position := known()) is None:  # The run skipped this step without reading it, so read it now.
             with self._lock:
                 self._window((place - 1) * len(self.streams) + stream)
             position = known()
@@ -250,7 +250,7 @@ class _Ahead:
         self._name, self._source, self._timeout = name, source, timeout
         self._ready: Queue[StreamWindow | UserError] = Queue(most)
         self._closed = threading.Event()
-        # Use a daemon thread, because a read from a dead network may never return.
+        # A read from a dead network may never return, and a daemon thread does not keep the process alive.
         self._thread = threading.Thread(target=self._work, args=(windows,), name="stream", daemon=True)
         self._thread.start()
 

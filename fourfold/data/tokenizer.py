@@ -28,7 +28,7 @@ _SMALLEST_BPE = 257  # The 256 bytes and the end-of-document token.
 
 
 class NoSuchToken(UserError):
-    """The tokenizer lacks a token that the corpus contains, so another tokenizer made the corpus."""
+    """The tokenizer lacks a token of the corpus. This means that another tokenizer made the corpus."""
 
 
 class Tokenizer(Protocol):
@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
     special_ids: tuple[int, ...]
     """Ids of the special tokens, in ascending order."""
     fingerprint: str
-    """Identifies everything that determines the ids. Tokenizers with equal fingerprints produce the same ids."""
+    """A digest of everything that determines the ids. Tokenizers with equal fingerprints produce the same ids."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens."""
@@ -94,8 +94,8 @@ class HFTokenizer:
             none).
 
     Raises:
-        UserError: The file is missing, is not a tokenizer, or lacks a token, a config file next to it cannot be read,
-            or the folder has an unsafe link.
+        UserError: The file is missing, is not a tokenizer, or lacks a token. Or a config file next to it cannot be
+            read, or the folder has an unsafe link.
         NoSuchToken: The tokenizer has no token with the id `eod` or `bos`.
     """
 
@@ -129,8 +129,8 @@ class HFTokenizer:
         self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
 
     def as_usual(self) -> Self:
-        """Begin documents with the tokenizer's beginning-of-text token if and only if the tokenizer adds this token by
-        default. Return this tokenizer."""
+        """Follow the tokenizer's own default: begin documents with the beginning-of-text token only if the tokenizer
+        adds it by default. Return this tokenizer."""
         self.begins_documents = self.usually_begins
         self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
         return self
@@ -227,8 +227,11 @@ class HFTokenizer:
 
 
 def as_document(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a document in a corpus: the beginning-of-text token (if the tokenizer's documents begin with
-    it), the text, and the end-of-document token."""
+    """Return the ids of a text as a document of a corpus.
+
+    An end-of-document token is added at the end, and a beginning-of-text token at the start if the tokenizer's
+    documents begin with one.
+    """
     return [*begin_of(tokenizer), *ids, tokenizer.eod_id]
 
 
@@ -255,7 +258,8 @@ def encode_completion(
 
 
 def check_encodable(text: str) -> str:
-    """Return the text. Raise ValueError if JSON escapes left a lone surrogate in it."""
+    """Return the text. Raise ValueError if it has a lone surrogate, which UTF-8 cannot encode. JSON escapes can produce
+    one."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -74,8 +74,11 @@ AnyTokenizer = Tokenizer | TransformersTokenizer
 
 
 def has_ids_of(tokenizer: AnyTokenizer, fingerprint: str) -> bool:
-    """Return whether the tokenizer may have made a corpus with this fingerprint, with any token that ends documents. A
-    tokenizer without a tokenizer.json has no fingerprint, so the answer is True."""
+    """Return whether the tokenizer can have made a corpus with this fingerprint.
+
+    The corpus may end its documents with any token. The answer is also True if the tokenizer has no tokenizer.json,
+    because then it has no fingerprint to compare.
+    """
     ours = tokenizer.file if isinstance(tokenizer, TransformersTokenizer) else tokenizer
     if isinstance(ours, HFTokenizer):
         return ours.eod_of(fingerprint) is not None
@@ -126,7 +129,7 @@ def open_tokenizer(name: str) -> Any:
         if other is not None:
             raise UserError(f"cannot load the tokenizer of {name}: {other}") from error
         raise UserError(_no_tokenizer(name, needs_its_code(error) or first_line(error))) from error
-    # Refuse an empty tokenizer, which transformers makes from the model type if there are no tokenizer files.
+    # If there are no tokenizer files, transformers makes an empty tokenizer from the model type. Refuse it.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(_no_tokenizer(name, "it has no vocabulary"))
     return tokenizer

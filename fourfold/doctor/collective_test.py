@@ -29,8 +29,8 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class AllReduceTimes:
-    """The fastest times in seconds of a large all-reduce of ``size`` bytes (``seconds``) and of a small all-reduce
-    (``latency``), and the ranks with wrong sums."""
+    """The result of the test. ``seconds`` is the fastest time of a large all-reduce of ``size`` bytes. ``latency`` is
+    the fastest time of a small all-reduce, in seconds. ``wrong`` has the ranks with wrong sums."""
 
     backend: str
     world_size: int
@@ -99,7 +99,7 @@ def _wait(tensor: torch.Tensor) -> None:
 
 
 def all_reduce(measured: AllReduceTimes) -> Finding:
-    """Return a finding about the sums and the speed."""
+    """Judge the sums and the speed of the all-reduce."""
     over = f"{measured.backend} over {measured.world_size} process{'es' * (measured.world_size > 1)}"
     if measured.wrong:
         ranks = ", ".join(map(str, measured.wrong))

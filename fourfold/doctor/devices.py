@@ -22,10 +22,11 @@ SLOWED = {
     0x40: "slowed by heat",
     0x80: "slowed by its power supply",
 }
-"""nvidia-smi's reasons for lower clocks that indicate a problem. (Idleness and the power cap are no problem.)"""
+"""Maps bits of nvidia-smi's reasons for lower clocks to words. Only reasons that indicate a problem are listed.
+(Idleness and the power cap are no problem.)"""
 
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""nvidia-smi's field with these reasons: its name in newer drivers and in older drivers."""
+"""Names of nvidia-smi's field with these reasons, in newer drivers and in older drivers."""
 
 FIELDS = (
     "uuid",
@@ -75,8 +76,8 @@ def query_gpus(*fields: str) -> list[dict[str, str]]:
 
 
 def gpu_state(subject: str, name: str, memory: float, reported: Mapping[str, str]) -> Finding:
-    """Judge a GPU by nvidia-smi's report, which is empty if nvidia-smi does not know the GPU (for example, an AMD
-    GPU)."""
+    """Judge a GPU by nvidia-smi's report. The report is empty if nvidia-smi does not know the GPU, for example an AMD
+    GPU."""
     text = f"{name}, {format_bytes(memory)}"
     if not reported:
         return ok(subject, text, name=name, memory=memory)

@@ -49,7 +49,7 @@ def room(place: Path, free: int) -> Finding:
 
 
 def speed(place: Path, measured: Speed | None) -> Finding:
-    """Judge the speed. It is None if the disk returned other data than the test has written."""
+    """Judge the disk's speed. ``measured`` is None if the disk returned other data than the test wrote."""
     if measured is None:
         return error("disk speed", f"{place} returns other bytes than were written", "use another disk; this one fails")
     text = f"{measured.written / 1e6:,.0f} MB/s written, {measured.read / 1e6:,.0f} MB/s read, by one process"

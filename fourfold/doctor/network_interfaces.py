@@ -33,8 +33,8 @@ class Interface(NamedTuple):
 
 
 def examine_network(several_machines: bool) -> Iterator[Finding]:
-    """Examine the interfaces, the fast networks and the memory that they may pin, and which interfaces NCCL and gloo
-    choose."""
+    """Examine the network interfaces, the fast networks, and the limit of locked memory. Also find which interfaces
+    NCCL and gloo choose."""
     found = interfaces()
     shown = [str(each) for each in found if each.address] or ["none with an IPv4 address"]
     yield ok("network", ", ".join(shown), **{each.name: each.address for each in found})
@@ -81,21 +81,22 @@ def gloo_choice(
         return ok("gloo", "uses loopback on one machine")
     name = next((each.name for each in found if each.address == address_of_name), None)
     if name is None or name == "lo":
-        where = f"is {address_of_name}, of this machine alone" if address_of_name else "does not resolve"
+        where = f"is {address_of_name}, which other machines cannot reach" if address_of_name else "does not resolve"
         advice = f"set GLOO_SOCKET_IFNAME to an interface that the machines share: {_others(found)}"
         return warning("gloo", f"the host name {socket.gethostname()} {where}", advice)
     return ok("gloo", f"uses {name}, the interface of the host name", interface=name)
 
 
 def nccl_choice(found: Sequence[Interface], chosen: str) -> Finding:
-    """Check the interfaces that NCCL_SOCKET_IFNAME names, by prefix, or with "=" by full name."""
+    """Check the interfaces that NCCL_SOCKET_IFNAME selects. It lists prefixes of names, or full names if it starts with
+    "="."""
     names = [each.name for each in found if each.name.startswith(tuple(chosen.split(",")))]
     names = chosen[1:].split(",") if chosen[0] == "=" else names
     return _chosen("nccl", f"NCCL_SOCKET_IFNAME = {chosen}", names, found)
 
 
 def _chosen(subject: str, setting: str, names: Sequence[str], found: Sequence[Interface]) -> Finding:
-    """Check that at least one of the names in a variable is an interface with an address."""
+    """Check that an environment variable names at least one interface with an address."""
     usable = [each.name for each in found if each.address and each.name in names]
     if usable:
         return ok(subject, f"uses {', '.join(usable)}: {setting}", interfaces=usable)

@@ -96,9 +96,9 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
 def prefix_token(tokenizer: AnyTokenizer, name: str, source: Path | None = None) -> int:
     """Return the token that the first token of a text is predicted from.
 
-    It is the beginning-of-text token if there is one, and otherwise the end-of-text token. A corpus records a
-    beginning-of-text token only if its documents begin with one. For a model that was imported or that began as a
-    Hugging Face model, the original tokenizer can also name one.
+    It is the beginning-of-text token if there is one, and otherwise the end-of-text token. fourfold's own tokenizers
+    have a beginning-of-text token only if documents begin with it. If the model comes from Hugging Face, the original
+    tokenizer may also name one.
 
     Args:
         tokenizer: The tokenizer of the texts.

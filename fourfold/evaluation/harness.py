@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 
 class TaskFailed(UserError):
-    """A task failed on one process, and all processes know it. The model and its grid remain usable."""
+    """A task failed on at least one process. All processes raise this error, so the model and its grid remain
+    usable."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
@@ -145,8 +146,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         tokens = self.tok_encode(prompt) or [self.prefix_token_id]
         made: list[int] = []
         for _ in range(int(options.get("max_gen_toks", self._max_new_tokens))):
-            # A pass scores the prediction of each token in its input. To get a prediction of the next token, append a 0
-            # in its place.
+            # A pass scores each token of its input, given the tokens before it. The 0 takes the place of the next
+            # token, so the pass also predicts this position.
             window = np.array([*[*tokens, *made][-self.max_length :], 0])
             (fields,) = self._score([window])
             token = int(fields[1, len(window) - 2])
@@ -165,8 +166,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @contextmanager
     def _scoring(self) -> Iterator[None]:
-        """Let the block run a forward pass on all processes. If the task has failed on any process, all processes learn
-        about it first."""
+        """Let all processes run the forward pass in the block together. If the task has failed on any process, all
+        processes raise ``TaskFailed`` instead."""
         raise_together(None)
         self._is_scoring = True
         yield
@@ -174,7 +175,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
 
 def _broadcast(value: T | None) -> T:
-    """Return the first process's value on every process, because all processes must make the same request next."""
+    """Return the first process's value on every process."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     assert values[0] is not None

@@ -1,4 +1,5 @@
-"""Measure a text's perplexity, loss, and bits per byte. Bits per byte can be compared between tokenizers."""
+"""Measure a text's perplexity, loss, and bits per byte. Bits per byte are comparable between models with different
+tokenizers."""
 
 from __future__ import annotations
 

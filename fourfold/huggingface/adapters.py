@@ -29,8 +29,8 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class Adapted:
-    """One peft adapter for a Hugging Face tensor that joins several of fourfold's parameters. Each of these parameters
-    has an adapter of rank r.
+    """The peft adapter of one Hugging Face tensor. The tensor may join several of fourfold's parameters, each with its
+    own adapter of rank r.
 
     The joint adapter's rank (``whole_rank``) is r times the number of parameters. The joint A stacks the parameters' A
     matrices. The joint B is block-diagonal, with the parameters' B matrices as blocks. So B·A has exactly the same
@@ -96,7 +96,7 @@ def write_adapter(folder: Path, saved: SavedWeights, pretrained: Pretrained) -> 
 
 
 class Merged:
-    """A base model's weights with a checkpoint's adapters added: W + α/r · B A, computed in float32 and then
+    """The weights of a base model merged with a checkpoint's adapters: W + α/r · B A, computed in float32 and then
     rounded."""
 
     def __init__(self, saved: SavedWeights, pretrained: Pretrained) -> None:
@@ -141,8 +141,8 @@ def _lora(saved: SavedWeights) -> LoRAConfig:
 
 
 def _peft_config(saved: SavedWeights, lora: LoRAConfig, adapted: Sequence[Adapted]) -> dict[str, Any]:
-    """Return the content of adapter_config.json. A joint adapter needs its own rank and alpha, because peft scales by
-    alpha / rank."""
+    """Return the content of adapter_config.json. Joint adapters have their own rank, and also need their own alpha,
+    because peft scales by alpha / rank."""
     joined = {each.module: len(each.parts) for each in adapted if len(each.parts) > 1}
     return {
         "peft_type": "LORA",

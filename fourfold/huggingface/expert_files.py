@@ -1,5 +1,5 @@
-"""Convert experts between two forms: in transformers' modules, a parameter holds all experts of a layer. In files on
-the Hub, each expert has its own matrices."""
+"""Convert experts between transformers' modules and files on the Hub. In a module, one parameter holds all experts of a
+layer. In files, each expert has its own matrices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rows_in_files(model: Any) -> dict[str, Rows]:
     """For every name of every parameter and saved buffer of a model, find the tensors in files that hold it.
 
     A table in transformers says which stacks of experts become one matrix per expert, and which parameters have another
-    name in files. If files hold the elements of a parameter in another order, the parameter keeps its own name.
+    name in files. A parameter keeps its own name in the result if files hold its elements in another order.
     """
     found: dict[str, Rows] = {}
     for name, parameter in (*model.named_parameters(remove_duplicate=False), *saved_buffers(model).items()):

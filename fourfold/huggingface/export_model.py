@@ -179,8 +179,8 @@ def _newest(path: Path) -> Path:
 
 
 def _config(model: ModelConfig, source: Path | None, kind: str | None) -> dict[str, Any]:
-    """Return the original config.json without its quantization if it still describes the model. Otherwise create a new
-    one."""
+    """Return the config.json to write. If the original one still describes the model, use it without its quantization.
+    Otherwise create a new one."""
     if source is None:
         return config_of(model, kind)
     original = {key: value for key, value in read_config(source).items() if key != QUANTIZED}

@@ -238,8 +238,8 @@ class Format:
     convolutions: tuple[str, ...] = ()
     """Tensors that have a dim of size 1 after the first dim. The decoder's parameters are matrices."""
     rotated_in_pairs: tuple[str, ...] = ()
-    """The decoder's parameters for which these files rotate rows 2i and 2i + 1 of a head together. The decoder rotates
-    rows i and i + rotary_dim / 2 together."""
+    """Parameters whose rows are in another order in these files. In files, rotary embeddings rotate rows 2i and 2i + 1
+    of a head as a pair. In the decoder, they rotate rows i and i + rotary_dim / 2."""
     layers_beyond: str | None = None
     """Key of config.json with the number of extra layers that predict tokens further ahead. They are not imported."""
 

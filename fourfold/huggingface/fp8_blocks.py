@@ -45,7 +45,7 @@ class ScaledMatrix:
             torch.arange(each.start, each.stop, each.step or 1) // BLOCK for each in (rows, columns)
         )
         values = self.files.read_bytes(name, (rows, columns)).view(torch.float8_e4m3fn).float()
-        # Round to bf16 first, so that the weights are the same whatever the dtype of ``out_OI`` is.
+        # Round to bf16 first, so that the weights do not depend on the dtype of ``out_OI``.
         out_OI.copy_((values * whole[row_blocks][:, column_blocks]).bfloat16())
         if not out_OI.isfinite().all():
             raise UserError(

@@ -10,9 +10,9 @@ from torch import nn
 def separates_documents(model: nn.Module, device: torch.device) -> bool:
     """Return whether a model computes a document as if no other document came before it in the row.
 
-    This runs the model on two rows with different first documents and the same second document. The logits of the
-    second document must differ only a little between the rows. For comparison, the model also runs on the same tokens
-    without a restart of the positions, so that each row is one document.
+    This runs the model on two rows that have different first documents and the same second document. If documents are
+    separate, the logits of the second document are almost equal in both rows. To know what "almost" means, the model
+    also runs on the same tokens as one document per row.
 
     Args:
         model: A model that takes ``position_ids``. All processes that hold parts of it call this together.

@@ -73,9 +73,10 @@ class Parallelized(nn.Module):
         processes.
 
         In a step of several micro-batches, pass ``num_items_in_batch`` (``count(labels)`` summed over all
-        micro-batches), as in transformers. The loss is then divided by this number instead. Packed documents
-        (``position_ids`` that start again) do not attend to each other. transformers separates packed documents only
-        without a cache, so the cache is switched off if you pass labels or if gradients are enabled.
+        micro-batches), as in transformers. The loss is then divided by this number.
+
+        Packed documents (``position_ids`` that start again) do not attend to each other. transformers separates them
+        only without a cache, so the cache is off if you pass labels or if gradients are enabled.
 
         Args:
             args: Arguments of the model, with the sequences of this process.
@@ -88,7 +89,7 @@ class Parallelized(nn.Module):
         labels = kwargs.get("labels")
         if labels is not None:
             kind = getattr(self.module, "loss_type", "ForCausalLM")
-            # The kind is None if the class names no loss. transformers then uses a causal loss.
+            # If the class names no loss, the kind is None, and transformers uses a causal loss.
             if kind not in ("ForCausalLM", None):
                 raise UserError(
                     f"the model's own loss ({kind}) is not next-token prediction; compute the loss from its logits"
@@ -115,8 +116,8 @@ class Parallelized(nn.Module):
             return
         if self._separates_documents is None:
             self._separates_documents = separates_documents(self.module, positions.device)
-        # In most models, documents attend to each other only if there is a mask or a cache. If there is neither, skip
-        # the check, because it would wait for the GPU in every step.
+        # In most models, documents attend to each other only with a mask or a cache. Without them, skip the check
+        # below, because it would wait for the GPU in every step.
         if self._separates_documents and mask is None and kwargs.get("use_cache") is False:
             return
         again = positions[..., 1:] <= positions[..., :-1]

@@ -36,11 +36,11 @@ PROGRESS_FILE = "parallelized.json"
 """File of a checkpoint for scalars in the optimizer state, such as the number of steps."""
 
 Numbers = dict[str, dict[str, Any]]
-"""Maps each parameter to the scalars ("numbers") in its optimizer state and to the names of the tensors ("tensors") in
-this state."""
+"""What each parameter's optimizer state consists of: its scalars ("numbers") and the names of its tensors
+("tensors")."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of each weight in files. A shard's global shape may split the last dim into several parts
+"""The shape of each weight in files. It can differ from a shard's global shape, which may split the last dim
 (``InputFirst``)."""
 
 
@@ -115,7 +115,7 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: Par
     last: list[tuple[str, Tensor]] = []
 
     def gather(shard: LocalShard) -> Tensor:
-        """Return the full tensor. It is gathered when its first entry is written, and kept for its next entries."""
+        """Return the full tensor. It is gathered for the first of its entries and kept for the next ones."""
         if not last or last[0][0] != shard.name:
             last.clear()
             last.append((shard.name, _gathered(waiting.pop(0)).view(layout.shapes[shard.name])))

@@ -17,8 +17,8 @@ from fourfold.models.transformer import parameter_shapes
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """One of the decoder's parameters inside a Hugging Face tensor: ``rows`` of the output dim, in ``groups`` of equal
-    size.
+    """The rows of a Hugging Face tensor that belong to one of the decoder's parameters: ``rows`` rows, in ``groups`` of
+    equal size.
 
     The first group begins at row ``first``, and each following group begins ``stride`` rows later. Any remaining rows
     of the decoder's parameter are padding.
@@ -32,9 +32,8 @@ class TensorPiece:
     expert: int | None = None
     """The index of the expert, if the decoder's parameter stacks experts along the first dim."""
     paired_rows: int = 0
-    """Number of rows at the beginning of each group that the Hugging Face tensor interleaves. In the decoder's
-    parameter, the rows with even positions in the Hugging Face tensor come first, and then the rows with odd
-    positions."""
+    """Number of rows at the beginning of each group that are in another order. The decoder's parameter first has the
+    Hugging Face tensor's rows 0, 2, 4, …, and then its rows 1, 3, 5, …."""
 
     def of(self, parameter: Tensor) -> Tensor:
         """Return the full parameter, or one expert of a parameter that stacks experts."""

@@ -115,8 +115,8 @@ class Pretrained:
             self.files.read_into(theirs, self._names[tensor.name], part)
 
     def _names_in_files(self, name: str) -> list[str]:
-        """Return the names that a tensor may have in files. If the model was saved without its head, names lack the
-        prefix. If the files also hold a vision model, names have another prefix."""
+        """Return the names that a tensor may have in files. Names lack the prefix if the model was saved without its
+        head, and have another prefix if the files also hold a vision model."""
         modules = [HEAD] if name == head_of(self.kind) else []  # transformers 5 uses this name for every head.
         beside_images = name.replace("model.", "model.language_model.", 1)
         return [name, name.removeprefix(FORMATS[self.kind].prefix), beside_images, *modules]

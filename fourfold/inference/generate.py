@@ -27,7 +27,7 @@ SCORE_KEYS = (
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Raise ``UserError`` for options from which no token can be drawn."""
+    """Raise ``UserError`` if no token can be drawn with these options."""
     if not COLDEST <= temperature < math.inf:
         raise UserError(f"--temperature {temperature} must be finite and at least {COLDEST:g}, such as 1")
     if top_k is not None and top_k < 1:
@@ -59,9 +59,9 @@ class Sampling:
     def settings(self, model: Any) -> dict[str, Any]:
         """Return the settings in effect, with transformers' names.
 
-        They include the texts that stop generation according to the model's generation_config.json. If the temperature
-        is above 0, they also include the settings in this file that change probabilities (``SCORE_KEYS``). At
-        temperature 0 the most likely token is taken, so these settings must not apply.
+        Some of them come from the model's generation_config.json: the texts that stop generation and, if the
+        temperature is above 0, the settings that change probabilities (``SCORE_KEYS``). Temperature 0 takes the most
+        likely token, so these settings must not apply.
         """
         theirs = model.generation_config.to_diff_dict()
         stops = {key: theirs[key] for key in ("stop_strings",) if theirs.get(key)}
@@ -86,7 +86,7 @@ class Generation:
     cache_bytes: int | None
     """Size of everything in the cache at the end, in bytes. None for a model without a cache."""
     settings: dict[str, Any]
-    """The settings with transformers' names: how the next token was chosen, and which texts stop generation."""
+    """The settings in effect (``Sampling.settings``), with transformers' names."""
 
     def record(self) -> dict[str, Any]:
         """Return the measurements as JSON values."""
@@ -133,7 +133,8 @@ def generate(
     """Continue a prompt.
 
     The end tokens, the texts that stop generation, and the settings that ``Sampling.settings`` reads come from the
-    model's generation_config.json. All other settings in this file are ignored, because a single sequence is streamed.
+    model's generation_config.json. All other settings in this file are ignored. They are for several sequences at a
+    time, but this function streams a single one.
 
     Args:
         model: A transformers model, or a fourfold model with the same interface.
@@ -162,7 +163,7 @@ def generate(
     begin = time.perf_counter()
     out = _continued(model, tokens, stream, max_new_tokens, ends, settings)
     times = stream.times
-    # Before 5.24, transformers used the second name.
+    # Before version 5.24, transformers used the name past_key_values.
     cache = out.cache if hasattr(out, "cache") else out.past_key_values
     return Generation(
         text=tokenizer.decode(stream.ids),
@@ -190,7 +191,8 @@ def _continued(
             eos_token_id=ends,
             **{key: value for key, value in settings.items() if key != "stop_strings"},
         )
-        # If an argument is missing in `own`, transformers takes it from the model's generation configuration.
+        # transformers takes arguments that are missing in `own` from the model's generation configuration, so replace
+        # it too.
         model.generation_config = own
         return model.generate(
             tokens,

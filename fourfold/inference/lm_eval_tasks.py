@@ -68,7 +68,7 @@ def _tasks_in(folder: Path | None) -> TaskManager:
 
 
 def rehearse(tasks: Sequence[str], folder: Path | None = None, num_fewshot: int | None = None) -> None:
-    """Run two documents of each task with random answers. This loads the dataset and renders the templates.
+    """Try each task on two documents with random answers. This finds errors in datasets and templates early.
 
     Raises:
         UserError: lm-eval is not installed, or a task is unknown or fails.

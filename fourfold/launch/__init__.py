@@ -1,1 +1,1 @@
-"""Start the processes of a job, or join the processes that torchrun or srun started."""
+"""Start the processes of a job, or use the processes that torchrun or srun has started."""

@@ -1,4 +1,4 @@
-"""Run one job on all its processes, whether torchrun, srun, or this process starts them."""
+"""Run a job on all its processes. torchrun, srun, or this process can start them."""
 
 from __future__ import annotations
 
@@ -37,21 +37,24 @@ def run_on_grid(
     restarts: int = 0,
     started: float | None = None,
 ) -> Any:
-    """Call `function(place, *args)` on every process of the job, inside a default process group.
+    """Call `function(place, *args)` on every process of the job, with torch's default process group.
+
+    If no launcher has started processes, start local workers. `place` is a process's position in the job.
 
     Args:
         function: "package.module:name". It is a string, so that the parent of local workers need not import the
             function.
-        args: Arguments of the function after the place.
+        args: Arguments of the function after `place`.
         world_size: Number of processes.
-        wanted_device: "cpu", "cuda", or "auto" for a GPU if there is one.
+        wanted_device: "cpu", "cuda", or "auto". "auto" uses a GPU if there is one.
         timeout: Longest time that a collective waits for another process.
-        heeds_stop_signals: Whether the function enters `stop_request`. Stop signals are held back until then.
-        restarts: Number of times that local workers were restarted.
+        heeds_stop_signals: Whether the function handles stop signals with `stop_request`. Until it does, stop signals
+            are held back.
+        restarts: How many times local workers have been restarted.
         started: Time at which the command started, as `time.time()` returns it (default: now).
 
     Returns:
-        The result of this process's call, or of rank 0's call if the workers were started here.
+        The result of the call on this process. If this process has started local workers, the result of rank 0.
 
     Raises:
         UserError: The launcher does not fit the run, or a worker raised this error.
@@ -74,8 +77,10 @@ def run_on_grid(
 
 
 def _place_here(place: Place | None, world_size: int) -> tuple[Place, str | None]:
-    """Return this process's place in the job and its meeting point. The process was started by a launcher, or is the
-    job's only process."""
+    """Return this process's place in the job, and the address where the processes meet.
+
+    Either a launcher started this process, or it is the only process of the job.
+    """
     if place is None:
         keep_gloo_local()
         return Place(0, 0, 1, 1, launcher="local"), None
@@ -98,13 +103,13 @@ def run_in_group(
     wanted: WantedDevice,
     timeout: timedelta,
 ) -> Any:
-    """Start the default process group and call the function. See `run_on_grid`.
+    """Start the default process group, and call the function on this process. See `run_on_grid`.
 
     Args:
         place: This process's place in the job.
-        meeting_point: torch's init_method, or None for a group of one process.
+        meeting_point: The address where the processes meet, as in torch's `init_method`. None for one process.
         function: "package.module:name".
-        args: Arguments of the function after the place.
+        args: Arguments of the function after `place`.
         wanted: See `wanted_device` of `run_on_grid`.
         timeout: See `run_on_grid`.
     """
@@ -120,7 +125,7 @@ def run_in_group(
                 result = call(place, *args)
             failed = False
             return result
-        except SystemExit as end:  # A library raised this, so its exit code says nothing about the job.
+        except SystemExit as end:  # A library has raised this, so its exit code does not describe the job.
             raise RuntimeError(f"something called sys.exit({end.code!r}) before the job had finished") from end
         finally:
             end_process_group(failed)
@@ -128,12 +133,12 @@ def run_in_group(
 
 @contextlib.contextmanager
 def _no_silent_exit() -> Iterator[None]:
-    """Turn `os._exit(0)` in this process into a crash. Otherwise a launcher or job script would think that the job is
+    """Make `os._exit(0)` in this process exit with a crash's code. With code 0, a launcher would think that the job is
     done."""
     leave, process_id = os._exit, os.getpid()
 
     def leave_as_crashed(status: int) -> NoReturn:
-        if status == DONE and os.getpid() == process_id:  # Forked children may exit this way.
+        if status == DONE and os.getpid() == process_id:  # A forked child may exit in this way.
             traceback.print_stack()
             print("fourfold: something called os._exit(0) before the job had finished", file=sys.stderr, flush=True)
             status = CRASH
@@ -147,7 +152,7 @@ def _no_silent_exit() -> Iterator[None]:
 
 
 def choose_device(place: Place, wanted: WantedDevice) -> torch.device:
-    """Return this process's GPU. If `wanted` is "cpu", or if it is "auto" and there is no GPU, return the CPU.
+    """Return this process's GPU, or the CPU if `wanted` is "cpu". With "auto", return the CPU if there is no GPU.
 
     Raises:
         UserError: `wanted` is "cuda", but there is no GPU.

@@ -1,6 +1,6 @@
-"""Start the processes of a job on this machine if no launcher did, report their failures, and end the processes.
+"""Start the processes of a job on this machine if no launcher has started them. Report failures, and end the processes.
 
-This module does not import torch. The parent of the workers does not need torch and starts faster without it.
+This module does not import torch. The parent of the workers does not need torch, and starts faster without it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fourfold.launch.worker_processes import WorkerProcesses
 from fourfold.processes import end_with_parent
 
 ECHO_SECONDS = 0.5
-"""After a failure, wait until no new report has come for this many seconds. Then choose the report that names the
-cause."""
+"""After a failure, collect further reports until none has arrived for this many seconds. Then choose the report that
+most likely names the cause."""
 
 RELAYED = {
     signal.SIGTERM: signal.SIGTERM,
@@ -38,12 +38,14 @@ RELAYED = {
     signal.SIGHUP: signal.SIGHUP,
     signal.SIGINT: RELAYED_INTERRUPT,
 }
-"""Maps each signal that this process receives to the signal that it sends to the workers."""
+"""Maps each signal that this process receives to the signal that it then sends to the workers."""
 
 
 class WorkerFailed(RuntimeError):
-    """A worker crashed. The message names the worker and has its traceback if there is one, so print the message
-    without another traceback."""
+    """A worker crashed. The message names the worker and includes its traceback if there is one.
+
+    So print only the message, without a traceback of this process.
+    """
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,14 @@ class WorkerEnd:
     rank: int
     outcome: Literal["returned", "refused", "died", "failed"]
     value: Any
-    """For each outcome, in this order: the return value (only of rank 0), the message of the UserError, the exit code,
-    or the traceback."""
+    """The return value of rank 0 (returned), the message of the UserError (refused), the exit code (died), or the
+    traceback (failed)."""
     time: float = field(default_factory=time.monotonic)
-    """Time at which the worker ended (`time.monotonic()`, which all processes of a machine share)."""
+    """Time at which the worker ended, as `time.monotonic()` returns it. All processes of a machine share this clock."""
 
 
 class JobHung(WorkerFailed):
-    """The watchdog ended the job and has already said why."""
+    """The watchdog has ended the job, and has already printed why."""
 
 
 def run_workers(
@@ -72,28 +74,30 @@ def run_workers(
     modules: Sequence[str] = (),
     started: float | None = None,
 ) -> Any:
-    """Call `target(place, *args)` in `world_size` new processes.
+    """Call `target(place, *args)` in `world_size` new processes. `place` is a process's position in the job.
 
-    All workers end when the call ends or when this process ends. Only rank 0 writes to standard output. All ranks write
-    to standard error.
+    All workers end when this call ends or when this process ends. Only rank 0 writes to standard output. All ranks
+    write to standard error.
 
     Args:
         target: The function.
-        args: Arguments of the function after the place.
+        args: Arguments of the function after `place`.
         world_size: Number of processes.
-        heeds_stop_signals: Whether the target enters `stop_request`. Until it does, the workers hold back stop signals.
-        restarts: Number of times that the workers were restarted.
-        modules: Modules that the target imports. They are imported once for all workers.
+        heeds_stop_signals: Whether the target handles stop signals with `stop_request`. Until it does, the workers hold
+            back stop signals.
+        restarts: How many times the workers have been restarted.
+        modules: Modules that the target imports. They are imported only once for all workers.
         started: `Place.started` of the workers (default: now).
 
     Returns:
         The result of rank 0.
 
     Raises:
-        UserError: The first UserError of a worker.
-        WorkerFailed: Any other failure of a worker.
-        KeyboardInterrupt: After a Ctrl-C that the workers do not handle, or that follows another stop signal.
-        SystemExit: After another stop signal that the workers do not handle, or after a second SIGTERM.
+        UserError: A worker raised this error. If several did, this is the first one.
+        WorkerFailed: A worker failed in another way.
+        KeyboardInterrupt: The user pressed Ctrl-C, and the workers do not handle it. Or the user pressed Ctrl-C after
+            another stop signal.
+        SystemExit: Another stop signal arrived, and the workers do not handle it. Or a second SIGTERM arrived.
     """
     workers = WorkerProcesses(world_size)
     try:
@@ -116,21 +120,21 @@ def run_workers(
 
 
 def _show_cursor() -> None:
-    """Show the terminal's cursor, in case rank 0 was killed while its progress display had hidden the cursor."""
+    """Show the terminal's cursor. The progress display of rank 0 hides it, and rank 0 may have been killed."""
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)
 
 
 def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connection) -> None:
-    """Run the task and report the result. The task is unpickled here, because unpickling may import torch."""
+    """Run the task in a worker, and report the result. Unpickling the task may import torch, so only workers do it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent relays Ctrl-C to the workers.
     if not heeds_stop_signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     end_with_parent()
     if place.rank == 0:
         assert isinstance(sys.stdout, io.TextIOWrapper)
-        # Flush every line, because this worker may be killed when another worker fails. Replace characters that the
-        # terminal's encoding lacks.
+        # Flush every line, because this worker may be killed when another worker fails. Replace characters that do not
+        # exist in the terminal's encoding.
         sys.stdout.reconfigure(line_buffering=True, errors="replace")
     else:
         with open(os.devnull, "w") as nowhere:
@@ -141,14 +145,13 @@ def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connectio
         report = pickle.dumps(WorkerEnd(place.rank, "returned", result if place.rank == 0 else None))
     except UserError as error:
         report = pickle.dumps(WorkerEnd(place.rank, "refused", str(error)))
-    except Exception:  # The parent chooses which of the failures to show.
+    except Exception:  # Report any failure. The parent chooses which one to show.
         report = pickle.dumps(WorkerEnd(place.rank, "failed", traceback.format_exc()))
     sender.send_bytes(report)
 
 
 def _collect_reports(workers: WorkerProcesses) -> list[WorkerEnd]:
-    """Collect the reports of all workers. After a failure, collect only the reports that come soon after it. Sort the
-    reports by time."""
+    """Collect the reports of all workers, sorted by time. After a failure, stop when no report comes for a while."""
     waiting: dict[object, int] = {pipe: rank for rank, pipe in enumerate(workers.reports)}
     reports: list[WorkerEnd] = []
     failed = False
@@ -169,8 +172,11 @@ def _receive(workers: WorkerProcesses, rank: int) -> WorkerEnd:
 
 
 def _return_or_raise(reports: Sequence[WorkerEnd], world_size: int, received: Sequence[int]) -> Any:
-    """Return rank 0's value, or raise the failure that is most likely the cause: the first UserError, or else the first
-    death of a worker, or else the first exception. Later failures may come from workers that lost a peer."""
+    """Return rank 0's value, or raise the failure that is most likely the cause.
+
+    This is the first UserError if there is one. Otherwise it is the first worker that died, or the first exception.
+    Other failures may only be consequences, because a worker fails if another worker is gone.
+    """
     for outcome in ("refused", "died", "failed"):
         for report in reports:
             if report.outcome == outcome:
@@ -186,7 +192,7 @@ def _make_failure(report: WorkerEnd, world_size: int, received: Sequence[int]) -
         return WorkerFailed(f"{worker} failed:\n{report.value}")
     if report.value == HANG:
         return JobHung("the job hung and was ended")
-    # The worker did not stop in time, so its watchdog made it exit with 128 + the number of the stop signal.
+    # The worker did not stop in time after a stop signal. So its watchdog ended it with 128 + the signal's number.
     if report.value > 128 and report.value - 128 in received:
         return SystemExit(report.value)
     if report.value >= 0:
@@ -203,13 +209,13 @@ def _make_failure(report: WorkerEnd, world_size: int, received: Sequence[int]) -
 def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[int]]:
     """Relay stop signals to the workers, so that they can save. Yield the list of received signals.
 
-    With `heeded`, the workers hold back the signals until they can save. If a signal arrives before all workers exist,
-    it is recorded and sent later, so that no worker misses it. Without `heeded`, such a signal ends the job here.
+    A signal may arrive before all workers exist. With `heeded`, it is recorded, and the caller sends it later.
+    Without `heeded`, it ends the job immediately.
 
     Raises:
-        KeyboardInterrupt: After a Ctrl-C that follows another stop signal, or that ends the job here. The caller ends
-            the workers.
-        SystemExit: After a second SIGTERM, or after another stop signal that ends the job here. The caller ends the
+        KeyboardInterrupt: A Ctrl-C ends the job immediately, or follows another stop signal. The caller must end the
+            workers.
+        SystemExit: Another stop signal ends the job immediately, or a second SIGTERM arrived. The caller must end the
             workers.
     """
     received: list[int] = []
@@ -233,16 +239,16 @@ def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[in
 
 
 def _signals_blocked() -> contextlib.AbstractContextManager[None]:
-    """Block the stop signals while workers start. The workers inherit the block and keep it until they are ready."""
-    resource_tracker.ensure_running()  # Start the resource tracker now, because starting it later would unblock SIGINT.
+    """Block stop signals in this process. Workers that start meanwhile inherit this, until they can handle signals."""
+    resource_tracker.ensure_running()  # Start it now, because starting it later would unblock SIGINT.
     return held_stop_signals()
 
 
 @contextlib.contextmanager
 def _handler(signum: int, handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    """Handle a signal differently inside the block.
+    """Use another handler for a signal while the `with` block runs.
 
-    Only the main thread can set signal handlers, so in other threads this does nothing.
+    In threads other than the main thread, this does nothing, because only the main thread can set signal handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Handle signals that ask a job to save and stop: Ctrl-C, a closed terminal, and the signals that schedulers send."""
+"""Handle signals that ask a job to save and stop: from Ctrl-C, a closed terminal, or a scheduler."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from contextlib import contextmanager
 from types import FrameType
 
 RELAYED_INTERRUPT = signal.SIGUSR2
-"""Signal that tells local workers about a Ctrl-C. The workers ignore the terminal's SIGINT, because their parent relays
-it."""
+"""Signal by which the parent tells local workers about a Ctrl-C. The workers ignore SIGINT, which the terminal sends to
+them directly."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, RELAYED_INTERRUPT)
 
 SAME_CTRL_C_SECONDS = 0.5
-"""A second SIGINT within this many seconds belongs to the same Ctrl-C, delivered by both the terminal and the
-launcher."""
+"""A second SIGINT within this many seconds is ignored, because both the terminal and a launcher may deliver the same
+Ctrl-C."""
 
 SAVING = b"\nfourfold: saving a checkpoint after this step; press Ctrl-C again to stop without saving\n"
 
 
 class StopRequest:
-    """A request to stop. The first stop signal sets it, and so does the end of the time limit. A Ctrl-C after another
-    stop signal raises KeyboardInterrupt.
+    """Says whether the job should save and stop.
+
+    This is the case after the first stop signal, and after the time limit. A Ctrl-C after another stop signal raises
+    KeyboardInterrupt.
 
     Args:
-        announce: Whether to answer a Ctrl-C on standard error.
+        announce: Whether to print a message after a Ctrl-C.
         launched: Whether a launcher may deliver a Ctrl-C twice.
-        seconds: Number of seconds from now that the job may run. 0 means no limit.
+        seconds: Time limit in seconds from now. 0 means no limit.
     """
 
     def __init__(self, announce: bool, launched: bool, seconds: float = 0) -> None:
@@ -55,7 +57,7 @@ class StopRequest:
                 return
             if self._received:
                 raise KeyboardInterrupt
-            # Record the signal before writing the message, because a second signal may interrupt the writing.
+            # Record the signal before the message is written, because a second signal may interrupt the writing.
             self._interrupted_at, self._received = now, True
             if self._announce:
                 os.write(2, SAVING)  # Do not use print, because the signal may have interrupted a print.
@@ -64,15 +66,17 @@ class StopRequest:
 
 @contextmanager
 def stop_request(announce: bool = True, launched: bool = False, seconds: float = 0) -> Iterator[StopRequest]:
-    """Yield a request to stop, which stop signals set while the block runs. Signals that were held back before also set
-    it.
+    """Handle stop signals while the `with` block runs. Signals that were held back before are handled too.
 
-    Ignored signals (nohup) stay ignored.
+    Signals that the process ignores, for example after nohup, stay ignored.
 
     Args:
         announce: See `StopRequest`.
         launched: See `StopRequest`.
         seconds: See `StopRequest`.
+
+    Yields:
+        The object that says whether the job should stop.
     """
     request = StopRequest(announce, launched, seconds)
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -89,7 +93,8 @@ def stop_request(announce: bool = True, launched: bool = False, seconds: float =
 
 @contextmanager
 def held_stop_signals() -> Iterator[None]:
-    """Hold stop signals back until `stop_request`. Before that, they would end the program silently."""
+    """Hold back stop signals in this `with` block. `stop_request` receives them later. Without this, a signal would end
+    the program silently."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -98,7 +103,7 @@ def held_stop_signals() -> Iterator[None]:
 
 
 def leave_terminal() -> None:
-    """Discard output to a terminal that has been closed, because writing to it would fail."""
+    """Discard all further output to the terminal. After a terminal is closed, writing to it would fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         if stat.S_ISCHR(os.fstat(descriptor).st_mode):

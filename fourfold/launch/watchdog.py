@@ -1,9 +1,8 @@
 """Start a watchdog for each process of a job. A watchdog ends a job that hangs, and names the rank that went silent.
 
-The watchdog is a separate process (`watchdog_process`), so it notices a hang even if the process is stopped or waits
-inside a library. The watchdog reads the process's heartbeats, and the numbers of the signals that the process receives.
-The training process itself cannot do this: Python handles signals only between two instructions, and never during a
-collective that does not end.
+A watchdog is a separate process (`watchdog_process`). It reads the heartbeats of its training process, and the signals
+that the training process receives. The training process cannot watch itself: it may be stopped, or it may wait forever
+inside a collective. Python handles signals only between two instructions, so it cannot handle them there.
 """
 
 from __future__ import annotations
@@ -33,12 +32,13 @@ LEAVE_SECONDS = 30.0
 
 @contextlib.contextmanager
 def watchdog(folder: Path, place: Place, limits: FaultToleranceConfig) -> Iterator[None]:
-    """Watch this process while the block runs. A process that hangs exits with `exit_codes.HANG`.
+    """Watch this process while the `with` block runs. If it hangs, end it with the exit code `exit_codes.HANG`.
 
     Args:
-        folder: Folder for the reports of this start, the same on all ranks.
+        folder: Folder for the reports about a hang. It must be the same on all ranks, and new for each start of the
+            job.
         place: This process's place in the job.
-        limits: The section [fault_tolerance]. A timeout of 0 starts no watchdog.
+        limits: The section [fault_tolerance]. If its timeout is 0, no watchdog is started.
     """
     if not limits.timeout:
         yield
@@ -70,8 +70,11 @@ def watchdog(folder: Path, place: Place, limits: FaultToleranceConfig) -> Iterat
 def _start_watching(
     folder: Path, place: Place, limits: FaultToleranceConfig, shared: int, stacks: int
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the watchdog process. Return it, and the pipe through which this process reports the signals that it
-    receives."""
+    """Start the watchdog process.
+
+    Returns:
+        The watchdog process, and the pipe through which this process tells it about received signals.
+    """
     alive, signals = os.pipe()
     ended, told = os.pipe()
     watch = Watch(
@@ -91,8 +94,8 @@ def _start_watching(
     command = [sys.executable, "-m", "fourfold.launch.watchdog_process", json.dumps(watch._asdict())]
     inherited = (watch.heartbeat, watch.stacks, watch.signals, watch.tell)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    # Start the watchdog with stop signals blocked. It inherits the blocked mask, so only the training process reacts to
-    # a signal that is sent to both.
+    # The watchdog inherits blocked stop signals. So if a signal is sent to both processes, only the training process
+    # reacts to it.
     with held_stop_signals():
         process = subprocess.Popen(command, pass_fds=inherited, env=environment, stdin=subprocess.DEVNULL)
     for descriptor in (alive, told):
@@ -102,12 +105,13 @@ def _start_watching(
 
 
 def _memory() -> str | None:
-    """Return a folder in memory if the machine has one."""
+    """Return a folder that is in memory, or None if the machine has no such folder."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
 def _leave_when_told(ended: int) -> None:
-    """Exit with the code that the watchdog sends. The main thread may be stuck in a collective that never ends."""
+    """Wait for an exit code from the watchdog, and exit with it. This runs in a thread, because the main thread may be
+    stuck in a collective."""
     code = os.read(ended, 1)
     os.close(ended)
     if code:

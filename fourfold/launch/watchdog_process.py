@@ -1,6 +1,7 @@
-"""Run the watchdog process of a rank: wait for the rank's heartbeats, and report and end the rank if it hangs.
+"""Run the watchdog process of a rank. If the rank's heartbeats stop, it writes a report and ends the rank.
 
-It imports only the standard library and a few small modules of fourfold, so it starts quickly and needs little memory.
+This module imports only the standard library and a few small modules of fourfold. So the watchdog starts quickly and
+needs little memory.
 """
 
 from __future__ import annotations
@@ -23,35 +24,36 @@ from fourfold.launch.stop_signals import STOP_SIGNALS
 from fourfold.processes import lossy_output
 
 STACK_SIGNAL = signal.SIGQUIT
-"""Signal that makes a rank write its stack traces. No scheduler sends it."""
+"""Signal that makes a rank write its stack traces. No scheduler sends this signal."""
 
 DONE = 0
-"""Sent instead of a signal's number when there is nothing left to watch."""
+"""The rank sends this instead of a signal's number when its watchdog is no longer needed."""
 
 SAME_STOP_SECONDS = 1.0
-"""A second signal within this many seconds belongs to the same stop request, delivered twice."""
+"""A second stop signal within this many seconds is ignored, because a launcher may deliver one signal twice."""
 
 UNWIND_SECONDS = 5.0
-"""Number of seconds that a rank has to exit by itself after a second stop signal."""
+"""Number of seconds that a rank gets to exit by itself."""
 
 REPORT_SECONDS = 20.0
-"""Number of seconds to wait for the reports of all ranks before one rank names the silent rank without them."""
+"""Number of seconds to wait for the reports of all ranks. After this time, the available reports must be enough."""
 
 STOPPED = "Tt"
-"""The kernel's state letters for stopped processes."""
+"""Letters that the kernel uses for the states of stopped processes."""
 
 FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class Watch(NamedTuple):
-    """The rank to watch, with file descriptors and limits in seconds."""
+    """What a watchdog must know about its rank: file descriptors, position in the job, and limits in seconds."""
 
     heartbeat: int
     stacks: int
     signals: int
-    """Pipe with the numbers of the signals that the rank receives. The pipe closes when the rank ends."""
+    """Pipe from which the watchdog reads the numbers of the signals that the rank receives. It closes when the rank
+    ends."""
     tell: int
-    """Pipe that tells the rank the exit code to use."""
+    """Pipe through which the watchdog tells the rank to exit with a given code."""
     process: int
     rank: int
     world_size: int
@@ -60,17 +62,17 @@ class Watch(NamedTuple):
     startup_timeout: float
     grace: float
     forces: bool
-    """Whether to end the rank after a second stop signal, because its launcher does not."""
+    """Whether the watchdog must end the rank after a second stop signal. False if the launcher does this."""
 
 
 class HangingRank(NamedTuple):
-    """The report of one rank of a job that hangs."""
+    """The report of one rank in a job that hangs."""
 
     rank: int
     host: str
     process: int
     state: str
-    """The kernel's state letter: R for running, S for sleeping, D for waiting on a disk, T and t for stopped."""
+    """The kernel's letter for the process's state: R running, S sleeping, D waiting for a disk, T or t stopped."""
     step: int
     doing: str
     last_sign: float
@@ -78,14 +80,14 @@ class HangingRank(NamedTuple):
     stacks: list[str]
     steps_begun: int = 0
     signs_of_step: int = 0
-    """Number of heartbeats since the step began."""
+    """Number of heartbeats since the current step began."""
     entered: dict[str, int] = {}  # noqa: RUF012 (never written to)
-    """Number of collectives that the rank has entered, by process group."""
+    """For each process group, how many collectives the rank has entered."""
 
 
 @lossy_output(any_error=True)
 def main(watch: Watch) -> None:
-    """Watch the rank until it ends, hangs, or does not stop when it should."""
+    """Watch the rank until it ends. End it if it hangs, or if it does not stop in time after a stop signal."""
     heart = Heartbeat(watch.heartbeat)
     interval = min(1.0, watch.timeout / 10)
     number, silent = -1, 0.0
@@ -102,7 +104,8 @@ def main(watch: Watch) -> None:
             end_rank(watch, ended_by(signal.SIGTERM))
             return
         beat = heart.read()
-        # If the watchdog itself was stopped too, for example by Ctrl-Z, this time does not count as silence.
+        # Add at most two intervals. The watchdog itself may have been stopped (for example, by Ctrl-Z), and this time
+        # must not count as silence.
         silent = silent + min(now - began, 2 * interval) if beat.number == number else 0.0
         number = beat.number
         limit = watch.timeout if beat.steps_begun > 1 else watch.startup_timeout
@@ -113,15 +116,18 @@ def main(watch: Watch) -> None:
 
 
 def _read_signals(descriptor: int, seconds: float) -> set[int] | None:
-    """Return the numbers of the signals that arrived within `seconds`. None if the rank has ended."""
+    """Return the numbers of the signals that arrive within `seconds`, or None if the rank has ended."""
     if not select.select([descriptor], [], [], seconds)[0]:
         return set()
     return set(os.read(descriptor, 4096)) or None
 
 
 def _must_end(stops: list[float], now: float, watch: Watch) -> bool:
-    """Return whether the grace period after the first stop signal is over. With `forces`, also return True when
-    `UNWIND_SECONDS` have passed since a second stop signal."""
+    """Return whether the watchdog must end the rank after a stop signal.
+
+    This is the case after the grace period, which begins with the first stop signal. With `forces`, it is also the case
+    `UNWIND_SECONDS` after a second stop signal.
+    """
     if not stops:
         return False
     if watch.grace and now - stops[0] >= watch.grace:
@@ -131,7 +137,7 @@ def _must_end(stops: list[float], now: float, watch: Watch) -> bool:
 
 
 def end_rank(watch: Watch, code: int) -> None:
-    """Tell the rank to exit with `code`. Kill the rank if it does not exit within `UNWIND_SECONDS`."""
+    """Tell the rank to exit with `code`. If it does not exit within `UNWIND_SECONDS`, kill it."""
     with contextlib.suppress(BrokenPipeError):
         os.write(watch.tell, bytes([code]))
     with contextlib.suppress(ProcessLookupError):
@@ -145,9 +151,10 @@ def end_rank(watch: Watch, code: int) -> None:
 
 
 def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
-    """Write this rank's report, and make sure that hang.txt names the rank that went silent.
+    """Write this rank's report, and make sure that hang.txt exists. hang.txt names the rank that went silent.
 
-    One rank writes hang.txt, usually rank 0 when it has all reports. All other ranks wait for this file.
+    Usually rank 0 writes hang.txt when it has the reports of all ranks. All other ranks wait for this file. If it does
+    not appear in time, one of them writes it.
     """
     folder = Path(watch.folder)
     verdict = folder / "hang.txt"
@@ -166,7 +173,8 @@ def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
             text = describe(_read_reports(folder), watch.world_size, folder)
             write_whole(verdict, text.encode())
             print(f"fourfold: {text}", file=sys.stderr, end="", flush=True)
-        # To collect the stacks of a stopped rank, the watchdog resumes it. So first wait for all other reports.
+        # To collect the stacks of a stopped rank, the watchdog must resume it. This would change the reports of other
+        # ranks, so first wait until these are complete.
         if report.state in STOPPED:
             _write_report(folder, report._replace(stacks=_collect_stacks(watch)))
     except OSError as error:
@@ -174,10 +182,10 @@ def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
 
 
 def describe(reports: list[HangingRank], world_size: int, folder: Path) -> str:
-    """Name the rank that went silent, and list what every rank was doing.
+    """Return the text of hang.txt: which rank went silent, and what every rank was doing.
 
     Args:
-        reports: Reports of the ranks.
+        reports: The ranks' reports.
         world_size: Number of ranks.
         folder: Folder of the reports.
     """
@@ -202,10 +210,16 @@ def describe(reports: list[HangingRank], world_size: int, folder: Path) -> str:
 def find_awaited(reports: list[HangingRank]) -> HangingRank:
     """Return the rank that all other ranks wait for, directly or indirectly.
 
-    If ranks are stopped, return one of them. Otherwise return a rank that is behind at least one peer and ahead of no
-    peer, or else any rank that is behind a peer. Among several such ranks, prefer the fewest heartbeats in the current
-    step. Return the rank that has been silent longest if several ranks remain, or if no rank is behind. Times of
-    heartbeats are compared only within one machine, because clocks differ between machines.
+    The candidates are the first of these sets that is not empty:
+
+    1. ranks that are stopped
+    2. ranks that are behind another rank (`_is_behind`), while no rank is behind them
+    3. ranks that are behind another rank
+    4. all ranks
+
+    If any rank is behind, keep only the candidates with the fewest heartbeats in the current step. Of the remaining
+    candidates, return the rank that has been silent longest. On each machine, this is the rank with the oldest
+    heartbeat. Between machines, compare the time of silence instead, because clocks differ.
     """
     stopped = [report for report in reports if report.state in STOPPED]
     behind = [one for one in reports if any(_is_behind(one, other) for other in reports)]
@@ -220,8 +234,8 @@ def find_awaited(reports: list[HangingRank]) -> HangingRank:
 
 
 def _is_behind(one: HangingRank, other: HangingRank) -> bool:
-    """Return whether one rank is in an earlier step than the second rank, or has entered fewer collectives of a
-    group that both are in."""
+    """Return whether `one` is in an earlier step than `other`. In the same step, return whether `one` has entered fewer
+    collectives of a group that both belong to."""
     if one.steps_begun != other.steps_begun:
         return one.steps_begun < other.steps_begun
     return any(count < other.entered.get(group, 0) for group, count in one.entered.items())
@@ -256,8 +270,7 @@ def _read_state(process: int) -> str:
 
 
 def _collect_stacks(watch: Watch) -> list[str]:
-    """Return the rank's stack traces. The rank writes them when it gets a signal, even in the middle of a
-    collective."""
+    """Return the rank's stack traces. A signal makes the rank write them, even in the middle of a collective."""
     os.kill(watch.process, STACK_SIGNAL)
     os.kill(watch.process, signal.SIGCONT)
     size, deadline = -1, time.monotonic() + 2.0

@@ -1,8 +1,8 @@
 """Start local workers by forking a starter process that has already imported the modules they need.
 
-Imports take seconds of CPU time, so they run only once. The starter is a new process, because it must not have threads:
-a forked process loses the threads of its parent. If the libraries do not support forking (macOS), the starter spawns
-new processes instead, and each of them imports the modules.
+Imports take seconds of CPU time, so they should run only once. The calling process cannot be forked, because it may
+have threads, and a forked process loses the threads of its parent. So the starter is a new process without threads. On
+macOS, libraries do not support forking. There the starter spawns new processes, and each of them imports the modules.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from fourfold.exit_codes import CRASH, DONE
 from fourfold.processes import end_with_parent, importing, lossy_output, prepare_environment
 
 Work = Callable[..., None]
-"""The function that a worker runs: `work(*args, sender)`, where `sender` is the pipe for its report."""
+"""The function that a worker runs, as `work(*args, sender)`. The worker sends its report through the pipe `sender`."""
 
 STARTED_BY: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
-"""multiprocessing's method for starting the starter itself."""
+"""How multiprocessing starts the starter itself."""
 
 
 class WorkerProcesses:
-    """The workers of one job, by rank. They end when the starter ends, and the starter ends when the caller ends."""
+    """The workers of one job. They end when the starter ends, and the starter ends when the calling process ends."""
 
     def __init__(self, world_size: int) -> None:
         self.ids: dict[int, int] = {}
-        """Process id of each worker by rank, until `exit_code` has reaped it. Empty before `take_ids`."""
+        """The process id of each worker by rank. `take_ids` adds the ids, and `exit_code` removes them."""
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(world_size)]
         self.reports: list[Connection] = [receiver for receiver, _ in pipes]
         """The pipe on which each worker reports. It closes when the worker ends."""
@@ -44,7 +44,7 @@ class WorkerProcesses:
         self._starter: BaseProcess | None = None
 
     def start(self, work: Work, args: Sequence[tuple[object, ...]], modules: Sequence[str]) -> None:
-        """Start the starter. It inherits blocked signals, and the workers inherit them from the starter.
+        """Start the starter, which then starts the workers. If this process blocks a signal, they all block it too.
 
         Args:
             work: The function that each worker runs.
@@ -57,7 +57,7 @@ class WorkerProcesses:
         )
         self._starter.start()
         for end in (self._starters_control, *self._senders):
-            # Close this process's copy of the other end. The pipe then closes when the process at that end dies.
+            # Close this process's copy of the other end. Then the pipe closes when the process at that end dies.
             end.close()
 
     def wait_for_start(self) -> None:
@@ -65,19 +65,25 @@ class WorkerProcesses:
         wait([self._control])
 
     def take_ids(self) -> None:
-        """Receive the process ids of the workers, so that `send` reaches them. Call this after `wait_for_start`."""
+        """Receive the process ids of the workers, which `send` needs. Call this after `wait_for_start`."""
         with contextlib.suppress(EOFError):
             self.ids = dict(enumerate(self._control.recv()))
 
     def send(self, signum: int) -> None:
-        """Send a signal to all workers. The ids stay valid, because the starter reaps a worker only in `exit_code`."""
+        """Send a signal to all workers.
+
+        No id can belong to another process by now, because a worker's id becomes free only in `exit_code`.
+        """
         for process_id in self.ids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process_id, signum)
 
     def exit_code(self, rank: int) -> int:
-        """Wait for a worker to end, and return its exit code. If a signal ended it, the code is minus the signal's
-        number. If the starter has died, return the starter's exit code."""
+        """Wait for a worker to end, and return its exit code.
+
+        If a signal has ended the worker, the code is minus the signal's number. If the starter has died, return the
+        starter's exit code.
+        """
         try:
             self._control.send(rank)
             code = self._control.recv()
@@ -91,7 +97,7 @@ class WorkerProcesses:
 
     def kill(self) -> None:
         """Kill all workers and wait until they are gone."""
-        self.send(signal.SIGKILL)  # At SIGTERM, the workers would try to save, but some of them are gone.
+        self.send(signal.SIGKILL)  # After SIGTERM, the workers would try to save, but some of them may be gone.
         if self._starter is not None and self._starter.pid is not None:
             if not self.ids:
                 self._starter.kill()
@@ -109,10 +115,10 @@ def _start(
     senders: Sequence[Connection],
     modules: Sequence[str],
 ) -> None:
-    """Start the workers and send their process ids. Then wait for each worker that the caller names, and send its exit
-    code.
+    """Run the starter: start the workers, and send their process ids to the caller.
 
-    When the caller ends, kill the workers.
+    Then answer the caller's requests: for each requested rank, wait for the worker, and send its exit code. When the
+    caller ends, kill the workers.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
@@ -122,14 +128,14 @@ def _start(
         for module in modules:
             with importing(), contextlib.suppress(Exception):  # The workers will report any error.
                 importlib.import_module(module)
-        gc.freeze()  # Otherwise, a garbage collection in a worker would copy every memory page that it shares.
+        gc.freeze()  # Otherwise, a garbage collection in a worker would copy all memory that it shares with others.
     context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
     try:
         for rank, sender in enumerate(senders):
             others = [control, *senders[rank + 1 :]] if forks else []
-            # The worker must not be a daemon, because it may start processes (for example, to tokenize the built-in
-            # corpus), and a daemon cannot have children.
+            # The worker must not be a daemon, because a daemon cannot have children. A worker may start processes, for
+            # example to tokenize the built-in corpus.
             process = context.Process(target=_work, args=(work, args[rank], sender, others), name=f"fourfold-{rank}")
             process.start()
             sender.close()
@@ -148,7 +154,7 @@ def _start(
 
 
 def _end(processes: Sequence[BaseProcess], code: int) -> NoReturn:
-    """Kill the workers and exit immediately, because a normal exit takes long if torch is loaded."""
+    """Kill the workers, and exit immediately. With torch loaded, a normal exit would take long."""
     for process in processes:
         process.kill()
     for process in processes:

@@ -1,5 +1,5 @@
-"""Choose the memory layouts of a run's matmuls from this machine's table, or by measuring. All processes use the choice
-of rank 0."""
+"""Choose how the operands of a run's matmuls are stored in memory. The choice comes from this machine's table or from
+new measurements, and rank 0 chooses for all processes."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _layouts(run: RunConfig, device: torch.device) -> Layouts:
         layers = {each: table.layers[key] for each in sizes if (key := key_of(each, dtype)) in table.layers}
         if len(layers) < len(sizes):
             print(
-                f"warning: {len(sizes) - len(layers)} of the {len(sizes)} sizes of this run's products are not in this "
-                "machine's table, and are computed as stored; `fourfold machine tune-matmul` measures them",
+                f"warning: {len(sizes) - len(layers)} of the {len(sizes)} matmul sizes of this run are not in this "
+                "machine's table, and use the default layout; `fourfold machine tune-matmul` measures them",
                 file=sys.stderr,
             )
     tuned = {(each.outputs, each.inputs): layer.layout for each, layer in layers.items()}

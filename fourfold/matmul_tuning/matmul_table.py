@@ -36,12 +36,12 @@ class Gain(Strict):
 
 
 class TunedLayer(Strict):
-    """The chosen layouts of a linear layer's three matmuls, and their gains by the names of the matmuls."""
+    """The chosen layouts of a linear layer's three matmuls. ``gains`` has the gain of each matmul, by name."""
 
     layout: LayerLayout
     gains: dict[str, Gain]
     other_order: float = Field(gt=0)
-    """The gain of all three matmuls together with the weight in the memory order that was not chosen."""
+    """The gain of all three matmuls together if the weight has the memory order that was not chosen."""
 
     @field_validator("gains")
     @classmethod
@@ -114,9 +114,9 @@ def read_table(machine: str) -> MatmulTable:
     try:
         table = MatmulTable.model_validate_json(text)
     except ValueError:
-        raise UserError(f"{file} is damaged: it is no table of tuned products; remove it, and measure again") from None
+        raise UserError(f"{file} is damaged: it is no table of tuned matmuls; remove it, and measure again") from None
     if table.machine != machine:
-        raise UserError(f"{file} is of another machine, {table.machine}; remove it, and measure again")
+        raise UserError(f"{file} belongs to another machine, {table.machine}; remove it, and measure again")
     return table
 
 

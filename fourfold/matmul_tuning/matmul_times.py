@@ -1,8 +1,9 @@
 """Time a linear layer's matmuls with all memory layouts, and choose layouts whose gain is larger than the noise.
 
-Timings are noisy, so the fastest of many layouts is often just the luckiest. Therefore the first rounds only nominate
-layouts: one for each matmul and each memory order of the weight. Then new rounds alternate between the nominee and the
-default layout, which copies no operand. Only these rounds determine the choice.
+Timings are noisy, so the fastest of many layouts is often just the luckiest. Therefore layouts are timed in rounds, and
+each round times every layout once. The first rounds only nominate layouts: one for each matmul and each memory order of
+the weight. Later rounds time the nominees and the default layout, which copies no operand. Only the later rounds
+determine the choice.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ round."""
 NOMINATING_ROUNDS = 3
 DECIDING_SECONDS, FEWEST_ROUNDS, MOST_ROUNDS = 1.0, 7, 21
 LEAST_SECONDS = 2e-3
-"""Least number of seconds to repeat a matmul, so that the resolution of the clock and the launch times of a GPU matter
-little."""
+"""A matmul is repeated for at least this number of seconds. The resolution of the clock and the launch times of a GPU
+then matter little."""
 
 _WEIGHT_COPIES = (Way(), Way(right="turned"), Way(right="padded"), Way(right="turned and padded"), Way(left="padded"))
 WAYS = {
@@ -48,14 +49,15 @@ WAYS = {
         Way(left="padded", right="padded"),
     ),
 }
-"""The ways to copy operands that are tried for each matmul. The first copies nothing."""
+"""For each matmul, the ways to copy its operands that are tried. The first way copies nothing."""
 
 
 K = TypeVar("K", bound=Hashable)
 
 
 class Candidate(NamedTuple):
-    """A memory order of the weight (``turned``: transposed), and the copies of operands that a matmul makes."""
+    """A way to compute a matmul. ``turned`` says whether the weight is stored transposed, and ``way`` says which
+    operands are copied first."""
 
     turned: bool
     way: Way
@@ -68,7 +70,7 @@ rounds."""
 
 
 class Chosen(NamedTuple):
-    """The best copies of one matmul for one memory order of the weight."""
+    """The best way to copy the operands of one matmul, for one memory order of the weight."""
 
     way: Way
     ratios: Ratios
@@ -106,8 +108,8 @@ def _turning_pays(seconds: dict[str, float], by_matmul: dict[str, dict[bool, Cho
 def _tune_matmul(
     matmul: str, sizes: MatmulSizes, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, dict[bool, Chosen]]:
-    """Return the seconds with the default layout, and the best copies of operands for both memory orders of the weight,
-    by whether the weight is transposed."""
+    """Return the seconds with the default layout. Also return the best copies of operands for each memory order of the
+    weight, with the key True for a transposed weight."""
     candidates = [Candidate(turned, way) for turned in (False, True) for way in WAYS[matmul]]
     calls = matmul_calls(matmul, candidates, sizes, dtype, device)
     times = seconds_in_rounds(calls, 1, device)
@@ -167,7 +169,8 @@ def matmul_calls(
 def seconds_in_rounds(
     calls: Mapping[K, Callable[[], object]], rounds: int, device: torch.device
 ) -> dict[K, list[float]]:
-    """Return the seconds of each call in each round. The rounds start with different calls, in turn."""
+    """Return the seconds of each call in each round. A round makes every call, and each round starts with a different
+    one."""
     times: dict[K, list[float]] = {name: [] for name in calls}
     turns = deque(calls)
     calls[turns[0]]()

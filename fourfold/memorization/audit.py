@@ -121,7 +121,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
         reference = _scores(_reference_scorer(request, other_model, device, inputs), inputs, request.offset)
     if scores is None:
         return None
-    if tokenizer is not None:  # Decode the tokens again, because text that was cut off must not be measured.
+    if tokenizer is not None:  # Documents may have been cut off, so get their text from the tokens.
         documents = [replace(document, text=tokenizer.decode(document.tokens.tolist())) for document in documents]
     special = () if tokenizer is None else tokenizer.special_ids
     return audit_record(
@@ -143,8 +143,8 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
 
 
 def _check_offset(request: AuditRequest, *runs: RunConfig | None) -> None:
-    """Raise ``UserError`` for an offset if a model was trained with document masking, so that it never attended to
-    other documents."""
+    """Raise ``UserError`` if an offset is given, but a model was trained with document masking. Such a model never
+    attended to other documents."""
     if request.offset and any(run is not None and run.data.mask_documents for run in runs):
         raise UserError(
             f"--offset {request.offset} puts other documents before each document, and a model trained with "
@@ -190,7 +190,7 @@ def _reference_scorer(
 def _documents(
     request: AuditRequest, scorer: Scorer, tokenizer: AnyTokenizer | None
 ) -> tuple[list[AuditDocument], int]:
-    """Read the documents, and then the control file's documents, which get the count 0.
+    """Read the documents. The documents of the control file follow, with the count 0.
 
     Returns:
         The documents, and the number of documents that the context truncates.

@@ -50,9 +50,7 @@ class AuditInputs:
 
 
 def audit_record(inputs: AuditInputs) -> dict[str, Any]:
-    """Return the record. First come the measures of the members: in total, by count, by prefix, and by position. Then
-    come the measures of the controls, of the reference model, of membership inference, of the replayed mask, and of the
-    continuations, and finally the warnings.
+    """Return the record of an audit.
 
     Members are documents whose count is not 0. Documents with an unknown count are members.
     """
@@ -125,8 +123,8 @@ def _beside_control(found: Sequence[Extraction], controls: Sequence[Extraction])
 
 
 def _by_prefix(members: Sequence[TokenScores], controls: Sequence[TokenScores], suffix: int) -> dict[str, Any]:
-    """Return for each prefix length n how often greedy decoding after the first n tokens reproduces the next ``suffix``
-    tokens, over the documents that are long enough."""
+    """Return how often greedy decoding after the first n tokens reproduces the next ``suffix`` tokens, for several n.
+    Documents that are too short for n do not count."""
     found = {}
     for prefix in prefix_lengths(members, suffix):
         row = {}

@@ -17,15 +17,15 @@ from fourfold.memorization.scorers import Scorer
 from fourfold.memorization.scores import AttackSampling, TokenScores
 
 TOLERANCES = (0.0, 0.05, 0.1, 0.2)
-"""Fractions of the suffix that may be edited. For each fraction, the record bounds the share of extractable
-documents."""
+"""Fractions of a suffix that may differ from the true text. The record has bounds on the share of extractable documents
+for each fraction."""
 
 EXTRACTABLE = 0.001
 """A suffix counts as extractable if a sample has at least this probability of being near-verbatim (arXiv
 2505.12546)."""
 
 SHOWN = 20
-"""Largest number of passages in the record. They are the continuations that are closest to the true text."""
+"""Largest number of passages in the record. The record shows the continuations that are closest to the true text."""
 
 
 def continuations(
@@ -40,8 +40,8 @@ def continuations(
     beams: int,
     sampling: AttackSampling,
 ) -> dict[str, Any]:
-    """Continue the first ``count`` members and the first ``count`` controls by greedy decoding in place of their
-    suffixes. With ``beams``, also search for near-verbatim texts.
+    """Remove the suffixes of the first ``count`` members and the first ``count`` controls, and let the model write them
+    by greedy decoding. With ``beams``, also search for near-verbatim texts.
 
     Every process of the model's grid must call this.
 

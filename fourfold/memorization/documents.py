@@ -31,7 +31,7 @@ class AuditDocument:
     canary: int | None = None
     """Index of the document in the ledger of canaries. None if ``fourfold prepare`` did not plant the document."""
     planted: Canaries | None = None
-    """How the planted copies differ from the document: their noise and their shift."""
+    """How the planted copies differ from the document (noise and shift)."""
     eod_id: int | None = None
     """Token that ends the document in its corpus. None if unknown."""
 
@@ -62,7 +62,7 @@ def read_documents(
         vocab_size: Size of the model's vocabulary.
         shortest: Smallest allowed number of tokens in a document.
         text_key: Key of the text.
-        count_key: Key that says how often the model was trained on the document.
+        count_key: Key of the number of times that the model was trained on the document.
 
     Returns:
         The documents, in the order of the file.

@@ -26,8 +26,8 @@ def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], su
     """
     texts = [document[:-suffix] for document in documents]
     for _ in range(suffix):
-        # A pass predicts each token of its input from the tokens before it. So append a 0, in place of the token to
-        # predict.
+        # A pass scores each token of its input, given the tokens before it. The 0 takes the place of the next token, so
+        # the pass also scores its position.
         fields = scorer.score([np.append(text, 0) for text in texts], last=1)
         new = [0] * len(texts)
         if fields is not None:
@@ -85,7 +85,7 @@ def common_subsequence(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     """Return the length of the longest common subsequence."""
     row = np.zeros(len(b) + 1, dtype=np.int64)
     for token in a:
-        # First compute best[j] = max(row[j], row[j-1] + match). Then the running maximum also includes best[j-1].
+        # best[j] = max(row[j], row[j-1] + match). The running maximum below then adds best[j-1].
         best = row.copy()
         best[1:] = np.maximum(row[1:], row[:-1] + (b == token))
         row = np.maximum.accumulate(best)
@@ -105,5 +105,5 @@ def edit_distance(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
         cost = np.empty_like(row)
         cost[0] = number
         cost[1:] = np.minimum(row[1:] + 1, row[:-1] + (b != token))
-        row = np.minimum.accumulate(cost - places) + places  # Each additional column costs one more insertion.
+        row = np.minimum.accumulate(cost - places) + places  # Each step to the right is one insertion.
     return int(row[-1])

@@ -1,5 +1,5 @@
-"""Compute which tokens of the audited documents a goldfish mask dropped in training, and compare the model's scores of
-kept and of dropped tokens."""
+"""Compute which tokens of the audited documents a goldfish mask dropped in training. Then compare the model's scores of
+kept tokens and of dropped tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fourfold.memorization.intervals import pooled_ratio, wilson
 from fourfold.memorization.scores import TokenScores
 
 COPIES = 300
-"""Number of copies of each near-duplicate canary whose masks are compared."""
+"""Number of noisy copies per canary whose masks are compared with the original's mask."""
 
 REPLAYABLE = ("hash", "hash-table")
 """Strategies whose mask depends only on the document's tokens, except at its start (``replay_mask``)."""
@@ -33,7 +33,7 @@ class MaskReplay:
     """The mask that one document of T tokens had in training, for the tokens after the first [T - 1]."""
 
     known: NDArray[np.bool_]
-    """Whether the document alone determines if the token was dropped."""
+    """True if the document's tokens alone determine whether this token was dropped."""
     dropped: NDArray[np.bool_]
     """Whether the token was dropped. Meaningful only if it is known."""
 
@@ -91,10 +91,11 @@ def goldfish_check(
 ) -> dict[str, Any]:
     """Compare the members' scores at kept and at dropped tokens, with intervals over documents.
 
-    ``first_divergence_at_dropped`` is a fraction of the documents whose suffix is not extracted: the documents whose
-    first wrong token in the suffix is a dropped token. If the mask had no effect, this fraction would equal
-    ``suffix_drop_rate``. ``suffix_kept_whole`` is the fraction of suffixes without a dropped token. The mask does not
-    protect such suffixes.
+    Two of the results need an explanation:
+
+    - ``first_divergence_at_dropped``: of the documents whose suffix is not extracted, the fraction whose first wrong
+      token was dropped by the mask. If the mask had no effect, it would equal ``suffix_drop_rate``.
+    - ``suffix_kept_whole``: the fraction of suffixes without a dropped token. The mask does not protect these.
 
     Raises:
         UserError: The mask cannot be replayed.
@@ -136,11 +137,11 @@ def goldfish_check(
 def near_duplicates(
     config: GoldfishConfig, exempt: tuple[int, ...], documents: Sequence[AuditDocument], tokenizer: Vocabulary | None
 ) -> dict[str, Any] | None:
-    """Measure how often a noisy copy trains a token that its original drops, and compare this with
-    ``near_duplicate_law``.
+    """Measure how often a noisy copy of a document trains a token that the document's own mask drops, and compare this
+    with ``near_duplicate_law``.
 
-    Only copies in which this token is unchanged count. Return None if there are no noisy canaries, or if the tokenizer
-    is missing. (The noise was drawn from the tokenizer's vocabulary.)
+    A copy counts only if its noise left the token unchanged. Drawing the noise again needs the tokenizer's vocabulary.
+    Return None without a tokenizer or without noisy canaries.
     """
     if tokenizer is None:
         return None

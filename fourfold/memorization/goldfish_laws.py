@@ -24,7 +24,7 @@ def exact_match_law(k: int, suffix: int) -> float:
 
 
 def near_duplicate_law(noise: float, h: int, k: int) -> float:
-    """Return (1 - (1 - ε)^h) · (1 - 1/k), the fraction of near-duplicates that train a token that the original drops.
+    """Return (1 - (1 - ε)^h) · (1 - 1/k), the probability that a near-duplicate trains a token that the original drops.
 
     Args:
         noise: The fraction ε of tokens that differ in a near-duplicate.

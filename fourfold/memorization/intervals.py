@@ -97,8 +97,8 @@ def auc_interval(members: NDArray[np.float64], controls: NDArray[np.float64]) ->
 
 
 def true_positive_rate(members: NDArray[np.float64], controls: NDArray[np.float64], one_in: int) -> float | None:
-    """Return the true-positive rate at a false-positive rate of 1/``one_in``: the threshold is a score that only this
-    fraction of the controls exceeds. Return None if there are fewer than ``one_in`` controls."""
+    """Return the true-positive rate at a false-positive rate of 1/``one_in``, or None if there are fewer than
+    ``one_in`` controls."""
     allowed = len(controls) // one_in
     if not allowed:
         return None

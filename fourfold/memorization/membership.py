@@ -131,8 +131,8 @@ def bag_of_words_guard(
 
 
 def _different(documents: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
-    """Return each distinct document once. Otherwise one copy of a document could be in the classifier's training data
-    and another copy in its test data."""
+    """Remove repeated documents. Otherwise one copy of a document could be in the classifier's training data and
+    another copy in its test data."""
     return list({tokens.tobytes(): tokens for tokens in documents}.values())
 
 

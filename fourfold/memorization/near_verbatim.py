@@ -1,10 +1,10 @@
 """Bound the probability that a model writes a suffix nearly word for word.
 
-Let p_ε be the probability that a sampled text with the length of the suffix is within ε edits (Levenshtein distance in
-tokens) of the suffix. Sampling would need about 100,000 texts per document to measure p_ε. Instead, a beam search
-follows the most likely texts that are still within ε edits. Their exact probabilities add up to a lower bound (arXiv
-2603.24917). The search drops other texts that may also be within ε edits. Their probabilities add up to the gap between
-the lower and the upper bound.
+Let p_ε be the probability that a sampled text is within ε edits of the suffix. Texts have the length of the suffix, and
+edits are counted in tokens (Levenshtein distance). To measure p_ε by sampling, one would need about 100,000 texts per
+document. Instead, a beam search follows the most likely texts that can still be within ε edits. Their exact
+probabilities add up to a lower bound (arXiv 2603.24917). Texts that the search drops may also be within ε edits. The
+sum of their probabilities is the gap between the lower and the upper bound.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Search:
         self.rows_BS = self.places[None]
         """Edit distance between each text and the suffix's first 0 to S tokens."""
         self.dropped = np.full(self.tolerance + 1, -math.inf)
-        """ln of the dropped probability, by the smallest distance that the dropped texts can still have."""
+        """ln of the total probability of dropped texts, by the smallest distance that they could still reach."""
         self.read = 0
 
     def extend(self, ids_BK: Tokens, log_p_BK: LogP, is_complete: bool) -> None:
@@ -103,8 +103,8 @@ class _Search:
         return best
 
     def _nearest(self, rows: Tokens, more: int = 0) -> Tokens:
-        """Return the smallest distance that texts with these rows can still have at the end. If a text has n more (or n
-        fewer) remaining tokens than the suffix, it needs at least n more edits."""
+        """Return the smallest distance that texts with these rows can still reach. If a text has n tokens more (or
+        fewer) left than the suffix, it needs at least n more edits."""
         nearest: Tokens = (rows + np.abs(self.places - (self.texts_BI.shape[1] + more))).min(-1)
         return nearest
 

@@ -24,8 +24,8 @@ from fourfold.run_file.load import apply_override, make_run, read_table
 from fourfold.untrusted_files import check_no_adapter
 
 LONGEST_UNKNOWN = 2048
-"""Context length in tokens if the model does not state one. It is also the longest context of imported models, which
-do not state the sequence length that they were trained with."""
+"""Context length in tokens if the model does not state one. Imported models do not state the sequence length that they
+were trained with, so this is also their longest context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class ScoredModel:
 
 
 def find_model(name: str, request: ScoringRequest, option: str = "--model") -> ScoredModel:
-    """Find a model. For a checkpoint, also make the run that describes it on the grid that the request's overrides ask
+    """Find a model. For a checkpoint, also create the run that loads it, on the grid that the request's overrides ask
     for.
 
     Args:
@@ -107,10 +107,10 @@ def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> R
     training = {"seq_length": longest, "micro_batch_size": request.micro_batch_size}
     precision = {key: table.get("training", {}).get(key) for key in ("precision", "master_weights", "device")}
     table["training"] = {**{k: v for k, v in precision.items() if v is not None}, **training, "train_steps": 1}
-    # Drop all other sections, because they affect only training.
+    # All other sections affect only training.
     table = {key: table[key] for key in ("model", "data", "masks", "parallel", "training") if key in table}
-    # Keep the section [data], because it names the tokenizer. Set data.format to text, because the format "preferences"
-    # requires a [dpo] section. Reset its streams, because they may not divide the new batch.
+    # The section [data] names the tokenizer. Reset two of its keys: the format "preferences" would require a section
+    # [dpo], and the number of streams may not divide the new batch size.
     for override in ("data.format=text", "data.streams=1", *request.overrides):
         apply_override(table, override)
     parallel = table["parallel"]
@@ -132,7 +132,7 @@ def run_on_model_grid(function: str, request: ScoringRequest) -> Any:
 
 
 def find_tokenizer(request: ScoringRequest, model: ScoredModel, special_tokens: bool = True) -> AnyTokenizer | None:
-    """Return the request's tokenizer, which is by default the model's own. Return None if the tokenizer is unknown.
+    """Return the tokenizer that the request names, or else the model's own. Return None if the tokenizer is unknown.
 
     Args:
         special_tokens: Whether a Hugging Face tokenizer adds its usual special tokens to a text. fourfold's tokenizers

@@ -1,5 +1,5 @@
-"""Score every token of documents in one forward pass, for models on a grid and for Hugging Face models. The ranks that
-hold the logits compute the scores."""
+"""Score every token of documents in one forward pass, with a model on a grid or a Hugging Face model. Each rank
+computes the scores from its own logits, so no rank gathers them all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from fourfold.training.job import Job
 Rows = list[NDArray[np.int64]]
 Scores = list[NDArray[np.float32]]
 Fields = Callable[[Tensor, Tensor], Tensor]
-"""Computes the fields [F, m] of m tokens from the logits [m, V], which it may overwrite, and the targets [m]."""
+"""A function that computes F numbers for each of m tokens, [F, m], from the logits [m, V] and the targets [m]. It may
+overwrite the logits."""
 
 
 class Scorer(Protocol):
@@ -48,7 +49,8 @@ class Scorer(Protocol):
 
         Args:
             documents: Token ids of each document [T].
-            fields: What to compute for each token. Default: ``score_logits`` with the attacker's sampling scheme.
+            fields: The function that computes the numbers for each token. Default: ``score_logits`` with the attacker's
+                sampling scheme.
             last: Return only the fields of this many tokens at each document's end.
 
         Returns:
@@ -149,8 +151,8 @@ class HuggingFaceScorer:
         groups = [list(group) for _, group in alike]
         found: dict[int, NDArray[np.float32]] = {}
         for together in (group[n : n + at_once] for group in groups for n in range(0, len(group), at_once)):
-            # Some rotary embeddings depend on the longest sequence that the module has processed. Reset this length, so
-            # that a score does not depend on earlier documents.
+            # Some rotary embeddings depend on the longest sequence so far. Reset this length, so that a score does not
+            # depend on earlier documents.
             for module in self.model.modules():
                 vars(module).update({key: 0 for key in vars(module) if key.endswith("max_seq_len_cached")})
             rows = [documents[number] for number in together]
@@ -167,7 +169,7 @@ class HuggingFaceScorer:
 def scoring_head(job: Job, fields: Fields) -> Iterator[None]:
     """Make the last stage return the fields [F, B, S] of its targets instead of a loss.
 
-    This replaces the head's ``forward`` instead of the head, so that FSDP2 still gathers the head's weights.
+    It replaces only the head's ``forward``, not the head, because FSDP2 must still gather the head's weights.
     """
     heads = [stage.model.lm_head for stage in job.stages.values() if stage.model.lm_head is not None]
     for head in heads:

@@ -1,8 +1,8 @@
 """Score every token in one forward pass over the true text. Membership inference needs only these scores, and so does
 extraction at any position.
 
-Greedy decoding from a document's own prefix reproduces the next n tokens exactly if each of them is the most likely
-token after the true tokens before it. One forward pass therefore gives the answer for every prefix and every suffix.
+Greedy decoding after a prefix of the document reproduces the next n tokens if each of them is the most likely token,
+given the true tokens before it. So one forward pass gives the answer for every prefix and every suffix.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _sampled(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling) -> 
 
 
 def _kept(scaled_mV: Tensor, sampling: AttackSampling) -> Tensor:
-    """Return the scaled logits that an attacker draws from: with top-k or top-p, in descending order and at most k of
-    them, with -inf in place of logits that top-p excludes."""
+    """Return the scaled logits that an attacker draws from. With top-k or top-p, they are in descending order, and
+    excluded logits are left out or -inf."""
     if sampling.top_k is None and sampling.top_p is None:
         return scaled_mV
     columns = scaled_mV.shape[1]

@@ -1,4 +1,4 @@
-"""Typed base classes for autograd functions, because torch's classes have no types."""
+"""Base classes for autograd functions with type annotations, which torch's classes lack."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ class FunctionOfMany(torch.autograd.Function):
 
 
 class Context(Protocol[T]):
-    """The context that carries saved tensors and one ``kept`` value from a function's forward to its backward pass."""
+    """The type of ``ctx`` in autograd functions. It carries saved tensors, and one other value in ``kept``, from the
+    forward to the backward pass."""
 
     kept: T
     saved_tensors: tuple[Any, ...]
-    """The saved tensors, with None for each None that the forward pass saved."""
+    """The arguments of ``save_for_backward``, which may include None."""
 
     needs_input_grad: tuple[bool, ...]
 
@@ -48,7 +49,7 @@ class Context(Protocol[T]):
 
 
 def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Exclude a function from compilation, because asynchronous collectives cannot be traced."""
+    """Exclude a function from ``torch.compile``, which cannot trace asynchronous collectives."""
     disabled: Callable[P, R] = torch.compiler.disable(function)
     return disabled
 
@@ -75,11 +76,11 @@ class _Differentiable(Function):
 def differentiable(
     x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[..., Tensor], *kept: Tensor | None
 ) -> Tensor:
-    """Call a linear function, with a custom backward pass.
+    """Return ``forward(x)``, and use ``backward`` to compute the gradient of ``x``.
 
     Args:
-        backward: computes the input's gradient from the output's gradient and ``kept``.
-        kept: the tensors that ``backward`` reads. Do not put them in a closure of ``backward``. Tensors in a closure
-            stay in memory after the backward pass, and recomputation does not free them.
+        backward: computes the gradient of ``x`` from the gradient of the output and ``kept``.
+        kept: all tensors that ``backward`` reads. If ``backward`` were a closure over these tensors, they would stay in
+            memory after the backward pass, and recomputation could not free them.
     """
     return _Differentiable.apply(x, forward, backward, *kept)

@@ -1,4 +1,4 @@
-"""Causal attention in plain PyTorch, and the rotary tables and masks that all layers of one attention type share.
+"""Causal attention in plain PyTorch. Layers of the same attention type share their rotary tables and masks.
 
 Shapes: B sequences, S tokens, N heads, K key-value heads, D head_dim.
 """
@@ -20,14 +20,14 @@ from fourfold.models.softcap import softcapped
 
 
 class AttentionCore(nn.Module):
-    """The attention core. It normalizes and rotates queries and keys, attends, and returns the outputs of the heads."""
+    """The part of attention between the projections. It normalizes and rotates queries and keys, and runs attention."""
 
     q_norm: nn.Module | None
     k_norm: nn.Module | None
     sinks: nn.Parameter | None
-    """One learned logit per query head. It joins the softmax over the head's scores, but has no value vector."""
+    """One learned logit per query head. The softmax over the head's scores includes it, but it has no value vector."""
     is_for_gpu = False
-    """Whether to use the operations of a GPU on any device. The trace of a GPU run sets this."""
+    """Whether to run the operations that a GPU would run, on any device. ``fourfold trace`` sets this for GPU runs."""
 
     def __init__(self, config: ModelConfig, rotates: bool = True) -> None:
         super().__init__()
@@ -46,13 +46,19 @@ class AttentionCore(nn.Module):
         return self.attend_heads(*self.norm_all_heads(q_BSf, k_BSf), v_BSf, context)
 
     def norm_all_heads(self, q_BSf: Tensor, k_BSf: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalize queries and keys over all heads if the model does so."""
+        """Apply query and key norms that cover the channels of all heads (OLMoE).
+
+        ``attend_heads`` applies norms of single heads.
+        """
         if self.norms_each_head or self.q_norm is None or self.k_norm is None:
             return q_BSf, k_BSf
         return self.q_norm(q_BSf), self.k_norm(k_BSf)
 
     def attend_heads(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
-        """Compute attention. The heads of the inputs and of the output are joined in one dim."""
+        """Split the channels into heads, normalize and rotate each head, and run attention.
+
+        Inputs and output are [B, S, f], with the channels f of all heads.
+        """
         q_BSND, k_BSKD, v_BSKD = (t.unflatten(-1, (-1, self.head_dim)) for t in (q_BSND, k_BSKD, v_BSKD))
         if self.norms_each_head and self.q_norm is not None and self.k_norm is not None:
             q_BSND, k_BSKD = self.q_norm(q_BSND), self.k_norm(k_BSKD)
@@ -63,15 +69,16 @@ class AttentionCore(nn.Module):
         return self.attend(q_BSND, k_BSKD, v_BSKD, context).flatten(-2)
 
     def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
-        """Return Σ softmax(scale · q·k, soft-capped) · v over the keys that a query may see, [B, S, N, D].
+        """Return Σ softmax(scale · q·k) · v over the keys that a query may see, [B, S, N, D].
 
-        A head's sink is one more score in its softmax.
+        The scores scale · q·k are soft-capped if the model does so. If a head has a sink, its softmax includes the sink
+        as one more score.
         """
         mask = self.mask_of(q_BSND, k_BSKD, context)
         is_float32_on_gpu = q_BSND.dtype == torch.float32 and (q_BSND.is_cuda or self.is_for_gpu)
         if mask is not None or (is_float32_on_gpu and k_BSKD.shape[2] != q_BSND.shape[2]):
-            # Repeat the key-value heads. Kernels with a mask, and the float32 kernel on a GPU, need as many of them as
-            # query heads. Without a fused kernel, torch would keep all scores in memory.
+            # Kernels with a mask, and the float32 kernel on a GPU, need as many key-value heads as query heads. So
+            # repeat the key-value heads. Otherwise torch would use no fused kernel, and keep all scores in memory.
             k_BSKD, v_BSKD = (t.repeat_interleave(q_BSND.shape[2] // t.shape[2], dim=2) for t in (k_BSKD, v_BSKD))
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
         if (self.softcap or self.sinks is not None) and mask is not None:
@@ -88,8 +95,10 @@ class AttentionCore(nn.Module):
         return out_BNSD.transpose(1, 2)
 
     def mask_of(self, q_BSND: Tensor, k_BSKD: Tensor, context: AttentionContext) -> Tensor | None:
-        """Return a mask [B or 1, 1, Q, S] that is true if a query may see a key, or None if a kernel's causal mask is
-        enough."""
+        """Return a mask [B or 1, 1, Q, S] that is true if a query may see a key.
+
+        Return None if no mask is needed, because the kernel's own causal mask is enough.
+        """
         first, count = context.first_query, q_BSND.shape[1]
         if context.mask_B1SS is not None:
             return context.mask_B1SS[:, :, first : first + count]
@@ -100,25 +109,25 @@ class AttentionCore(nn.Module):
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Inputs that all layers of one attention type read in addition to their hidden states."""
+    """What all layers of one attention type read in addition to hidden states."""
 
     cos_BS1d: Tensor | None = None
-    """Rotary tables, or None with learned positions. B is 1 if all sequences have the same positions."""
+    """Rotary tables. None if the model has no rotary embeddings. B is 1 if all sequences have the same positions."""
     sin_BS1d: Tensor | None = None
     mask_B1SS: Tensor | None = None
     """True if a query may see a key. None means plain causal attention."""
     first_query: int = 0
-    """The first query's position in the sequence, if the queries are only a part of the sequence."""
+    """The index of the first query's token in the sequence. It is above 0 if another rank has the first queries."""
     window: int = 0
     """The number of tokens that a query sees, including itself. 0 means no window."""
     is_data_BS: Tensor | None = None
-    """False for padding, which no expert takes. None means that there is no padding."""
+    """False for padding, which experts do not process. None means that there is no padding."""
     document_ends_BE: Tensor | None = None
-    """The ends of each sequence's documents, for layers without a mask. None if attention may cross documents."""
+    """Where each document ends, for layers that use no mask. None if attention may cross document boundaries."""
 
 
 class AttentionTables(nn.Module):
-    """Computes rotary tables and masks once for all layers of one attention type."""
+    """Computes the rotary tables and masks of each attention type once per forward pass."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -144,7 +153,7 @@ class AttentionTables(nn.Module):
     def with_documents(
         self, tables: AttentionContext, document_ends_BE: Tensor | None, positions_BS: Tensor
     ) -> AttentionContext:
-        """Add a mask to the tables unless attention is plain causal attention."""
+        """Add a mask to the tables. Plain causal attention needs no mask, so its tables are returned unchanged."""
         length = positions_BS.shape[1]
         if document_ends_BE is None and not 0 < tables.window < length:
             return tables
@@ -167,8 +176,10 @@ def documents_of(document_ends_BE: Tensor, length: int) -> Tensor:
 
 
 def causal_within(documents_BS: Tensor, window: int = 0) -> Tensor:
-    """Return a mask [B, 1, S, S] that is true if a query may see a key. The key must not come after the query, and
-    must be in the query's document and window."""
+    """Return a mask [B, 1, S, S] that is true if a query may see a key.
+
+    A query sees keys up to its own position, in its own document, and within the window. 0 means no window.
+    """
     same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
     seen_BSS = same_BSS.tril().triu(1 - window) if window else same_BSS.tril()
     return seen_BSS[:, None]

@@ -1,5 +1,5 @@
-"""Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464): linear attention. Each head has a state of fixed size. A token
-updates this state instead of adding a key and a value to a cache.
+"""Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464), a kind of linear attention. Each head has a state of fixed size.
+A token updates this state instead of adding a key and a value to a cache.
 
 Shapes: B sequences, S tokens, H hidden size, N value heads, D width of a key head, E width of a value head, C channels.
 Each sequence has n chunks of c tokens.
@@ -18,14 +18,14 @@ from fourfold.models.norms import RMSNorm
 from fourfold.models.recomputation import recomputable
 
 CHUNK = 64
-"""Number of tokens in a chunk, which are computed together. Larger chunks make larger matmuls, but take more FLOPs."""
+"""Number of tokens that matmuls process at once. Larger chunks make larger matmuls, but need more FLOPs per token."""
 
 NORM_EPS = 1e-6
-"""Added to the squared length of queries and keys before they are scaled to length 1."""
+"""Added to the squared length of a query or key before it is scaled to length 1, to avoid a division by zero."""
 
 
 class DeltaNet(nn.Module):
-    """Linear attention, in place of a block's self-attention."""
+    """Linear attention. It replaces softmax attention in a block."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -51,7 +51,8 @@ class DeltaNet(nn.Module):
 
 
 class DeltaCore(nn.Module):
-    """Everything between the projections: convolutions, the delta rule, and the gated norm, in float32."""
+    """Computes everything between the input and output projections, in float32: short convolutions, the delta rule, and
+    the gated norm."""
 
     CHANNELS = ("q_conv", "k_conv", "v_conv", "A_log", "dt_bias")
     """Names of the parameters that are split by heads. They have one row per channel, or one value per head."""
@@ -78,7 +79,7 @@ class DeltaCore(nn.Module):
     def compute(
         self, q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, a: Tensor, context: AttentionContext
     ) -> Tensor:
-        """Return the gated outputs of the heads, [B, S, N·E]. The inputs are in the order of ``DeltaNet.inputs``."""
+        """Return the gated outputs of the heads, [B, S, N·E], from the outputs of the layers in ``DeltaNet.inputs``."""
         out_BSNE = self.mix(q, k, v, b, a, context, *(getattr(self, name) for name in self.CHANNELS))
         gate_BSNE = F.silu(z.float()).unflatten(-1, (-1, self.value_width))
         gated_BSNE: Tensor = self.norm(out_BSNE) * gate_BSNE
@@ -87,7 +88,11 @@ class DeltaCore(nn.Module):
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, a: Tensor, context: AttentionContext, *parameters: Tensor
     ) -> Tensor:
-        """Mix the tokens of each head, [B, S, N, E]. ``parameters`` are in the order of ``CHANNELS``."""
+        """Run the convolutions and the delta rule, and return the outputs of the heads, [B, S, N, E].
+
+        Args:
+            parameters: the parameters that ``CHANNELS`` names, in this order.
+        """
         *convolutions, A_log_N, dt_bias_N = (parameter.float() for parameter in parameters)
         ends_BE = context.document_ends_BE
         documents_BS = None if ends_BE is None else documents_of(ends_BE, q.shape[1])
@@ -103,9 +108,9 @@ class DeltaCore(nn.Module):
 
 
 def short_convolution(x_BSC: Tensor, weight_CT: Tensor, documents_BS: Tensor | None) -> Tensor:
-    """Convolve each channel causally with its own T taps, and apply SiLU. The last tap is for the current token.
+    """Convolve each channel causally with its own T weights, and apply SiLU. The last weight is for the current token.
 
-    No tap reads a token of an earlier document.
+    The convolution does not read tokens of other documents.
     """
     length, taps = x_BSC.shape[1], weight_CT.shape[1]
     out_BSC = x_BSC * weight_CT[:, -1]
@@ -119,8 +124,12 @@ def short_convolution(x_BSC: Tensor, weight_CT: Tensor, documents_BS: Tensor | N
 
 
 def unit_heads(t_BSf: Tensor, width: int, heads: int) -> Tensor:
-    """Scale the vector of each token and head to length 1, [B, S, N, D]. If there are fewer key heads than value heads,
-    repeat each key head."""
+    """Split channels into heads, and scale each head's vector to length 1.
+
+    Returns:
+        One query or key vector per value head, [B, S, N, D]. If there are fewer key heads than value heads, each key
+        head is repeated.
+    """
     t_BSKD: Tensor = t_BSf.unflatten(-1, (-1, width))
     t_BSKD = t_BSKD * (t_BSKD.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
     return t_BSKD.repeat_interleave(heads // t_BSKD.shape[2], dim=2)
@@ -134,16 +143,16 @@ def gated_delta_rule(
     beta_BSN: Tensor,
     documents_BS: Tensor | None = None,
 ) -> Tensor:
-    """Run the recurrence of each head (eq. 10), and return the reads q·state, [B, S, N, E].
+    """Run the recurrence of each head (eq. 10), and return the outputs q·state of all tokens, [B, S, N, E].
 
-    Each token multiplies the state [D, E] by its decay. Then it moves the value that its key reads from the state
-    towards its own value, by the fraction beta:
+    A token first multiplies the state [D, E] by its decay. Then its key reads the value k·state. The token changes the
+    state so that this value moves towards v, by the fraction beta:
 
         state ← exp(log_decay) · state
         state ← state + k ⊗ beta · (v − k·state)
 
-    A document begins with a state of zeros. The tokens of a chunk are computed together (section 3.3), and the state is
-    passed from chunk to chunk.
+    The state is zero at the start of each document. Matmuls compute all tokens of a chunk at once (section 3.3). A loop
+    passes the state from chunk to chunk.
     """
     length = q_BSND.shape[1]
     q, k, v = (_chunks(t) for t in (q_BSND, k_BSND, v_BSNE))  # [B, N, n, c, ·]
@@ -172,19 +181,22 @@ def _chunks(t_BSN: Tensor) -> Tensor:
 
 
 def _decays(decay_BNnc: Tensor, documents_BS: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the factors by which a token's write has decayed when a later token reads it.
+    """Return the factors by which a token's write to the state has decayed when it is read later.
 
     Args:
         decay_BNnc: The logarithm of the total decay from the beginning of the chunk up to and including each token.
-        documents_BS: The document of each token. Between tokens of different documents, factors are 0.
+        documents_BS: The document of each token. Factors between tokens of different documents are 0.
 
     Returns:
-        The factors from token to token of a chunk [B, N, n, c, c], from the state before the chunk to each token
-        [B, N, n, c, 1], and from each token to the state after the chunk [B, N, n, c, 1].
+        Three tensors of factors.
+
+        - From each token to each later token of the chunk, [B, N, n, c, c].
+        - From the state before the chunk to each token, [B, N, n, c, 1].
+        - From each token to the state after the chunk, [B, N, n, c, 1].
     """
     is_seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay_BNnc.device).tril(-1)
-    # All of what a token wrote is left when the token itself reads. Constants say so: differences of equal decays would
-    # add rounding errors to the gradients of the decays, which are much larger than the gradients of fast decays.
+    # A token reads its own write before any decay, so this factor is 1. Use a constant, not exp(decay − decay).
+    # Autograd would differentiate this difference, and rounding errors would exceed the gradients of fast decays.
     own = torch.eye(CHUNK, dtype=decay_BNnc.dtype, device=decay_BNnc.device)
     reads, writes = decay_BNnc.exp(), F.pad((decay_BNnc[..., -1:] - decay_BNnc[..., :-1]).exp(), (0, 1), value=1.0)
     if documents_BS is not None:

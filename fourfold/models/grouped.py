@@ -15,14 +15,13 @@ from torch import Tensor
 from fourfold.models.autograd import Context, Function, differentiable
 
 ALIGNMENT = 16
-"""torch's grouped kernel needs rows whose size in bytes is a multiple of this."""
+"""torch's grouped kernel needs rows whose size is a multiple of this many bytes."""
 
 
 class HostNumbers:
-    """Integers that are being copied from a device to the host. The copy runs after all work issued so far, and only
-    ``read`` waits for it.
+    """Copies integers from a device to the host in the background. Only ``read`` waits for the copy.
 
-    ``on_device`` has the same integers.
+    ``on_device`` is the tensor with the same integers on the device.
     """
 
     def __init__(self, on_device: Tensor) -> None:
@@ -34,7 +33,7 @@ class HostNumbers:
             self._event.record()
 
     def have_arrived(self) -> bool:
-        """Return whether ``read`` would return immediately."""
+        """Return whether the copy is complete, so that ``read`` does not wait."""
         return self._event is None or self._event.query()
 
     def read(self) -> list[int]:
@@ -47,13 +46,14 @@ class HostNumbers:
 
 
 class Groups:
-    """The number of rows in each of several consecutive groups.
+    """Divides rows into consecutive groups of given sizes.
 
-    Results for rows after the last group are undefined. torch's kernel reads the sizes on the device. The host waits
-    for the sizes only if it multiplies group by group.
+    Matmuls leave results for rows after the last group undefined. torch's grouped kernel reads the sizes on the device.
+    Without this kernel, each group is a separate matmul, and the host waits for the sizes.
 
     Args:
-        sizes: the same integers as ``sizes_E``, if the host knows them.
+        sizes_E: the number of rows in each group, on the device.
+        sizes: the same numbers, if the host knows them.
     """
 
     def __init__(self, sizes_E: Tensor, sizes: Sequence[int] | None = None) -> None:
@@ -62,12 +62,11 @@ class Groups:
 
     @cached_property
     def ends_E(self) -> Tensor:
-        """Return the end of each group, as the index of the next row after it, int32 on the device."""
+        """Return the index of the first row after each group, int32 on the device."""
         return self._sizes_E.cumsum(0, dtype=torch.int32)
 
     def of_rows(self, count: int) -> Tensor:
-        """Return the index of the group of each of ``count`` rows. Rows after the last group count as part of the last
-        group."""
+        """Return the index of each row's group, [count]. Rows after the last group get the last group's index."""
         places_N = torch.arange(count, device=self.ends_E.device, dtype=torch.int32)
         return torch.searchsorted(self.ends_E, places_N, right=True).clamp_(max=len(self.ends_E) - 1)
 
@@ -80,12 +79,12 @@ class Groups:
         return list(self._sizes)
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Split rows into groups."""
+        """Return the rows of each group as separate tensors."""
         parts: tuple[Tensor, ...] = rows[: sum(self.sizes)].split(self.sizes)
         return parts
 
     def zero_empty(self, out_EOI: Tensor) -> None:
-        """Write zeros to the matrices of empty groups, without waiting for the sizes."""
+        """Set the matrices of empty groups to zero, without waiting until the host knows the sizes."""
         if self._numbers is not None and not self._numbers.have_arrived():
             out_EOI.masked_fill_((self._sizes_E == 0)[:, None, None], 0)
             return
@@ -95,23 +94,23 @@ class Groups:
 
 
 def grouped_matmul(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
-    """Multiply each group of rows by its matrix, x Wᵀ, [N, O]. Groups may be empty.
+    """Multiply each group of rows x by its matrix W, and return x Wᵀ for all rows, [N, O]. Groups may be empty.
 
-    There are two autograd functions: the first saves the operands, and the second multiplies. If the backward pass does
-    not need the result, a recomputation stops after the first function.
+    The first of two autograd functions saves the operands, and the second multiplies. If the backward pass does not
+    need the product, activation checkpointing can stop after the first function and need not repeat the matmul.
     """
     kept_NO = _KeepOperands.apply(rows_NI, weights_EOI, groups)
     return _GroupedMatmul.apply(kept_NO, rows_NI.detach(), weights_EOI.detach(), groups)
 
 
 def add_biases(rows_NO: Tensor, biases_EO: Tensor | None, groups: Groups) -> Tensor:
-    """Add to each row the bias of its group, if there are biases."""
+    """Add its group's bias to each row. Return the rows unchanged if there are no biases."""
     if biases_EO is None:
         return rows_NO
     group_N = groups.of_rows(len(rows_NO))
 
     def sum_of_groups(grad_NO: Tensor) -> Tensor:
-        # Sum by a matmul with ones, because a matmul sums in float32 and always in the same order.
+        # Sum with a matmul by ones, because a matmul adds in float32 and always in the same order.
         return _outer(grad_NO, grad_NO.new_ones(len(grad_NO), ALIGNMENT), groups)[..., 0]
 
     return rows_NO + differentiable(biases_EO, lambda biases: biases[group_N], sum_of_groups)
@@ -120,7 +119,7 @@ def add_biases(rows_NO: Tensor, biases_EO: Tensor | None, groups: Groups) -> Ten
 class _KeepOperands(Function):
     """Saves the operands, and computes their gradients in the backward pass.
 
-    The output is a placeholder that receives the matmul's gradient.
+    The output has no data. Its only use is to receive the gradient of the matmul's output.
     """
 
     @staticmethod
@@ -138,7 +137,7 @@ class _KeepOperands(Function):
 
 
 class _GroupedMatmul(Function):
-    """Multiplies. The gradient passes through to ``_KeepOperands``."""
+    """Computes the matmul. The backward pass hands the output's gradient to ``_KeepOperands`` unchanged."""
 
     @staticmethod
     def forward(ctx: object, kept_NO: Tensor, rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
@@ -150,7 +149,7 @@ class _GroupedMatmul(Function):
 
 
 def _multiply(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
-    """Return x Wᵀ for each group."""
+    """Return x Wᵀ for all rows x, where W is the matrix of the row's group, [N, O]."""
     if has_kernel(rows_NI, weights_EOI, *weights_EOI.shape[1:]):
         return F.grouped_mm(rows_NI.contiguous(), weights_EOI.mT, offs=groups.ends_E)
     out_NO = rows_NI.new_empty(len(rows_NI), weights_EOI.shape[1])
@@ -161,7 +160,7 @@ def _multiply(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
 
 
 def _outer(grad_NO: Tensor, rows_NI: Tensor, groups: Groups) -> Tensor:
-    """Return gradᵀ x for each group, [E, O, I]. It is zero for an empty group."""
+    """Return the weight gradient gradᵀ x of each group, [E, O, I]. The gradient of an empty group is zero."""
     if has_kernel(grad_NO, rows_NI, grad_NO.shape[1], rows_NI.shape[1]):
         out_EOI = F.grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), offs=groups.ends_E)
         groups.zero_empty(out_EOI)  # Some kernels do not write the matrices of empty groups (pytorch issue 172439).
@@ -173,7 +172,7 @@ def _outer(grad_NO: Tensor, rows_NI: Tensor, groups: Groups) -> Tensor:
 
 
 def has_kernel(rows: Tensor, other: Tensor, *widths: int) -> bool:
-    """Return whether torch multiplies all groups in one kernel: bf16 on a GPU, with aligned rows."""
+    """Return whether torch's kernel can multiply all groups at once. It needs a GPU, bf16, and aligned rows."""
     fits = all(width * rows.element_size() % ALIGNMENT == 0 for width in widths)
     is_half = rows.dtype == other.dtype == torch.bfloat16
     return hasattr(F, "grouped_mm") and rows.is_cuda and is_half and fits and len(rows) > 0

@@ -1,8 +1,7 @@
 """Initialize weights. Each weight depends only on the seed, the parameter's name, and its row and column.
 
-Each block of a matrix's rows has its own random generator. A process that holds some rows and columns of a parameter
-draws all blocks that contain its rows, and keeps its part. So all grids start from bit-identical weights, and no
-process needs a full parameter.
+So all grids start from bit-identical weights. A matrix is drawn in blocks of rows, each with its own random generator.
+A process draws only the blocks that contain its rows, and keeps its part of them. So no process needs a full parameter.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from fourfold.config.model import ModelConfig
 from fourfold.processes import available_cores
 
 BLOCK_ELEMENTS = 1 << 16
-"""Number of normally distributed values in a block. With larger blocks, a process would discard more values. With
-smaller blocks, seeding would take too much time."""
+"""Number of normally distributed values in a block. With larger blocks, processes would draw more values that they
+discard. With smaller blocks, seeding the generators would take too much time."""
 
 BLOCKS_AT_ONCE = 256
 """Number of blocks that are drawn and copied together, about 64 MiB in total."""
 
 ONES = ("dt_bias", "core.norm.weight")
-"""Name suffixes of linear attention's parameters that start as ones, even if the model's norms are zero-centered."""
+"""Name suffixes of linear attention's parameters that start as ones, even if the model's norms start as zeros."""
 
 FASTEST_DECAY = 16.0
 """Upper limit of linear attention's initial decay rates (Mamba-2, arXiv 2405.21060)."""
@@ -42,7 +41,7 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def fill_slice(out: Tensor, name: str, shape: tuple[int, ...], slices: Slices, config: ModelConfig, seed: int) -> None:
-    """Fill ``out`` with a part of the initial value of a parameter.
+    """Fill ``out`` with this process's part of a parameter's initial values.
 
     Args:
         shape: the shape of the full parameter.
@@ -68,10 +67,10 @@ def _decay_rates(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def _std(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
-    """Return the standard deviation of a parameter.
+    """Return the standard deviation of a parameter's initial values.
 
-    Projections that write to the residual stream are scaled down with depth (GPT-2, Radford et al. 2019). LoRA's A has
-    the same variance as in peft.
+    Layers that write to the residual stream get smaller values the deeper the model is (GPT-2, Radford et al. 2019).
+    LoRA's matrix A has the same variance as in the peft library.
     """
     if name.endswith("lora_A"):
         return 1 / math.sqrt(3 * shape[1])
@@ -82,8 +81,8 @@ def _std(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
 def _fill_normal(out: Tensor, std: float, name: str, shape: tuple[int, ...], slices: Slices, seed: int) -> None:
     """Fill part of a matrix with normally distributed values.
 
-    The blocks are drawn on this process's share of the CPU cores, so the values do not depend on the device. A GPU
-    copies blocks from pinned memory while the next blocks are drawn.
+    CPU threads draw the values, so the values do not depend on the device. A GPU copies finished blocks from pinned
+    memory while the threads draw the next blocks.
     """
     rows, columns = slices
     rows_per_block = max(1, BLOCK_ELEMENTS // shape[1])
@@ -108,14 +107,17 @@ def _draw(out: Tensor, seed: int) -> None:
 
 
 def _threads() -> int:
-    """Return this process's share of the machine's cores, or torch's number of threads if no launcher says how many
-    processes the machine has. (torchrun limits torch to one thread, but not these threads.)"""
+    """Return the number of threads that draw values.
+
+    If a launcher has set LOCAL_WORLD_SIZE, this is the process's share of the machine's cores. torchrun limits torch to
+    one thread per process, but drawing may use more. Without a launcher, use torch's number of threads.
+    """
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     return max(1, available_cores() // local_world_size) if local_world_size else torch.get_num_threads()
 
 
 def _fill_stack(out: Tensor, std: float, name: str, shape: tuple[int, ...], slices: Slices, seed: int) -> None:
-    """Fill part of a stack of matrices, as if they were one matrix with all their rows."""
+    """Fill part of a stack of matrices with the same values as one tall matrix that has the rows of all matrices."""
     (matrices, rows, columns), (count, height, width) = slices, shape
     for place, number in enumerate(range(matrices.start, matrices.stop)):
         first = number * height

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are computed from short latents.
 
-Shapes: B sequences, S tokens, H hidden size, N heads, c latent width, n channels of a head without and r with rotary
-embeddings, v width of a value head.
+Shapes: B sequences, S tokens, H hidden size, N heads, c latent width, v width of a value head. A query or key head has
+n channels without rotary embeddings and r channels with rotary embeddings.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from fourfold.models.norms import RMSNorm
 from fourfold.models.recomputation import recomputable
 
 LATENT_EPS = 1e-6
-"""``norm_eps`` of the latents' norms. transformers uses this value too, whatever the model's norm_eps is."""
+"""``eps`` of the norms of the latents. As in transformers, it does not depend on the model's ``norm_eps``."""
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention whose keys and values are projected down to a latent and up again. With ``q_lora_rank``,
-    the queries have a latent too.
+    """Causal self-attention that projects hidden states down to latents, and latents up to keys and values.
 
-    Each head has n channels without rotary embeddings and r channels with rotary embeddings. The r channels of the keys
-    are the same for all heads.
+    With ``q_lora_rank``, queries are computed from latents too. The r key channels with rotary embeddings are the same
+    for all heads.
     """
 
     def __init__(self, config: ModelConfig, rotates: bool = True) -> None:
@@ -56,7 +55,7 @@ def latent_norm(config: ModelConfig, width: int) -> RMSNorm:
 
 
 class LatentCore(AttentionCore):
-    """The attention core for heads with two kinds of channels, and with values that may be narrower than keys."""
+    """The attention core of latent attention. Its values may have fewer channels than its keys."""
 
     def __init__(self, config: ModelConfig, rotates: bool = True) -> None:
         super().__init__(config, rotates)
@@ -78,12 +77,13 @@ def join_channels(
     v_BSf: Tensor,
     widths: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Join the channels of each head, first the channels with rotary embeddings. All heads are joined in the last dim.
+    """Build queries, keys, and values for ``AttentionCore`` from the outputs of the projections.
 
-    Attention kernels need values as wide as keys, so zeros are added to the values.
+    In each query and key head, the channels with rotary embeddings come first. Attention kernels need values as wide as
+    keys, so zeros pad the values.
 
     Args:
-        widths: Number of a head's channels with rotary embeddings and without them, and width of a value head.
+        widths: The widths r, n, and v.
 
     Returns:
         Queries, keys, and values, [B, S, N·(r + n)] each.
@@ -97,7 +97,7 @@ def join_channels(
 
 
 def without_padding(out_BSf: Tensor, widths: tuple[int, int, int]) -> Tensor:
-    """Return the heads' outputs without the channels that ``join_channels`` adds to the values."""
+    """Remove the padding that ``join_channels`` adds to the values from the heads' outputs, [B, S, N·v]."""
     rope, nope, values = widths
     heads_BSNv: Tensor = out_BSf.unflatten(-1, (-1, rope + nope))[..., :values]
     return heads_BSNv.flatten(-2)

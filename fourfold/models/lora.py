@@ -15,7 +15,7 @@ from fourfold.models.transformer import Transformer
 
 ADAPTERS = ("lora_A", "lora_B")
 NEVER_ADAPTED = "shared_expert_gate"
-"""The shared expert's gate gets no adapter. It has only one output, so an adapter would be as large as the layer."""
+"""Name suffix of a layer that gets no adapter. It has only one output, so an adapter would be larger than the layer."""
 
 
 class LoRALinear(nn.Linear):
@@ -33,7 +33,7 @@ class LoRALinear(nn.Linear):
 
 
 def add_adapters(model: Transformer, config: LoRAConfig, dtype: torch.dtype = torch.float32) -> None:
-    """Freeze the model, which may be a pipeline stage, and add adapters to its target layers."""
+    """Freeze a model or pipeline stage, and add adapters to the layers that ``config.targets`` names."""
     model.requires_grad_(False)
     for name, linear in _linears(model).items():
         parent, _, kind = name.rpartition(".")
@@ -42,15 +42,15 @@ def add_adapters(model: Transformer, config: LoRAConfig, dtype: torch.dtype = to
 
 
 def check_targets(model: ModelConfig, config: LoRAConfig, stages: Sequence[range]) -> None:
-    """Check that the model has every target, and that every pipeline stage has one of them.
+    """Check that the model has every layer that ``lora.targets`` names, and that each pipeline stage has an adapter.
 
     Args:
         model: The full model.
         config: The section [lora].
-        stages: Layers of each pipeline stage.
+        stages: The indices of the layers in each pipeline stage.
 
     Raises:
-        UserError: A target names no layer of the model, or a stage would train nothing.
+        UserError: The model has no layer of this name, or a stage would have nothing to train.
     """
     targets = config.targets or ()
     with torch.device("meta"):

@@ -1,8 +1,10 @@
 """A mixture-of-experts (MoE) layer, which replaces an MLP. A router sends each token to a few of many small MLPs.
 
-Mixtral (Jiang et al. 2024, arXiv 2401.04088), Qwen-MoE, OLMoE (arXiv 2409.02060), and DeepSeek-V3 (arXiv 2412.19437)
-differ only in a few settings. Shapes: T tokens, E experts, K experts per token, N rows of (token, choice), F an
-expert's width.
+The layers of Mixtral (Jiang et al. 2024, arXiv 2401.04088), Qwen-MoE, OLMoE (arXiv 2409.02060), and DeepSeek-V3 (arXiv
+2412.19437) differ only in a few settings.
+
+Each token is sent to K experts, so it becomes K *rows*: one per chosen expert. Shapes: T tokens, E experts, K experts
+per token, N = T·K rows, H hidden size, F inner width of an expert.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class Mixture(nn.Module):
     """Computes Σ_k w_tk · expert_tk(x_t), plus the output of the shared expert if there is one."""
 
     capacity_factor = 0.0
-    """In training, an expert takes at most this many times its equal share of a sequence's rows. 0 means no limit."""
+    """In training, an expert processes at most this many times its equal share of each sequence's rows. 0 means no
+    limit."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -36,7 +39,7 @@ class Mixture(nn.Module):
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
 
     def forward(self, x_BSH: Tensor, is_data_BS: Tensor | None = None) -> Tensor:
-        """Run the layer. ``is_data_BS`` is False for padding, which no expert takes."""
+        """Run the layer. ``is_data_BS`` is False for padding, which experts do not process."""
         x_TH, experts = x_BSH.flatten(0, 1), self.gate.num_experts
         routing, kept_TK = self.gate(x_TH), None
         experts_BSK = routing.experts_TK.unflatten(0, x_BSH.shape[:2])
@@ -59,22 +62,24 @@ class Mixture(nn.Module):
 
 
 class Routing(NamedTuple):
-    """The experts of each token, and their weights."""
+    """The experts chosen for each token, and the weights of their outputs."""
 
     logits_TE: Tensor
     """The router's outputs, in float32."""
     experts_TK: Tensor
-    """Indices of the chosen experts, best first. On the grid, padding has the index num_experts."""
+    """Indices of the chosen experts, best first. Parallel layers give padding the index ``num_experts``."""
     weights_TK: Tensor
-    """The factors on the experts' outputs, in float32."""
+    """The factors by which the experts' outputs are multiplied, in float32."""
 
 
 BIAS = "e_score_correction_bias"
 
 
 class BiasInFloat32(nn.Module):
-    """A router whose bias stays in float32 when the model is converted to a 16-bit dtype. bf16 cannot represent the
-    small steps of the bias."""
+    """A base class for routers. It keeps the router's bias in float32 when the model is converted to a 16-bit dtype.
+
+    Training changes the bias in steps that are too small for bf16.
+    """
 
     e_score_correction_bias: nn.Parameter | None
 
@@ -87,7 +92,7 @@ class BiasInFloat32(nn.Module):
 
 
 class Router(BiasInFloat32):
-    """Chooses each token's experts and their weights, in float32."""
+    """Chooses the experts of each token, and computes the experts' weights, in float32."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -107,12 +112,12 @@ class Router(BiasInFloat32):
 
 
 def is_router_bias(name: str) -> bool:
-    """Return whether a parameter is a router's bias, which training changes without a gradient."""
+    """Return whether a parameter is a router's bias. Training updates this bias without a gradient."""
     return name.endswith(BIAS)
 
 
 class Choice:
-    """The rule that chooses and weights experts, given the router's logits."""
+    """Chooses experts from the router's logits, and computes the experts' weights."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.chosen, self.sigmoid = config.num_experts_per_tok, config.router_score == "sigmoid"
@@ -124,12 +129,15 @@ class Choice:
         return logits_TE.sigmoid() if self.sigmoid else logits_TE.softmax(-1)
 
     def experts(self, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
-        """Return the experts with the largest scores, [T, K]. The bias affects only this choice (arXiv 2408.15664,
-        eq. 3). With groups, only experts of the best groups are chosen (arXiv 2412.19437, section 2.1.2)."""
+        """Return the indices of the experts with the largest scores, [T, K].
+
+        The bias affects this choice, but not the weights (arXiv 2408.15664, eq. 3). If the model divides experts into
+        groups, only experts of the best groups can be chosen (arXiv 2412.19437, section 2.1.2).
+        """
         choosing_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
         if self.groups > 1:
             by_group_TGe = choosing_TE.unflatten(-1, (self.groups, -1))
-            # DeepSeek-V3 rates a group by its two best experts, and DeepSeek-V2 by its best expert.
+            # DeepSeek-V3 adds the scores of a group's two best experts. DeepSeek-V2 takes the best score.
             group_scores_TG = by_group_TGe.topk(2 if self.sigmoid else 1, dim=-1).values.sum(-1)
             best_TG = group_scores_TG.topk(self.chosen_groups, dim=-1).indices
             is_left_out_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter_(-1, best_TG, False)
@@ -137,7 +145,7 @@ class Choice:
         return choosing_TE.topk(self.chosen, dim=-1).indices
 
     def weights(self, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        """Return the factors on the chosen experts' outputs, [T, K]."""
+        """Return the factors by which the chosen experts' outputs are multiplied, [T, K]."""
         weights_TK = scores_TE.gather(1, experts_TK)
         if self.normalize:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
@@ -145,7 +153,7 @@ class Choice:
 
 
 class Experts(nn.Module):
-    """Gated MLPs of the same shape, stored as stacks of matrices. They take and return rows sorted by expert."""
+    """The experts: gated MLPs of one shape, with their weights stacked. Input and output rows are sorted by expert."""
 
     gate_proj_bias: nn.Parameter | None
     up_proj_bias: nn.Parameter | None
@@ -163,7 +171,7 @@ class Experts(nn.Module):
         self.activation = Activation(config)
 
     def forward(self, rows_NH: Tensor, groups: Groups) -> Tensor:
-        """Run the experts on rows that are grouped by expert, with the sizes in ``groups``."""
+        """Run each expert on its group of rows."""
         gate_NF = add_biases(grouped_matmul(rows_NH, self.gate_proj, groups), self.gate_proj_bias, groups)
         up_NF = add_biases(grouped_matmul(rows_NH, self.up_proj, groups), self.up_proj_bias, groups)
         return self.down(gate_NF, up_NF, groups)
@@ -176,12 +184,12 @@ class Experts(nn.Module):
 
 
 class Order(NamedTuple):
-    """The rows (token, choice) sorted by expert, with dropped rows at the end."""
+    """Describes how to sort rows by expert. Dropped rows (padding, and rows above the capacity) come last."""
 
     place_N: Tensor
-    """The row (index t·K + k) at each position in this order."""
+    """The row at each position of the sorted order. The row of token t and its choice k has the number t·K + k."""
     inverse_N: Tensor
-    """The position of each row in this order."""
+    """The position of each row in the sorted order."""
     sizes_E: Tensor
     """The number of rows of each expert, not counting dropped rows."""
     chosen: int
@@ -190,9 +198,9 @@ class Order(NamedTuple):
     """The number of rows that were not dropped, a scalar on the device. None if no row can be dropped."""
 
     def taken(self, groups: Groups) -> int:
-        """Return how many rows the experts get.
+        """Return how many rows to pass to the experts.
 
-        On a GPU this includes dropped rows, so the host need not wait for the exact number.
+        On a GPU, this number includes dropped rows. Otherwise the host would have to wait for the exact number.
         """
         return len(self.place_N) if self.given is None or self.place_N.is_cuda else sum(groups.sizes)
 
@@ -201,8 +209,9 @@ def order_by_expert(experts_TK: Tensor, kept_TK: Tensor | None, num_experts: int
     """Sort rows by expert, and rows of the same expert by token.
 
     Args:
-        kept_TK: False for rows to drop.
-        is_padded: whether rows may have the expert index ``num_experts``. Such rows are dropped too.
+        experts_TK: the chosen experts. The index ``num_experts`` marks padding, whose rows are dropped.
+        kept_TK: False for other rows to drop. None drops no other rows.
+        is_padded: whether there may be padding.
     """
     keys_TK = experts_TK if kept_TK is None else experts_TK.masked_fill(~kept_TK, num_experts)
     place_N = keys_TK.flatten().argsort(stable=True)
@@ -220,7 +229,7 @@ def count_rows(experts_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def take_rows(x_TH: Tensor, order: Order, count: int) -> Tensor:
-    """Return the token of each of the first ``count`` rows in the order of the experts, [N, H]."""
+    """Return the hidden states that the experts read, [count, H]: one per row, for the first ``count`` sorted rows."""
     first_N, chosen = order.place_N[:count], order.chosen
 
     def sum_of_tokens(grad_NH: Tensor, inverse_N: Tensor, given: Tensor | None) -> Tensor:
@@ -230,7 +239,11 @@ def take_rows(x_TH: Tensor, order: Order, count: int) -> Tensor:
 
 
 def combine(rows_NH: Tensor, order: Order, weights_TK: Tensor) -> Tensor:
-    """Return Σ_k w_tk · row_tk, [T, H]. Dropped rows add zero. They come last and may be missing from ``rows_NH``."""
+    """Return the weighted sum of each token's rows, Σ_k w_tk · row_tk, [T, H].
+
+    Args:
+        rows_NH: outputs of the experts in the sorted order. Dropped rows count as zero, and may be missing.
+    """
     first_N = order.place_N[: len(rows_NH)]
     rows_TKH = differentiable(
         rows_NH,
@@ -243,7 +256,7 @@ def combine(rows_NH: Tensor, order: Order, weights_TK: Tensor) -> Tensor:
 
 
 def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: int) -> Tensor:
-    """Rearrange rows from expert order to token order, [T, K, H], with zeros for rows after the first ``given``."""
+    """Rearrange sorted rows into token order, [T, K, H]. Rows after the first ``given`` were dropped. Set them to 0."""
     missing = len(inverse_N) - len(rows_NH)
     if missing:
         rows_NH = F.pad(rows_NH, (0, 0, 0, missing))
@@ -257,16 +270,17 @@ def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: 
 def capacity(factor: float, lengths_B: Tensor, chosen: int, num_experts: int) -> Tensor:
     """Return how many rows of each sequence an expert accepts (GShard, arXiv 2006.16668, section 3.2).
 
-    Padding is not included in a sequence's length.
+    Args:
+        lengths_B: the length of each sequence without padding.
     """
     return (factor * lengths_B.double() * chosen / num_experts).ceil()
 
 
 def within_capacity(experts_BSK: Tensor, num_experts: int, factor: float) -> Tensor:
-    """Return which rows their expert accepts, [B, S, K]: in each full sequence, an expert's first rows up to the
+    """Return which rows their expert accepts, [B, S, K]. In each sequence, an expert accepts its first rows, up to the
     capacity.
 
-    Padding has the expert index ``num_experts``, and its results have no meaning.
+    Padding has the expert index ``num_experts``. The returned values for padding have no meaning.
     """
     sequences, _, chosen = experts_BSK.shape
     groups_B1 = (num_experts + 1) * torch.arange(sequences, device=experts_BSK.device)[:, None]

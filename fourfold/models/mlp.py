@@ -1,4 +1,4 @@
-"""The MLP of a decoder's layer in plain PyTorch. On the grid, parallel.tensor.linear computes its matmuls."""
+"""The MLP of a decoder's layer in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ class MLP(nn.Module):
 
     @recomputable
     def down(self, *up_BSF: Tensor) -> Tensor:
-        """Apply the activation to gate and up, or to up alone, and project to the hidden size."""
+        """Apply the activation to the outputs of ``up``, and project the result to the hidden size."""
         out_BSH: Tensor = self.down_proj(self.activation(*up_BSF))
         return out_BSH
 
 
 class Activation(nn.Module):
-    """The MLP's activation. Without a gate, it computes gelu(up) (arXiv 1606.08415) or relu(up)² (arXiv 2109.08668).
+    """The activation of the MLP. The model's config selects one of these:
 
-    With a gate, it computes gelu(gate) · up or silu(gate) · up (GLU variants, arXiv 2002.05202). With ``swiglu_limit``,
-    it computes GPT-OSS's clamped SwiGLU (``_ClampedSwiGLU``).
+    - without a gate: gelu(up) (arXiv 1606.08415) or relu(up)² (arXiv 2109.08668)
+    - with a gate: gelu(gate) · up or silu(gate) · up (arXiv 2002.05202)
+    - with ``swiglu_limit``: GPT-OSS's clamped SwiGLU (``_ClampedSwiGLU``)
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -58,7 +59,7 @@ class Activation(nn.Module):
 
 
 class _SquaredReLU(Function):
-    """Computes relu(x)². Autograd would need two more tensors in the backward pass."""
+    """Computes relu(x)². Autograd would need memory for two more tensors in the backward pass."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -75,12 +76,14 @@ class _SquaredReLU(Function):
 
 
 SLOPE = 1.702
-"""GPT-OSS's gate is gate · sigmoid(SLOPE · gate), which is close to gelu(gate)."""
+"""Constant of GPT-OSS's activation gate · sigmoid(SLOPE · gate), which is close to gelu(gate)."""
 
 
 class _ClampedSwiGLU(Function):
-    """Computes (up + 1) · gate · sigmoid(SLOPE · gate) of clamped values. Autograd would keep twice as many tensors for
-    the backward pass."""
+    """Clamps gate and up, and computes (up + 1) · gate · sigmoid(SLOPE · gate).
+
+    Autograd would keep twice as many tensors for the backward pass.
+    """
 
     @staticmethod
     def forward(gate: Tensor, up: Tensor, limit: float) -> Tensor:

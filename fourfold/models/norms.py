@@ -13,9 +13,11 @@ from fourfold.models.recomputation import recomputable
 class RMSNorm(nn.Module):
     """Computes x / rms(x) · weight, with float32 statistics (Zhang & Sennrich 2019, arXiv 1910.07467).
 
+    By default, x / rms(x) is rounded to the dtype of x before it is multiplied by the weight.
+
     Args:
-        zero_centered: multiply by (1 + weight) in float32 (Gemma, arXiv 2403.08295).
-        rounds_last: multiply by the weight in float32 (GPT-OSS).
+        zero_centered: multiply by (1 + weight), in float32 (Gemma, arXiv 2403.08295).
+        rounds_last: multiply by the weight in float32, and round only the result (GPT-OSS).
     """
 
     def __init__(self, size: int, eps: float, zero_centered: bool = False, rounds_last: bool = False) -> None:
@@ -37,18 +39,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool, rounds_
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's LayerNorm, whose forward the backward pass can recompute."""
+    """torch's LayerNorm with a recomputable forward pass."""
 
     forward = recomputable(nn.LayerNorm.forward)
 
 
 def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
-    """Return a norm for hidden states, of the type that the model uses."""
+    """Create a norm for hidden states: a LayerNorm or an RMSNorm, as the model's config says."""
     if config.norm == "layernorm":
         return LayerNorm(config.hidden_size, eps=config.norm_eps)
     return rms_norm_of(config, config.hidden_size)
 
 
 def rms_norm_of(config: ModelConfig, size: int) -> RMSNorm:
-    """Return an RMSNorm of ``size`` channels, as the model computes it."""
+    """Create an RMSNorm of ``size`` channels with the options of the model's config."""
     return RMSNorm(size, config.norm_eps, config.zero_centered_norm, config.norm_rounds_last)

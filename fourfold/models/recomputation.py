@@ -1,4 +1,4 @@
-"""Activation checkpointing: methods that keep only their inputs, and run again in the backward pass."""
+"""Activation checkpointing: a method keeps only its inputs, and runs again in the backward pass."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Tensor])
 
 RECOMPUTES: ContextVar[bool] = ContextVar("recomputes", default=False)
-"""True while a part of the model is recomputed. The output of this pass is not used."""
+"""True while the backward pass runs a method again. This second run only restores the tensors that the method saves.
+Nothing reads its output."""
 
 MEMORY: ContextVar[dict[object, Any] | None] = ContextVar("memory", default=None)
-"""Values that the first forward pass has computed, for the recomputation to reuse."""
+"""Values from the first forward pass that the recomputation reuses (``remembered``)."""
 
 
 def recomputable(method: Method) -> Method:
-    """Decorate a method so that ``recompute_method`` can select it. All modules of a class share the method, so it
-    compiles only once."""
+    """Decorate a method so that ``recompute_method`` can turn on recomputation for it.
+
+    All modules of a class share the decorated method, so torch compiles it only once.
+    """
     name = method.__name__
 
     @wraps(method)
@@ -37,7 +40,7 @@ def recomputable(method: Method) -> Method:
 
 
 def recompute_method(module: nn.Module, name: str) -> None:
-    """Make a ``recomputable`` method of this module keep only its inputs, and run again in the backward pass."""
+    """Turn on recomputation for one ``recomputable`` method of a module."""
     module.recomputed_method = name  # type: ignore[assignment]  # torch declares every attribute a tensor or a module
 
 
@@ -56,8 +59,12 @@ def checkpointed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
 
 
 def remembered(owner: object, compute: Callable[[], T]) -> T:
-    """Compute a value that has no gradient, and return it. In a recomputation, return the value from the first forward
-    pass instead."""
+    """Return ``compute()``. In a recomputation, return the value from the first forward pass instead.
+
+    Args:
+        owner: the key under which the value is stored.
+        compute: computes a value that needs no gradient.
+    """
     memory = MEMORY.get()
     if memory is None:
         return compute()

@@ -16,13 +16,16 @@ from fourfold.models.autograd import Context, Function
 def rope_frequencies(
     config: ModelConfig, device: torch.device | str = "cpu", local: bool = False
 ) -> tuple[Tensor, float]:
-    """Return the angular frequency [d] of each rotated pair of channels, in float32, and the factor on cos and sin.
+    """Return the frequencies of rotary embeddings, including the model's scaling for longer contexts.
 
-    RoPE is by Su et al. 2021 (arXiv 2104.09864), the llama3 scaling by Grattafiori et al. 2024, and yarn by Peng et al.
-    2023 (arXiv 2309.00071).
+    Sources: RoPE (Su et al. 2021, arXiv 2104.09864), llama3 scaling (Grattafiori et al. 2024), and YaRN (Peng et al.
+    2023, arXiv 2309.00071).
 
     Args:
         local: whether to return the frequencies of sliding-window layers, which have their own base.
+
+    Returns:
+        The angular frequency of each pair of channels, [d] in float32, and the factor to multiply cos and sin by.
     """
     channels = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device=device)
     theta = config.rope_local_base_freq if local else config.rope_theta
@@ -43,7 +46,7 @@ def rope_frequencies(
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide low frequencies by ``factor``, keep high frequencies, and interpolate in between."""
+    """Divide low frequencies by ``factor`` and keep high frequencies. Interpolate between the two."""
     assert scaling.original_max_position_embeddings is not None
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -52,8 +55,11 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: RopeScaling, config: ModelConfig) -> Tensor:
-    """Keep the frequency of channels that turn more than beta_fast times in the original context. Divide it by
-    ``factor`` for channels that turn fewer than beta_slow times. Interpolate in between."""
+    """Keep high frequencies, divide low frequencies by ``factor``, and interpolate between the two.
+
+    A channel's frequency is high if the channel makes more than ``beta_fast`` rotations within the original context,
+    and low if it makes fewer than ``beta_slow``.
+    """
     length = scaling.original_max_position_embeddings
     assert length is not None
 
@@ -76,13 +82,15 @@ def rope_tables(positions_BS: Tensor, frequencies_d: Tensor, scale: float) -> tu
 
 
 def apply_rope(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
-    """Rotate each pair of channels i and i + d, in float32. Channels from 2·d on do not change."""
+    """Rotate channels i and i + d of each head as a pair, in float32, for i < d. Channels from 2·d on stay the same."""
     return _Rotate.apply(x_BSND, cos_BS1d, sin_BS1d)
 
 
 class _Rotate(Function):
-    """Rotates the input in the forward pass, and rotates its gradient back in the backward pass. This takes half as
-    many passes over memory as autograd."""
+    """Rotates the input in the forward pass, and rotates the gradient back in the backward pass.
+
+    Autograd would read and write memory twice as often.
+    """
 
     @staticmethod
     def forward(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:

@@ -7,5 +7,8 @@ from torch import Tensor
 
 
 def softcapped(t: Tensor, cap: float) -> Tensor:
-    """Return c·tanh(t / c), which stays between −c and c (Gemma 2, arXiv 2408.00118), or t if c is 0."""
+    """Return c·tanh(t / c), which is between −c and c (Gemma 2, arXiv 2408.00118). Return t if c is 0.
+
+    In this formula, c is ``cap``.
+    """
     return cap * torch.tanh(t / cap) if cap else t

@@ -1,6 +1,7 @@
-"""Read and write sharded safetensors files, with at most one tensor in memory.
+"""Read and write a model's safetensors files, with at most one tensor in memory.
 
-A folder has either model.safetensors, or several files and model.safetensors.index.json, which maps tensors to files.
+A folder has either one file, model.safetensors, or several files and model.safetensors.index.json. The index says which
+file has which tensor.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from fourfold.untrusted_files import check_model_folder, check_regular
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 CHUNK_BYTES = 1 << 24
-"""After this many bytes, the file is closed and opened again, to release its pages from memory."""
+"""Number of bytes to read before the file is closed and opened again. Closing releases the file's pages from memory."""
 
 PIECE_BYTES = 1 << 24
-"""Number of bytes to write at a time."""
+"""Number of bytes that are written at a time."""
 
 SHARD_BYTES = 5 * 10**9
-"""Largest size of a written file, as in Hugging Face's checkpoints."""
+"""Largest size of a written file in bytes, as in Hugging Face's checkpoints."""
 
 
 class TensorFiles:
-    """The tensors of a folder, by name.
+    """Reads tensors by name from the safetensors files of a folder.
 
     Raises:
         UserError: a file is missing, damaged, or not safe to open (``check_model_folder``).
@@ -63,10 +64,10 @@ class TensorFiles:
                 raise UserError(f"{file} does not hold the tensor {name}, which {folder / INDEX_FILE} says is there")
 
     def find(self, names: Sequence[str], shape: tuple[int, ...]) -> str:
-        """Return the first of these names that a file has.
+        """Return the first of several possible names of a tensor that is in a file.
 
         Raises:
-            UserError: no file has the tensor, or it has another shape.
+            UserError: no file has a tensor with any of these names, or the tensor does not have this shape.
         """
         name = next((name for name in names if name in self.shapes), None)
         if name is None:
@@ -93,13 +94,15 @@ class TensorFiles:
         return SAFETENSORS_DTYPES[stored]
 
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
-        """Copy part of a tensor to ``out`` and convert it to the dtype of ``out``, a few rows at a time. Slices can
-        have steps.
+        """Copy part of a tensor to ``out``, a few rows at a time, and convert it to the dtype of ``out``.
+
+        Args:
+            slices: the part to copy, with one slice per dim. Slices can have steps.
 
         Raises:
             UserError: a value is NaN or infinite, or becomes infinite in the dtype of ``out``.
         """
-        rows, every = (slices[0], slices[0].step or 1) if slices else (slice(0, 1), 1)  # A scalar has no dims.
+        rows, every = (slices[0], slices[0].step or 1) if slices else (slice(0, 1), 1)  # A scalar has no slices.
         width = math.prod(self.shapes[name][1:]) * self.dtype(name).itemsize
         step = every * max(1, CHUNK_BYTES // max(1, width * every))
         for begin in range(rows.start, rows.stop, step):
@@ -118,21 +121,25 @@ class TensorFiles:
                 )
 
     def check_bytes(self, name: str, *dtypes: str) -> None:
-        """Raise ``UserError`` unless a tensor has one of these one-byte dtypes, as safetensors names them."""
+        """Check that a tensor has one of these one-byte dtypes, named as in safetensors.
+
+        Raises:
+            UserError: the tensor has another dtype.
+        """
         if self._stored[name] not in dtypes:
             raise UserError(
-                f"{self.file_of[name]}: the tensor {name} is of type {self._stored[name]}; {' and '.join(dtypes)} "
-                "can be read"
+                f"{self.file_of[name]}: the tensor {name} has the dtype {self._stored[name]}; only "
+                f"{' and '.join(dtypes)} can be read"
             )
 
     def read_bytes(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """Return the bytes of part of a tensor with a one-byte dtype, as uint8."""
+        """Return part of a tensor that has a one-byte dtype, as uint8."""
         with opened_tensors(self.file_of[name]) as opened:
             part: Tensor = opened.get_slice(name)[tuple(slice(s.start, s.stop) for s in slices)]
         return part.view(torch.uint8)[tuple(slice(None, None, s.step) for s in slices)]
 
     def are_equal(self, name: str, other: str) -> bool:
-        """Return whether two tensors have the same shape and values. Compare a few rows at a time."""
+        """Return whether two tensors have the same shape and values. At most a few rows are in memory at a time."""
         shape, dtype = self.shapes[name], torch.promote_types(self.dtype(name), self.dtype(other))
         if self.shapes[other] != shape:
             return False
@@ -147,8 +154,7 @@ class TensorFiles:
         return True
 
     def _listed(self) -> dict[str, Path]:
-        """Return the file of every tensor according to the index. If there is a single file, return an empty
-        dictionary."""
+        """Return the file of each tensor according to the index, or an empty dictionary if there is a single file."""
         if (self.folder / SINGLE_FILE).exists():  # transformers also prefers this file to the index.
             return {}
         index = self.folder / INDEX_FILE
@@ -194,7 +200,7 @@ def write_tensor_files(folder: Path, entries: Sequence[Entry], shard_bytes: int 
 
 
 def split_into_files(entries: Sequence[Entry], most_bytes: int = SHARD_BYTES) -> list[list[Entry]]:
-    """Split tensors, in order, into files of at most ``most_bytes``. A larger tensor gets its own file."""
+    """Assign tensors, in order, to files of at most ``most_bytes``. A larger tensor gets its own file."""
     files: list[list[Entry]] = [[]]
     for entry in entries:
         if files[-1] and sum(each.bytes for each in files[-1]) + entry.bytes > most_bytes:
@@ -204,19 +210,20 @@ def split_into_files(entries: Sequence[Entry], most_bytes: int = SHARD_BYTES) ->
 
 
 class Written(NamedTuple):
-    """A file that was written, with its size and checksum."""
+    """The size and checksum of a written file."""
 
     size: int
     """Size of the file in bytes."""
     xxh3: str
-    """The 128-bit XXH3 checksum of its content, in hexadecimal."""
+    """The 128-bit XXH3 checksum of the file's content, in hexadecimal."""
 
 
 def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> Written:
     """Write one safetensors file, a tensor at a time, and wait until it is on disk.
 
-    The safetensors library's own writer needs all tensors of a file in memory at the same time. The file format is
-    simple: the header's length in eight bytes, a JSON header padded to a multiple of eight bytes, and the tensors.
+    We do not use the safetensors library's own writer, because it needs all tensors of a file in memory at once. The
+    format is simple: the header's length in eight bytes, a JSON header padded to a multiple of eight bytes, and the
+    tensors.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -231,7 +238,7 @@ def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, s
     text += b" " * (-len(text) % 8)
     checksum, size = xxhash.xxh3_128(), 0
     with path.open("wb") as file, ThreadPoolExecutor(1) as hasher:
-        for content in _contents(text, entries):  # Writing and hashing overlap: both release the GIL.
+        for content in _contents(text, entries):  # Writing and hashing run in parallel, because both release the GIL.
             hashing = hasher.submit(checksum.update, content)
             size += file.write(content)
             hashing.result()
@@ -254,7 +261,7 @@ def _contents(header: bytes, entries: Sequence[Entry]) -> Iterator[bytes | memor
 
 
 def whole_or_part(shape: Sequence[int], part: int | None) -> tuple[slice, ...]:
-    """Return slices that select a full tensor, or only the entry with the index ``part`` along the first dim."""
+    """Return slices that select the full tensor, or only the entry ``part`` of its first dim if ``part`` is given."""
     slices = tuple(slice(0, n) for n in shape)
     return slices if part is None else (slice(part, part + 1), *slices[1:])
 
@@ -264,7 +271,7 @@ def opened_tensors(file: Path) -> Iterator[Any]:
     """Open a safetensors file.
 
     Raises:
-        UserError: the file cannot be read, now or later while it is open.
+        UserError: the file cannot be opened, or the code inside the context fails to read it.
     """
     try:
         with safe_open(check_regular(file), framework="pt") as opened:

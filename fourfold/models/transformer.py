@@ -28,9 +28,9 @@ from fourfold.models.softcap import softcapped
 class Transformer(nn.Module):
     """The decoder, or one pipeline stage of it.
 
-    A stage with the first layer also has the embeddings, and a stage with the last layer also has the final norm and
-    the head. Stage modules keep the names they have in the full model. Build the model under ``torch.device("meta")``,
-    and fill it with ``initialize``.
+    The first stage also has the embeddings. The last stage also has the final norm and the head. Modules of a stage
+    keep the names they have in the full model. Build the model under ``torch.device("meta")``. ``initialize`` fills
+    its weights after their memory is allocated.
 
     Args:
         layers: the indices of the stage's layers, by default all layers.
@@ -67,16 +67,16 @@ class Transformer(nn.Module):
         Args:
             labels_BS: next tokens, or IGNORE_INDEX for positions that the loss skips.
             positions_BS: each token's position, by default 0, 1, 2, …
-            document_ends_BE: the ends of each sequence's documents, if attention must not leave them. The last end is
-                S, repeated in rows with fewer documents.
+            document_ends_BE: the position after the last token of each document. With it, tokens attend only within
+                their own document. The last end in each row is S. Rows with fewer documents repeat S.
             loss_scale: the factor that the caller multiplies the loss by before the backward pass.
             x_BSH: the hidden states from the previous stage.
             reference_B: the reference model's log-probability of each sequence, for preference optimization (DPO).
-            is_data_BS: False for padding, which no expert takes. By default there is no padding.
+            is_data_BS: True for tokens, False for padding. Experts do not process padding. By default there is none.
 
         Returns:
-            The logits [B, S, vocab_size], or with labels the sum of the token losses. Without the last layer, the
-            hidden states [B, S, H].
+            The sum of the token losses if there are labels, and the logits [B, S, vocab_size] if there are none. A
+            stage without the last layer returns its hidden states [B, S, H].
         """
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
@@ -88,7 +88,7 @@ class Transformer(nn.Module):
             return x_BSH
         reference = () if reference_B is None else (reference_B,)
         x_BSH = self.norm(x_BSH)
-        if self.config.logits_scaling != 1:  # Scale the head's inputs, so that no head needs to know the factor.
+        if self.config.logits_scaling != 1:  # Scale the head's inputs here, so that the heads need no factor.
             x_BSH = x_BSH / self.config.logits_scaling
         out: Tensor = self.lm_head(x_BSH, labels_BS, loss_scale, *reference)
         return out
@@ -98,7 +98,7 @@ class Transformer(nn.Module):
         return cast("list[Block]", list(self.layers.children()))
 
     def embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
-        """Return the token embeddings [B, S, H]. If positions are learned, add their embeddings."""
+        """Return the token embeddings [B, S, H], plus the position embeddings if positions are learned."""
         assert self.embed_tokens is not None
         x_BSH: Tensor = self.embed_tokens(tokens_BS)
         if self.config.scale_embeddings:
@@ -110,7 +110,7 @@ class Transformer(nn.Module):
 
 
 class BlockStack(nn.ModuleDict):
-    """The decoder's blocks, by layer index."""
+    """The decoder's blocks in order. The keys are layer indices."""
 
     def forward(self, x_BSH: Tensor, contexts: Mapping[LayerType, AttentionContext]) -> Tensor:
         for block in cast("list[Block]", list(self.values())):
@@ -163,8 +163,7 @@ def normed(x: Tensor, norm: nn.Module | None) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key-value heads, and with a gate on the heads' outputs if the model has
-    one."""
+    """Causal self-attention with grouped key-value heads. In some models, a learned gate scales the heads' outputs."""
 
     def __init__(self, config: ModelConfig, rotates: bool = True) -> None:
         super().__init__()
@@ -184,7 +183,7 @@ class Attention(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Maps hidden states to logits, or to the sum of the cross-entropies of the labeled positions."""
+    """Maps hidden states to logits. If there are labels, returns the sum of the token losses instead."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -192,8 +191,10 @@ class LMHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size))
 
     def forward(self, x_BSH: Tensor, labels_BS: Tensor | None = None, loss_scale: Tensor | float = 1.0) -> Tensor:
-        """Return the logits, or the loss if there are labels. ``loss_scale`` is not used. It is for heads that compute
-        gradients together with the loss."""
+        """Return the logits, or the loss if there are labels.
+
+        This head ignores ``loss_scale``. Other heads need it because they compute gradients together with the loss.
+        """
         logits_BSV = softcapped(F.linear(x_BSH, self.weight)[..., : self.vocab_size], self.softcap)
         if labels_BS is None:
             return logits_BSV

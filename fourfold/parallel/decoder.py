@@ -1,4 +1,6 @@
-"""Put a decoder on the grid: tensor → matmuls → batch parts → recompute → compile → offload → data sharding."""
+"""Put a decoder on the grid. ``parallelize_decoder`` replaces the decoder's layers with parallel layers, and then
+applies the run file's options for matmul layouts, float8, batch parts, recompute, compilation, offload, and sharding.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,10 @@ Rules = dict[str, Callable[[str, Any], nn.Module]]
 
 
 def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts: Layouts | None = None) -> DataParallel:
-    """Turn a model on the meta device into this process's part of it, still on the meta device.
+    """Replace the model's layers with layers that hold only this process's tiles. The model stays on the meta device.
 
     Args:
-        layouts: the layouts of the blocks' matmuls, the same on every process.
+        layouts: the memory layouts of the matmuls in the blocks. Every process must pass the same layouts.
     """
     tied = tied_names(model)
     apply_rules(model, tensor_rules(grid, run, own_matmuls=bool(layouts)))
@@ -54,7 +56,7 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts:
     if run.training.float8 != "none":
         use_float8(model, run.training.float8)
     if run.overlap.batch_parts > 1 and grid.x.size * grid.y.size > 1:
-        # In mode "full", each block is recomputed separately, so no part may enter the next block early.
+        # In mode "full", each block is recomputed separately. So a batch part must not enter the next block early.
         across_blocks = run.activation_checkpoint.mode != "full"
         run_in_parts(model, run.overlap.batch_parts, attention_split(run), grid, across_blocks)
     recompute(model, run.activation_checkpoint)
@@ -68,11 +70,12 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts:
 
 
 def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules:
-    """Return the rules that replace a decoder's modules with layers that are split over the tensor axes x and y. If
-    several patterns match a name, the first pattern applies.
+    """Return the rules that replace a decoder's modules with layers that are split over the tensor axes x and y.
+
+    If several patterns match a name, the first pattern applies.
 
     Args:
-        own_matmuls: replace every linear layer of the blocks, even with x = y = 1.
+        own_matmuls: replace all linear layers of the blocks even with x = y = 1, so that they can use ``Layouts``.
     """
     overlap, model, beta = run.overlap, run.model, run.dpo.beta
     split = attention_split(run)
@@ -96,7 +99,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
             "layers.*.self_attn.kv": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "keys and values", overlap),
         }
     attention: Rules = {"layers.*.self_attn.core": lambda name, m: _shared_core(m, grid, run)}
-    if split != "sequence":  # If y splits the queries, attention needs a mask instead of these tables.
+    if split != "sequence":  # With "sequence", attention needs masks, which DocumentTables does not make.
         attention["attention_tables"] = lambda name, m: DocumentTables(m)
     outputs: Rules = {
         "layers.*.self_attn.o_proj": lambda name, m: Linear4D(
@@ -106,9 +109,8 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     }
     if grid.x.size * grid.y.size > 1:
         return inputs_and_head | attention | outputs | {"embed_*": lambda name, m: Embedding(m, grid, name)}
-    # Nothing is split with x = y = 1. The parallel layers are still faster than the plain modules, because they read
-    # and write memory less often. If whole blocks are compiled, the compiler saves the same reads and writes, so these
-    # blocks keep plain modules.
+    # With x = y = 1, no layer is split. The parallel layers are still faster than the plain modules, because they read
+    # and write memory less often. A compiler does the same with plain modules, so compiled blocks keep plain modules.
     compiled = run.training.compile and grid.cp.size == 1
     rules = {"lm_head": inputs_and_head["lm_head"]} if compiled else inputs_and_head
     if own_matmuls:
@@ -119,7 +121,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
 
 
 def _shared_core(core: nn.Module, grid: Grid, run: RunConfig) -> nn.Module:
-    """Return the core on the grid that replaces a layer's attention core."""
+    """Return the parallel attention core that replaces a layer's plain attention core."""
     split, method, model = attention_split(run), context_method(run), run.model
     if isinstance(core, DeltaCore):
         return SharedDeltaCore(core, grid, split)
@@ -141,7 +143,10 @@ def apply_rules(model: nn.Module, rules: Rules, prefix: str = "") -> None:
 
 
 def assert_nothing_serial(model: nn.Module) -> None:
-    """Check that every module with parameters is tiled. Otherwise its gradients would be summed wrongly."""
+    """Assert that every module with parameters is now a parallel layer.
+
+    The gradients of any other module would be summed wrongly.
+    """
     for name, module in model.named_modules():
         has_parameters = any(True for _ in module.parameters(recurse=False))
         assert not has_parameters or isinstance(module, Tiled), f"no rule lays out {name}"

@@ -1,4 +1,4 @@
-"""Hold one process's part of a model on the grid, and finish, clip, and gather its gradients.
+"""Hold one process's part of a model on the grid. Sum the gradients, clip them, and gather weights or gradients.
 
 Both fourfold's trainer and ``fourfold.parallelize`` use this module.
 """
@@ -29,18 +29,18 @@ def replicate_or_shard(
     per_node: int = 1,
     working_copies: bool = True,
 ) -> DataParallel:
-    """Keep full weights on every rank if neither the axis z nor ``zero`` shards them. Otherwise use FSDP2.
+    """Add data parallelism to a model: use FSDP2 if z or ``zero`` shards the weights, and full copies otherwise.
 
     Args:
         model: This process's tiles, on the meta device.
-        units: The parts of the model that are gathered together.
+        units: The groups of modules whose weights are gathered together.
         grid: The grid.
         types: The dtypes of weights, computation, and gradient sums.
         prefetch: Number of blocks whose weights are gathered ahead of time.
-        per_node: Number of a shard group's ranks on one node.
-        working_copies: Whether the model may hold copies of unsharded weights in the dtype that the step computes in.
-            Pass False if the optimizer updates the model's own parameters. If the dtypes differ, FSDP2 is then used
-            even if nothing is sharded.
+        per_node: Number of ranks per node in a shard group.
+        working_copies: Whether the model's parameters may be copies of the stored weights, in the dtype that the step
+            computes in. Pass False if the optimizer updates the model's own parameters. If the two dtypes differ, this
+            then uses FSDP2 even if nothing is sharded.
     """
     is_whole = grid.z.size == 1 and (grid.sizes.zero == 0 or grid.replicas.size == 1)
     if is_whole and (working_copies or types.working == types.stored):
@@ -49,10 +49,10 @@ def replicate_or_shard(
 
 
 class GridModel:
-    """This process's part of a model. Its methods are collective: every process calls them."""
+    """This process's part of a model. Every process must call the same methods, because they contain collectives."""
 
     def __init__(self, stages: Mapping[int, DataParallel], grid: Grid, device: torch.device) -> None:
-        """Allocate memory for the stages. The weights have no values yet."""
+        """Allocate memory for the stages. The caller must then fill the weights."""
         self.grid, self.device, self.stages = grid, device, stages
         """This process's pipeline stages, by index. Without a pipeline, stage 0 is the whole model."""
         for stage in stages.values():
@@ -60,11 +60,14 @@ class GridModel:
         self.shards: list[LocalShard] = [shard for stage in stages.values() for shard in stage.shards()]
         """This process's part of every parameter."""
         self.tied_ends: TiedEnds | None = None
-        """The tied embedding and head, if a pipeline keeps the weight twice."""
+        """Sums the gradients of a tied embedding, if both the first and the last pipeline stage have a copy of it."""
 
     def finish_gradients(self) -> None:
-        """Complete the gradients: sum them over micro-batches, over the ranks that have a part of them, and over the
-        two copies of a tied weight in a pipeline."""
+        """Complete the gradients after the last backward pass of a step.
+
+        Sum them over micro-batches, over ranks that computed only a part of them, and over the two copies of a tied
+        embedding in a pipeline.
+        """
         for stage in self.stages.values():
             stage.finish_gradients()
         if self.tied_ends is not None:
@@ -72,14 +75,14 @@ class GridModel:
         sum_partial_gradients(self.shards, self.grid)
 
     def clip_gradients(self, max_norm: float, loss_scale: float = 1.0) -> Tensor:
-        """Divide the gradients by ``loss_scale``, clip their norm to ``max_norm``, and return the norm before
+        """Divide the gradients by ``loss_scale``, and clip their norm to ``max_norm``. Return the norm before
         clipping."""
         return clip_gradients(self.shards, max_norm, loss_scale)
 
     def gather(self, gradients: bool = False) -> dict[str, Tensor] | None:
-        """Return the full weights, or the full gradients, by name on rank 0, and None on other ranks.
+        """Return the full weights, or the full gradients, by name on rank 0. Return None on other ranks.
 
-        Everything passes through the memory of rank 0, so this is for small models.
+        Rank 0 must have enough memory for all of them, so use this only for small models.
 
         Raises:
             UserError: ``gradients`` is True, and a weight has no gradient.
@@ -102,7 +105,7 @@ class GridModel:
 
     @contextmanager
     def replacing_weights(self) -> Iterator[None]:
-        """Let the block overwrite the stored weights. The next forward pass uses the new weights."""
+        """Let the ``with`` block overwrite the stored weights. Then make the next forward pass use the new weights."""
         with torch.no_grad():
             self.free_gathered()
             yield

@@ -25,38 +25,40 @@ from fourfold.parallel.tensor.sharding import Tile
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This process's part of one parameter: its tile on (x, y), which FSDP2 may cut further over dp, cp, and z."""
+    """This process's part of one parameter: its tile, or the shard of the tile that FSDP2 gives to this process."""
 
     name: str
     parameter: nn.Parameter
     local: Tensor
-    """The plain tensor that the optimizer updates, or a view of it in the tile's layout (``Tile.as_tile``)."""
+    """The plain tensor that the optimizer updates. If the weight is stored as its transpose, this is a transposed view
+    (``Tile.as_tile``)."""
     tile: Tile
     global_shape: tuple[int, ...]
     slices: tuple[slice, ...]
-    """The slices of the global parameter that ``local`` holds."""
+    """Which slices of the global parameter ``local`` holds."""
     replicas: int
-    """The number of processes that hold this same part."""
+    """The number of processes that hold the same part of the parameter."""
 
     @property
     def current(self) -> Tensor:
-        """Return the parameter's local tensor as it is now. It must use the same memory as ``local``."""
+        """Return the local tensor that the parameter has now. The optimizer asserts that this is the memory of
+        ``local``."""
         return self.tile.as_tile(self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter)
 
     @property
     def grad(self) -> Tensor | None:
-        """Return the local gradient. It is fully summed only after ``sum_partial_gradients``."""
+        """Return the gradient of the local tensor. It is summed over all ranks only after ``sum_partial_gradients``."""
         grad = self.parameter.grad
         return None if grad is None else self.tile.as_tile(grad.to_local() if isinstance(grad, DTensor) else grad)
 
 
 def replicas_of_tile(tile: Tile, grid: Grid) -> int:
-    """Return the number of ranks in one (x, y) plane that hold the same tile."""
+    """Return how many ranks hold the same tile, among ranks that differ only in their x and y positions."""
     return (grid.x.size if tile.x is None else 1) * (grid.y.size if tile.y is None else 1)
 
 
 def initialize_shards(shards: Iterable[LocalShard], config: ModelConfig, seed: int) -> None:
-    """Fill the weights with initial values that depend on the seed alone and are bit-equal on every grid."""
+    """Fill the weights with initial values. They depend only on the seed, and are bit-identical on every grid."""
     for shard in shards:
         if shard.local.numel():
             fill_slice(shard.local, shard.name, shard.global_shape, shard.slices, config, seed)
@@ -65,11 +67,9 @@ def initialize_shards(shards: Iterable[LocalShard], config: ModelConfig, seed: i
 def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
     """Sum the gradients of parameters whose tiles are ``partial_over`` x or y, such as norms, biases, and adapters.
 
-    Before this call, each rank of x (or y) has only the part of such a gradient that comes from its own tokens or
-    features.
-
-    A step calls this after the sums over dp, cp, and z, but any order of the sums would work. There is one collective
-    for each set of axes.
+    Each rank of x or y has computed such a gradient only from its own tokens or features. One collective sums the
+    gradients of all parameters that are partial over the same axes. In a step, the sums over dp, cp, and z come first,
+    but any order would work.
     """
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     for shard in shards:
@@ -88,11 +88,11 @@ def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
 def clip_gradients(shards: Sequence[LocalShard], max_norm: float, loss_scale: float = 1.0) -> Tensor:
     """Scale all gradients so that their global 2-norm is at most ``max_norm``.
 
-    Parts that several processes hold are counted once.
+    If several processes hold the same part of a parameter, the norm counts it once.
 
     Args:
         shards: This process's shards.
-        max_norm: The largest norm.
+        max_norm: The largest allowed norm.
         loss_scale: The factor that the loss was multiplied by. The gradients are divided by it.
 
     Returns:
@@ -101,7 +101,7 @@ def clip_gradients(shards: Sequence[LocalShard], max_norm: float, loss_scale: fl
     grads = [shard.grad for shard in shards if shard.grad is not None]
     weights = [1.0 / shard.replicas for shard in shards if shard.grad is not None]
     squares = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double().square()
-    # Pass Python floats. A tensor of weights would be copied to the device, and the host would wait for the copy.
+    # ``weights`` are Python floats. A tensor would have to be copied to the device, and the host would wait for it.
     square = torch.stack(torch._foreach_mul(squares.unbind(), weights)).sum()
     with purpose("gradient norm"):
         dist.all_reduce(square)
@@ -111,20 +111,20 @@ def clip_gradients(shards: Sequence[LocalShard], max_norm: float, loss_scale: fl
 
 
 Part = tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]
-"""A parameter's name, its global shape, the slices that a tensor holds, and the tensor."""
+"""A part of a parameter: its name, its global shape, the slices that the part covers, and the values."""
 
 
 def gather_full(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict[str, Tensor] | None:
-    """Gather full tensors by name on rank 0, from the parts that the processes hold. Return None on other ranks.
+    """Gather the parts of all processes, and return full tensors by name on rank 0. Return None on other ranks.
 
-    Everything passes through rank 0's memory, so use this for tests and small models.
+    Rank 0 must have enough memory for all tensors, so use this only for tests and small models.
     """
     parts = gather_parts(shards, tensors)
     return None if parts is None else join_parts(parts)
 
 
 def gather_parts(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> list[Part] | None:
-    """Return the parts of all processes, including replicas, on rank 0. Return None on other ranks."""
+    """Return the parts of all processes on rank 0, and None on other ranks. Replicas are not removed."""
     mine = [(s.name, s.global_shape, s.slices, t.detach().cpu()) for s, t in zip(shards, tensors, strict=True)]
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, everyone)

@@ -1,4 +1,4 @@
-"""Build the full answer of ``fourfold plan`` to a request: ranked layouts, explanation, costs, and strong scaling."""
+"""Build the full answer of ``fourfold plan`` to a request: ranked layouts, an explanation, and costs."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class PlanRecord:
     explanation: dict[str, Any] | None
     costs: Costs | None
     extrapolation: list[str]
-    """Features of the best layout's workload that are outside the calibrated range of the machine, each with the
-    range."""
+    """Texts about the features of the best layout's workload that are outside the machine's calibrated range. Each text
+    names the range."""
     interval_factors: tuple[float, float] | None
     """Factors on predicted seconds that give the 5th and the 95th percentile of measured seconds. None on a machine
     that the user calibrated, because the factors come from fourfold's calibration."""
@@ -67,9 +67,9 @@ class PlanRecord:
 
     @property
     def is_own_drawn(self) -> bool:
-        """Return whether charts show the run file's layout: it has a prediction for the requested number of GPUs, and
-        its step takes at most ``TALLEST`` times as long as the best layout's. A longer bar would make all other bars
-        too small to read."""
+        """Return whether charts show the run file's layout. They show it if it has a prediction for the requested
+        number of GPUs, and if its step takes at most ``TALLEST`` times as long as a step of the best layout. A longer
+        bar would make all other bars too small to read."""
         own = self.own
         return own is not None and own.gpus == self.request.gpus and own.seconds <= TALLEST * self.plan.best.seconds
 
@@ -117,7 +117,7 @@ def plan_request(
         top: Number of layouts to return.
         tokens: Number of tokens to train on, to compute costs. None computes no costs.
         explained: Whether to explain why the best layout is the fastest.
-        watch: Called with the number of finished layouts and the number of all layouts.
+        watch: Called with the number of evaluated layouts and the number of legal layouts.
 
     Raises:
         UserError: ``tokens``, the machine, or a limit is invalid, no layout is legal and fits, or the GPUs fail too

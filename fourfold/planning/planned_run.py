@@ -72,8 +72,8 @@ def rate_to_choose(request: Request) -> str | None:
 def write_run(path: Path, request: Request, layout: Prediction) -> None:
     """Write the run file of a planned layout. Its comments tell the user what is left to choose.
 
-    If the user's run file sets no checkpoint interval, and the machine file has ``mtbf_gpu_hours``, the written file
-    gets the interval that loses the least time to failures and checkpoints.
+    The written file also gets the checkpoint interval that loses the least time to failures and checkpoints. This needs
+    a machine file with ``mtbf_gpu_hours``, and it is skipped if the user's run file sets an interval.
     """
     comment = f"# Planned for {request.gpus} GPUs of {layout.machine.name}: {layout.seconds:.3g} s a step.\n"
     if request.run is None:

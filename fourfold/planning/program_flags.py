@@ -1,5 +1,6 @@
-"""Define flags for the differences between training frameworks that change the time or memory of a step. A *program* is
-a framework, such as fourfold or Megatron-LM. x, y, z, dp, and ep are the axes of the grid (docs/parallelism.md)."""
+"""Describe training frameworks by flags. A flag is a difference between frameworks that changes the time or memory of a
+step. A *program* is a framework, such as fourfold or Megatron-LM. x, y, z, dp, and ep are the axes of the grid
+(docs/parallelism.md)."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ class Program(ArrayFields):
     blocking: Flag = False
     """Whether the host waits for every kernel (CUDA_LAUNCH_BLOCKING)."""
     host_operations: Number = 0
-    """Host time per block and micro-batch in addition to kernel launches, in units of one launch, without recompute.
-    Two thirds of it fall into the backward pass."""
+    """Host time per block and micro-batch in addition to kernel launches, without recompute. The unit is the
+    host time of one launch. The backward pass takes two thirds of this time."""
 
     split_residual: Flag = True
     """Whether the residual stream is sharded over x. False for tensor parallelism without sequence parallelism."""
@@ -103,8 +104,8 @@ class Program(ArrayFields):
     """Whether x splits each expert's width. Otherwise no expert is split, and ep divides the experts over the ranks of
     x too (expert_tensor_parallel_size = 1 in Megatron-LM)."""
     sends_once: Flag = False
-    """Whether a token that is routed to several experts on one rank is sent there only once, and to each node only once
-    over the network (DeepEP). Otherwise it is sent once per expert."""
+    """Whether a token is sent only once to a rank that has several of its experts, and only once over the network to
+    each node (DeepEP). Otherwise it is sent once per expert."""
     fused_experts: Flag = False
     """Whether the kernels of the expert matmuls also compute the activation and round inputs and outputs to 8 bits."""
     adds_expert_bias: Flag = False

@@ -25,7 +25,7 @@ LONGEST_DEFAULT = 8192
 LARGEST = {"--gpus": MOST_GPUS, "--seq": 1 << 26, "--global-batch": (1 << 31) - 1}
 """Largest value of each option. Larger values could overflow the 32-bit integers that the search uses."""
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8": 8}
-"""The ``Step.bits`` of each value of ``--precision``."""
+"""For each value of ``--precision``, the value of ``Step.bits``."""
 
 
 @dataclass(frozen=True)

@@ -42,13 +42,13 @@ class Layout(ArrayFields):
     cp: Number = 1
     pp: Number = 1
     ep: Number = 1
-    """The experts are divided over this number of neighboring ranks of dp · cp · z."""
+    """Number of ranks that the experts are divided over. They are neighbors among the dp · cp · z ranks."""
     stages_per_rank: Number = 1
     """Number of stages (groups of consecutive layers) per pipeline rank."""
     schedule: Number = 0
     """Index into ``SCHEDULES``."""
     zero: Number = 0
-    """ZeRO stage of the ranks of dp · cp."""
+    """ZeRO stage, for sharding over the dp · cp ranks."""
     cp_method: Number = 0
     """Index into ``CP_METHODS``."""
     micro_batch_size: Number = 1
@@ -62,7 +62,7 @@ class Layout(ArrayFields):
     offload: Flag = False
     """Whether full recompute stores the inputs of blocks in host memory."""
     end_layers: Number = 0.0
-    """Number of layers that the embedding and the head each count as when layers are divided into stages."""
+    """When layers are divided into stages, the embedding and the head each count as this number of layers."""
     layers_per_stage: tuple[int, ...] | None = None
     """Number of layers in each stage, if a run file sets it. Only for a single layout."""
 
@@ -72,8 +72,8 @@ class Layout(ArrayFields):
 
     @property
     def shards(self) -> Number:
-        """Return the number of ranks that hold different shards of one tile of a weight: z, or z · dp · cp if ``zero``
-        shards weights or states too. (The tensor axes x and y cut a weight into tiles.)"""
+        """Return the number of ranks among which a weight's tile is divided. It is z, or z · dp · cp if ``zero`` shards
+        weights or states too. (The tensor axes x and y cut a weight into tiles.)"""
         return self.z * np.where(self.zero > 0, self.dp * self.cp, 1)
 
     @property
@@ -150,8 +150,8 @@ class Workload(ArrayFields):
         return replace(self, **{part: replace(getattr(self, part), **values) for part, values in parts.items()})
 
     def point(self, index: int | np.ndarray) -> Self:
-        """Return one case. The layout's fields become Python numbers, which cannot overflow as NumPy's 32-bit integers
-        do."""
+        """Return one case. The layout's fields become Python numbers, because NumPy's 32-bit integers could
+        overflow."""
         point = self.take(np.array(index))
         numbers = {name: value.item() for name, value in vars(point.layout).items() if isinstance(value, np.generic)}
         return point.but(**numbers)
@@ -190,20 +190,20 @@ class Workload(ArrayFields):
 
     @property
     def tokens(self) -> Number:
-        """Return the number of tokens of a micro-batch that one rank computes with after an all-gather over the tensor
-        axis x."""
+        """Return the number of tokens of a micro-batch on one rank, after an all-gather over the tensor axis x."""
         return self.layout.micro_batch_size * self.step.seq_length / self.layout.cp
 
     @property
     def block_weights(self) -> Number:
-        """Return the mean number of weight entries in the matrices of a block (without experts) on one rank, times x ·
-        y. Projections to latents count x times, because each rank of x holds a copy of them."""
+        """Return the number of weight entries in the matrices of a block without experts, as a mean over the blocks. It
+        is x · y times the number on one rank. So projections to latents count x times, because each rank of x holds a
+        copy of them."""
         return self.model.block_weights + (self.layout.x - 1) * self.model.hidden_size * self.model.latents
 
     @property
     def table_weights(self) -> Number:
-        """Return the number of weight entries of embedding and head on a rank that has one of them: one weight if the
-        two are tied or if pp > 1, and two weights otherwise. (Not yet divided by x · y.)"""
+        """Return the number of weight entries of the embedding and the head on a rank that holds one or both, not yet
+        divided by x · y. If the two are tied or if pp > 1, the rank holds one weight matrix. Otherwise it holds two."""
         both = np.equal(self.layout.pp, 1) & ~np.asarray(self.model.tie_word_embeddings, bool)
         return self.model.padded_vocab_size * self.model.hidden_size * np.where(both, 2, 1)
 
@@ -213,8 +213,8 @@ class Workload(ArrayFields):
 
     @property
     def token_matrices(self) -> Number:
-        """Return the number of weight entries in matrices that a token is multiplied by, in all blocks and in the
-        padded head."""
+        """Return the number of weight entries in all matrices that take part in the matmuls of one token. They are in
+        the blocks and in the padded head."""
         gates = self.model.sparse * self.model.shared_expert_gate * self.model.hidden_size
         head = self.model.padded_vocab_size * self.model.hidden_size
         return self.model.num_hidden_layers * (self.model.active_weights + gates) + head

@@ -18,8 +18,8 @@ from fourfold.reports.numbers import counted
 from fourfold.reports.tables import print_table
 
 NEAR_EXPLANATION = (
-    "A document leaks if one sample in a thousand, or more, is its last part with at most this many tokens inserted, "
-    "removed, or replaced. A range means that the search could not decide for some documents."
+    "A document leaks if at least one sample in a thousand repeats its last part, with at most this number of tokens "
+    "inserted, removed, or replaced. A range means that the search could not decide for some documents."
 )
 
 Record = Mapping[str, Any]
@@ -47,8 +47,8 @@ def write_audit_report(record: Record, folder: Path) -> Path:
 
 
 def audit_tables(record: Record) -> None:
-    """Print an audit: extraction by repetition, generated continuations, near-verbatim leaks, membership attacks, the
-    effect of the goldfish mask, and warnings."""
+    """Print the results of an audit: extraction by number of repetitions, generated continuations, near-verbatim leaks,
+    membership attacks, the effect of the goldfish mask, and warnings."""
     console = Console()
     title = f"Exact match of the last {record['suffix']} tokens, {record['model']}"
     print_table(title, COUNT_HEADER, _count_rows(record))
@@ -68,8 +68,8 @@ def audit_tables(record: Record) -> None:
 
 
 def _count_rows(record: Record) -> Rows:
-    """Return one row for each number of times that documents were trained on. If there are several such numbers, the
-    first row is for all of these documents. If there is a reference model, the last row is for it."""
+    """Group the documents by how many times the model was trained on them, and return one row per group. With several
+    groups, the first row is for all documents. If there is a reference model, the last row is for it."""
     groups = {counted(int(count), "time"): group for count, group in record["by_count"].items()}
     if len(groups) != 1:
         groups = {"all members": record, **groups}
@@ -126,8 +126,8 @@ def _generation_facts(record: Record) -> dict[str, str]:
 
 
 def _near_rows(record: Record) -> Rows:
-    """Return a row for each number of edited tokens, or no rows if near-verbatim continuations were not searched
-    for."""
+    """Return a row for each number of edited tokens, or no rows if the audit did not search for near-verbatim
+    continuations."""
     near = record["near_verbatim"]
     return [
         [
@@ -142,7 +142,8 @@ def _near_rows(record: Record) -> Rows:
 
 
 def _replay_facts(record: Record) -> dict[str, str]:
-    """Return labels and values about the effect of the goldfish mask, or nothing if no mask was replayed."""
+    """Return labels and values about the effect of the goldfish mask. Return nothing if the audit did not replay the
+    mask."""
     replay = record["mask_replay"]
     if replay is None:
         return {}
@@ -200,7 +201,7 @@ def _headline(record: Record) -> dict[str, str | int | float | None]:
         "documents": record["documents"],
         f"exact match of the last {record['suffix']} tokens": f"{record['exact_match']:.1%} "
         f"({_interval(record['exact_match_ci'])})",
-        "of the control": f"{control['exact_match']:.1%} of {control['documents']}" if control else None,
+        "exact match of the control": f"{control['exact_match']:.1%} of {control['documents']}" if control else None,
         "token agreement": f"{record['token_agreement']['mean']:.1%}",
         "extraction strength": f"{record['extraction_strength']['mean']:.2f}",
         "extractable in a million samples": f"{record['extractable_within']['1000000']:.1%}",

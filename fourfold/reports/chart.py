@@ -1,8 +1,10 @@
-"""Draw charts with Apache ECharts. A chart is an ECharts option, as plain Python values, which the script of the page
-(assets/charts.js) draws.
+"""Draw charts with Apache ECharts. A chart is an ECharts option in plain Python values. The page's script
+(assets/charts.js) draws it.
 
-https://echarts.apache.org/en/option.html describes the options. fourfold adds two things. A color such as ``"--s1"`` is
-a color of the page's light or dark theme (assets/page.css). The ``"text"`` of a data item appears in a tooltip.
+https://echarts.apache.org/en/option.html describes the options. fourfold adds two features:
+
+- A color such as ``"--s1"`` is a color of the page's light or dark theme (assets/page.css).
+- The ``"text"`` of a data item appears in a tooltip.
 """
 
 import json

@@ -16,8 +16,8 @@ LEVEL_WIDTH, SUBJECT_WIDTH = 7, 13
 
 
 def show_finding(finding: Finding, host: str | None = None) -> None:
-    """Print a finding, and its advice in the next line. ``host`` is the name of the machine, to print in front of the
-    finding, if the finding is not about the first machine."""
+    """Print a finding, and its advice in the next line. If the finding is about a machine other than the first,
+    ``host`` is the machine's name, which is printed in front of the finding."""
     table = Table.grid(padding=(0, 2))
     table.add_column(width=LEVEL_WIDTH)
     table.add_column(width=SUBJECT_WIDTH)

@@ -19,7 +19,8 @@ SHORT = {"Interleaved1F1B": "interleaved", "InterleavedZeroBubble": "zero bubble
 
 
 def choices(work: Workload) -> dict[str, str]:
-    """Return the cells of a layout's choices, by the headers in ``CHOICES``. Only MoE models have ``ep``."""
+    """Return the table cells with the choices of a layout, by the headers in ``CHOICES``. Only MoE models have
+    ``ep``."""
     layout = work.layout
     cells = {axis: str(int(getattr(layout, axis))) for axis in (*GRID, *(["ep"] if work.model.num_experts else []))}
     blocks = f", 1 of {int(layout.recompute_every)}" if layout.recompute_every > 1 else ""
@@ -43,8 +44,9 @@ def schedule(work: Workload) -> str:
 
 
 def predicted(p: Prediction, factors: Sequence[float] | None) -> dict[str, str]:
-    """Return the cells of a prediction, by header. The predicted step time times the two ``factors`` gives an interval
-    that contains the measured time with a probability of 90 %. Without ``factors``, there is no such cell."""
+    """Return the table cells of a prediction, by header. If ``factors`` are given, a cell shows an interval: the
+    predicted step time times the first and the second factor. The interval contains the measured time with a
+    probability of 90 %."""
     mfu = p.utilization(p.work.model_flops())
     return {
         **figures(p.machine, p.seconds, p.memory_bytes, p.p_oom, mfu, factors),
@@ -56,7 +58,7 @@ def predicted(p: Prediction, factors: Sequence[float] | None) -> dict[str, str]:
 def figures(
     machine: Machine, seconds: float, memory: float, p_oom: float, mfu: float, factors: Sequence[float] | None
 ) -> dict[str, str]:
-    """Return the cells of a prediction that every table shows, by header.
+    """Return the table cells that all tables of predictions have, by header.
 
     Args:
         machine: The machine.

@@ -21,19 +21,24 @@ LAYER_COLUMNS = (
     ("exact top-k", "oracle", "mass"),
     ("random", "random", "mass"),
 )
-"""Columns of the table of layers. Each has its header, and the variant and the key of its values in the record."""
+"""Columns of the table of layers. Each has a header, the name of a variant, and the key of the column's values in the
+variant's record."""
 
 
 def rank_table(record: Record) -> None:
-    """Print what a calibration has found for each layer: for each kind of keys, the mean and the largest Rank@90 over
-    the heads and the recall, and the kind that Loki ranks by."""
+    """Print the result of a calibration, one row per layer.
+
+    There are two kinds of keys: before and after the rotary embedding. For each kind, a row has the mean and the
+    largest Rank@90 over the heads, and the recall. (Rank@90 is the number of dimensions that explain 90 % of the keys'
+    variance.) The last cell names the kind that Loki ranks keys by.
+    """
     header = [*(f"{kind}-rotary: mean (most)" for kind in record["ranks"]), *(f"recall, {k}" for k in record["recall"])]
     rows = []
     for layer, best in enumerate(record["best"]):
         ranks = [heads[layer] for heads in record["ranks"].values()]
         recalls = [f"{recall[layer]:.1%}" for recall in record["recall"].values()]
         rows.append([str(layer), *(f"{fmean(heads):.1f} ({max(heads)})" for heads in ranks), *recalls, best])
-    title = f"Dims that explain 90 % of the variance of the keys, of {record['head_dim']}"
+    title = f"Dims, out of {record['head_dim']}, that explain 90 % of the variance of the keys"
     print_table(title, ["layer", *header, "ranked by"], rows)
     console = Console()
     for kind, mean in record["mean_rank"].items():

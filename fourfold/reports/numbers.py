@@ -24,10 +24,10 @@ def counted(number: int, noun: str) -> str:
 
 
 def downsample(y: Sequence[float | None], buckets: int) -> Sequence[int]:
-    """Divide a series into ``buckets`` runs of neighboring points, and return the indices of the lowest and the highest
-    point of each run, in order.
+    """Divide a series into ``buckets`` groups of neighboring points, and return the indices of the lowest and the
+    highest point of each group, in order.
 
-    The indices of the first and the last point are always included. A run without any number contributes the index of
+    The indices of the first and the last point are always included. A group without any number contributes the index of
     one None, which a chart draws as a gap. For a series of at most 2·``buckets`` points, return all indices.
     """
     count = len(y)
@@ -43,9 +43,10 @@ def downsample(y: Sequence[float | None], buckets: int) -> Sequence[int]:
 
 
 def bucket_means(y: Sequence[float | None], buckets: int) -> list[tuple[int, float | None]]:
-    """Divide a series into ``buckets`` runs of neighboring points, and return the last index and the mean of each run.
+    """Divide a series into ``buckets`` groups of neighboring points, and return the last index and the mean of each
+    group.
 
-    The mean of a run without numbers is None.
+    The mean of a group without numbers is None.
     """
     ends = [(bucket + 1) * len(y) // buckets for bucket in range(buckets)]
     means = []

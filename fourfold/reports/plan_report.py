@@ -21,8 +21,8 @@ FASTEST = 200
 
 
 def write_plan_report(path: Path, result: PlanRecord) -> None:
-    """Write the HTML page of a plan: the layouts, where a step's time goes, memory by pipeline rank, and the neighbors
-    of the best layout."""
+    """Write the HTML page of a plan. It shows the layouts, where a step's time goes, memory by pipeline rank, and
+    layouts that differ from the best one in one choice."""
     plan, best = result.plan, result.plan.best
     wide = []
     if result.explanation is not None:
@@ -76,7 +76,7 @@ def _layouts(result: PlanRecord) -> list[str]:
     header = [first, "s/step", *(name for name in others if name != "s/step")]
     text = (
         f"The {min(FASTEST, len(found.order))} fastest of {len(found.order):,} layouts that fit. Click a header to "
-        "sort. In the field below it, 8, or 1,2, or 1-4, or <=4, or a part of a word keeps rows."
+        "sort. To filter, write 8, or 1,2, or 1-4, or <=4, or a part of a word into the field below it."
     )
     table = html.search_table(header, [[row[name] for name in header] for row in rows])
     refused = html.table(["refused because", "layouts"], [[name, f"{n:,}"] for name, n in found.rejected().items()])

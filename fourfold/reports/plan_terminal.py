@@ -32,8 +32,8 @@ SCORES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
         "fitted": ("fitting_rows", "{}"), "predicted to fit": ("fit_recall", "{:.0%}"),
     }),
 }  # fmt: skip
-"""Tables that a validation prints below its table of errors. For each title, there is the table's key in the record,
-and for each header, the key of a value and its format."""
+"""Tables that a validation prints below its table of errors. A title maps to the table's key in the record and to the
+table's columns. A column's header maps to the key of a value and to its format."""
 COLUMNS = {"best": "best", "runner_up": "best on another grid", "yours": "yours"}
 """Headers of the layouts in an explanation."""
 WORDS = ("", "recompute", "also")
@@ -52,7 +52,8 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
     """Print the ranked layouts, how many layouts were searched and refused, how certain the ranking is, and the costs
     if they are known.
 
-    With ``explained``, also print where a step's time goes and which machine constants would change the order.
+    With ``explained``, also print where a step's time goes, and how layouts that differ from the best one in one choice
+    compare with it.
     """
     request, plan, console = result.request, result.plan, Console()
     step = request.base.step
@@ -92,8 +93,8 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
     """Return the columns of the table of layouts by header, and the choices that all rows share. The rows are the
     ranked layouts and the run file's layout.
 
-    If the terminal is narrow, columns are removed until the table fits: first choices that all rows share, which are
-    listed below the table instead, and then some numbers, but never P(OOM).
+    If the terminal is narrow, columns are removed until the table fits. The first to go are choices that all rows
+    share, which are listed below the table instead. After these, some columns of numbers are removed, but never P(OOM).
     """
     rows = [{"": name, **choices(p.work), **predicted(p, result.interval_factors)} for name, p in result.labeled()]
     columns = {header: [row[header] for row in rows] for header in rows[0]}
@@ -112,8 +113,8 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
 
 
 def doubts(result: PlanRecord) -> list[str]:
-    """Return sentences about the error of the best layout's step time, and about layouts that are too close to it to
-    tell which is faster."""
+    """Return sentences about how certain the plan is. They give the likely range of the best layout's step time, and
+    the number of layouts that may be just as fast."""
     sentences, found = [], result.within_error
     if result.interval is not None:
         low, high = result.interval
@@ -150,7 +151,7 @@ def largest_parts(waterfall: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def slower_by(neighbor: dict[str, Any]) -> str:
-    """Return how much slower or faster a neighbor is, or why it is refused, as text."""
+    """Return a text that says how much slower or faster than the best layout a neighbor is, or why it is refused."""
     slower = neighbor["slower"]
     if slower is None:
         return f"refused: {neighbor['reason']}"

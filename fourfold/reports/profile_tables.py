@@ -13,8 +13,8 @@ from fourfold.training.console import byte_unit
 
 
 def profile_tables(path: Path) -> None:
-    """Print where the time of a step went: the collectives by axis, as means over the processes, and the totals of the
-    mean and of the busiest process."""
+    """Print how the time of a step was spent. The first table has the collectives by axis, averaged over the processes.
+    The second table has the totals, averaged over the processes and for the busiest process."""
     if not path.is_file():
         print("No profile: the run ended before the fifth step after its start.")
         return

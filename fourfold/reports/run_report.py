@@ -166,8 +166,8 @@ def _tasks(run: RecordedRun) -> list[str]:
 
 
 def _memorization(run: RecordedRun) -> list[str]:
-    """Return charts of the audits of canaries during training, with one curve for each number of repeats. Return
-    nothing if no audit is recorded."""
+    """Return charts of the canary audits during training, with one curve for each number of repeats. Return nothing if
+    no audit is recorded."""
     recorded = read_short_record(run.folder / MEMORIZATION_FILE, MemorizationRecord)
     records = [each for each in recorded if each["step"] in run.places]
     if not records:

@@ -12,7 +12,8 @@ from fourfold.training.metrics import read_metrics
 
 
 class TaskRecord(BaseModel):
-    """A line of tasks.jsonl: for each task, its metrics and their values, and for each task that failed, the reason."""
+    """A line of tasks.jsonl. ``tasks`` has the metrics of each task, and ``failed`` has the reason for each task that
+    failed."""
 
     tasks: dict[str, dict[str, float | None]]
     failed: dict[str, str] = {}

@@ -57,7 +57,7 @@ def least_width(columns: Mapping[str, Sequence[str]], words: Sequence[str] = ())
 
 
 def in_unit(size: float, unit: int) -> str:
-    """Format a number of bytes in a fixed unit of a column, with three decimals. Values below 0.1 get three significant
+    """Format a number of bytes in the unit of its column, with three decimals. Values below 0.1 get three significant
     digits."""
     if size == 0:
         return "0"
@@ -83,8 +83,8 @@ def _longest_word(cells: Iterable[str]) -> int:
 
 
 def _fitted(widths: list[int], stages: Sequence[Sequence[int]], room: int) -> list[int]:
-    """Shrink the widest columns until all columns fit into ``room``. ``stages`` has sets of minimum widths, from wide
-    to narrow. Each set is used only if the columns do not fit with the set before. In the end, the minimum is one
+    """Shrink the widest columns until all columns together have at most ``room`` characters. ``stages`` has lists of
+    minimum widths. If the columns do not fit with one list, the next list is used. The last minimum width is one
     character."""
     for least in (*stages, [1] * len(widths)):
         while sum(widths) > room and any(width > low for width, low in zip(widths, least, strict=True)):

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def parity_table(report: ParityReport) -> None:
-    """Print a parity report: for each quantity, the tensor with the largest ratio of the grid's deviation from float64
-    to the deviation of one process in float32."""
+    """Print a parity report. For each quantity, it shows the tensor with the largest ratio: the grid's deviation from
+    float64, divided by the deviation of one process in float32."""
     rows = []
     shown = [(quantity, report.worst(quantity), report.limit) for quantity in report.deviations]
     shown += [("own types", each, report.own_types_limit) for each in report.own_types]
@@ -47,7 +47,8 @@ def _ok(good: bool) -> str:
 
 
 def trace_tables(report: TraceReport) -> None:
-    """Print a trace: memory by kind, for one rank or for each pipeline rank, and collectives by axis and purpose."""
+    """Print a trace. The first table has the memory of one rank by kind, or of each pipeline rank. The other tables
+    have the collectives by axis and purpose."""
     if report.pipeline:
         _pipeline_memory(report)
     else:
@@ -115,8 +116,8 @@ def _pipeline_memory(report: TraceReport) -> None:
 
 
 def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[str, Any]) -> None:
-    """Print sequences, with tokens that the loss keeps in green, tokens that the goldfish mask drops in red brackets,
-    and all other tokens dimmed. Then print statistics of the masks."""
+    """Print sequences in color, and then statistics of the masks. Tokens in the loss are green, tokens that the
+    goldfish mask drops are red and in brackets, and all other tokens are dim."""
     console = Console()
     for sample in preview.samples:
         text = Text()

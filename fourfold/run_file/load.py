@@ -27,7 +27,7 @@ NAMES_ELSEWHERE = tomllib.loads((files("fourfold.run_file") / "names_elsewhere.t
 
 CLOSE_SPELLING = 0.75
 """An error message about an unknown key suggests a known key if their similarity (difflib) is at least this. For
-example, seq_lenght and seq_length have 0.9, and streaming and train have 0.71."""
+example, the similarity of seq_lenght and seq_length is 0.9, and the similarity of streaming and train is 0.71."""
 
 
 UNKNOWN = "extra_forbidden"
@@ -107,13 +107,13 @@ def apply_override(table: dict[str, Any], override: str) -> None:
 
 
 def _place(error: ErrorDetails) -> str:
-    """Return the dotted name of the key in a validation error. The schema may not know this key."""
+    """Return the dotted name of the key in a validation error. The key may be unknown to the schema."""
     location = error["loc"]
     return ".".join(map(str, location)) if error["type"] == UNKNOWN else key_at(RunConfig, location).place
 
 
 def _sets(override: str, place: str, unknown: bool) -> bool:
-    """Return whether an override sets the key at ``place``, or created the unknown section there."""
+    """Return whether an override sets the key at ``place``, or a key in the unknown section at ``place``."""
     key = override.partition("=")[0].strip()
     return key == place or (unknown and key.startswith(f"{place}."))
 

@@ -1,4 +1,4 @@
-"""Record when each attempt of a run starts and ends, to find a step that fails every time."""
+"""Record when each attempt of a run starts and ends. This reveals a step that fails in every attempt."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fourfold.training.run_folder import ATTEMPTS_FILE
 
 
 def note_start(run_dir: Path, restarts: int, run: RunConfig, first_step: int) -> None:
-    """Record that an attempt starts to train. Only rank 0 calls this.
+    """Record that this attempt of the run starts to train. Only rank 0 calls this.
 
-    If the next step has failed more than ``fault_tolerance.max_restarts`` times, and the run file has ``failing_step =
-    "skip"``, record that the step's batch is left out.
+    If the next step has failed more than ``fault_tolerance.max_restarts`` times, and ``failing_step`` is "skip", also
+    record that its batch is left out.
 
     Args:
         run_dir: Folder of the run.
@@ -30,8 +30,8 @@ def note_start(run_dir: Path, restarts: int, run: RunConfig, first_step: int) ->
         first_step: Number of steps in the checkpoint that the attempt resumes from, or 0.
 
     Raises:
-        UserError: The next step keeps failing. Either the run file does not allow leaving its batch out, or the batch
-            is already left out.
+        UserError: The next step has failed too often, and either ``failing_step`` is "stop", or it failed although its
+            batch was left out.
     """
     taken = steps_taken(run_dir)
     failures = _failures(_read(run_dir), taken) if restarts else 0
@@ -51,11 +51,12 @@ def count_starts(run_dir: Path) -> int:
 
 
 def resumed_at(run_dir: Path) -> list[int]:
-    """Return the step of each checkpoint that the recorded run was resumed from."""
+    """Return the steps at which the run was resumed from a checkpoint. A step is left out if a later attempt repeated
+    it."""
     steps: list[int] = []
     for line in _read(run_dir):
         first = line.get("first_step")
-        if isinstance(first, int):  # Drop later steps, because this attempt repeats them.
+        if isinstance(first, int):  # This attempt repeats later steps, so drop them.
             steps = [step for step in steps if step < first] + [first] * (first > 0)
     return steps
 
@@ -77,7 +78,7 @@ def _answer_failures(run_dir: Path, step: int, failures: int, run: RunConfig) ->
 
 
 def _failures(lines: list[dict[str, Any]], taken: int) -> int:
-    """Return how many of the latest attempts in a row failed in the step after ``taken``."""
+    """Return how many attempts in a row, up to the latest one, failed in the step after ``taken``."""
     failures = 1 if lines and "ended" not in lines[-1] else 0
     for line in reversed(lines):
         if line.get("steps_taken") != taken or not line.get("restarts"):
@@ -87,7 +88,7 @@ def _failures(lines: list[dict[str, Any]], taken: int) -> int:
 
 
 def _read(run_dir: Path) -> list[dict[str, Any]]:
-    """Return every line that parses. A crash may have left half a line."""
+    """Return the lines of the file. A crash may have left half a line, which is skipped."""
     path, lines = run_dir / ATTEMPTS_FILE, []
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     for line in text.split("\n"):

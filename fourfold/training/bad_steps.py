@@ -1,4 +1,4 @@
-"""Read and write bad_steps.jsonl in a run's folder. It tells a resumed run which batches to leave out."""
+"""Read and write bad_steps.jsonl in a run's folder. This file tells a resumed run which batches to leave out."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class BadSteps:
         return read_metrics(self.path, _check) if self.path.is_file() else []
 
     def note(self, line: dict[str, Any]) -> None:
-        """Append a line to the file, by an atomic rename. The caller does this before the run acts on the bad step."""
+        """Append a line to the file. The caller does this before the run acts on the bad step."""
         with writing(self.path):
             before = self.path.read_bytes() if self.path.exists() else b""
             write_whole(self.path, before + json.dumps(line).encode() + b"\n")
 
     def set_aside(self) -> None:
-        """Rename the file that an earlier run has left, because this run starts from scratch."""
+        """Rename an earlier run's file, so that a run that starts from scratch does not read it."""
         if self.path.is_file():
             with writing(self.path):
                 self.path.replace(self.path.with_name(f"{self.path.name}.superseded"))

@@ -18,8 +18,8 @@ Fact = str | int | float | None
 Facts = Mapping[str, Fact]
 """Lines to print, each with a label and a value."""
 
-# Number of recent steps for the ETA: enough to include a validation every few dozen steps, but few enough to adapt when
-# the speed changes.
+# Number of recent steps from which the ETA is computed. It must be high enough to include validations, and low enough
+# to adapt when the speed changes.
 _ETA_WINDOW = 50
 _BAR_COLUMNS = 24
 
@@ -27,16 +27,16 @@ _BAR_COLUMNS = 24
 class Progress:
     """Shows the steps of a run on standard output. Only rank 0 makes one.
 
-    In a terminal, it redraws a progress bar and a line of metrics in place, cut to the terminal's width. In a log file,
-    it prints a line every `log_interval` steps, and for the first step, the last step, and each step with a validation
-    loss. The fields are in torchtitan's order (step, loss, grad_norm, memory, tokens/s, tflops, mfu), followed by lr,
-    ETA, and the fields that only some steps have: the fraction of trained tokens, the expert load, and the validation
-    loss. The value of tokens/s is the sum over all devices, and the value of tflops is for one device. mfu is shown
-    only if the device has a published peak.
+    In a terminal, it redraws a progress bar and a line of metrics in place. In a log file, it prints a line every
+    `log_interval` steps, and also for the first step, the last step, and each step with a validation loss.
+
+    The fields are in torchtitan's order: step, loss, grad_norm, memory, tokens/s, tflops, mfu. Then follow lr, ETA, and
+    the fields that only some steps have. tokens/s is the sum over all devices, and tflops is for one device. mfu is
+    shown only if the device has a published peak.
     """
 
     def __init__(self, total_steps: int, is_tty: bool | None = None, log_interval: int = 10) -> None:
-        """Create the display. Its first step is the first step that is passed to `update`.
+        """Create the display.
 
         Args:
             total_steps: Number of steps of the full run.
@@ -84,7 +84,7 @@ class Progress:
         if metrics.mfu is not None:
             fields.append(f"mfu: {metrics.mfu:.2%}")
         fields += [f"lr: {metrics.lr:.3e}", f"eta: {self._eta(metrics)}"]
-        if metrics.trained_token_share < 0.9995:  # Otherwise it would be shown as 100.0%.
+        if metrics.trained_token_share < 0.9995:  # A larger share would be shown as 100.0%.
             fields.append(f"trained: {metrics.trained_token_share:.1%}")
         if "expert_load" in metrics.more:
             fields.append(f"expert_load: {metrics.more['expert_load']:.2f}")
@@ -108,7 +108,7 @@ class Progress:
         return Group(bar, Text(self._numbers(metrics), no_wrap=True, overflow="ellipsis"))
 
     def _eta(self, metrics: StepMetrics) -> timedelta:
-        """Estimate the time left from the recent steps, including evaluations and checkpoints between them."""
+        """Estimate the time left from the recent steps, including the time for evaluations and checkpoints."""
         (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
         pace = (last_time - first_time) / (last_step - first_step) if last_step > first_step else metrics.step_seconds
         return timedelta(seconds=round(pace * (self._total_steps - metrics.step)))
@@ -125,7 +125,7 @@ class Progress:
 
 
 def format_fact(value: str | int | float | None) -> str:
-    """Format a value for people: thousands separators, six significant digits, and n/a for None."""
+    """Format a value to be read by people: with thousands separators, six significant digits, and n/a for None."""
     if value is None:
         return "n/a"
     if isinstance(value, float):
@@ -134,7 +134,7 @@ def format_fact(value: str | int | float | None) -> str:
 
 
 def byte_unit(size: float) -> tuple[str, int]:
-    """Return the name and size in bytes of the largest unit that is at most ``size``: GiB, MiB, KiB, or B."""
+    """Return the unit in which to show a size, GiB, MiB, KiB, or B, as its name and its number of bytes."""
     units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
     return next((unit for unit in units if size >= unit[1]), ("B", 1))
 
@@ -146,6 +146,6 @@ def format_bytes(size: float) -> str:
 
 
 def _flops(metrics: StepMetrics) -> tuple[str, str]:
-    """Format the model FLOP/s of one device as a number and a unit. CPUs are too slow for TFLOP/s."""
+    """Format the model FLOP/s of one device as a number and a unit. For CPUs, the unit is GFLOP/s."""
     tflops = metrics.model_tflops_per_device
     return (f"{tflops:,.2f}", "TFLOP") if tflops >= 1 else (f"{tflops * 1000:.3g}", "GFLOP")

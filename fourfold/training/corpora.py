@@ -1,4 +1,4 @@
-"""Open the corpora that a run file's section [data] names, and turn batches into this process's micro-batches."""
+"""Open the training and validation data of a run, and copy this process's micro-batches to its device."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from fourfold.parallel.grid.grid import Axis
 
 VALIDATION_SEED = 1
 STATISTICS_TOKENS = 1 << 17
-"""Before training, the loss masks are measured on about this many training tokens. This takes milliseconds."""
+"""Number of training tokens on which the loss masks are measured before training. Measuring them takes milliseconds."""
 FIRST_SAMPLES = 16
-"""Number of samples of each corpus in the digest that detects changed data."""
+"""Number of samples of each corpus in the digest that reveals changed data."""
 
 Source = tuple[str, float]
 """Path prefix and weight of a corpus."""
@@ -45,7 +45,7 @@ Source = tuple[str, float]
 
 @dataclass(frozen=True)
 class Corpora:
-    """This process's loaders, and the data that they read."""
+    """The training and validation data of a run, as this process loads it."""
 
     train: Loader
     validation: Loader | None
@@ -68,7 +68,7 @@ class Corpora:
     def close(self) -> None:
         """Stop the threads that read ahead."""
         if self.stream is not None:
-            self.stream.close()  # Close the stream first, because the loader may be waiting for its next document.
+            self.stream.close()  # Close the stream first, because the loader may be waiting for a document from it.
         self.train.close()
 
     def packing(self) -> list[PackingStatistics]:
@@ -84,9 +84,11 @@ class Corpora:
 
     @cached_property
     def first_samples(self) -> dict[str, str]:
-        """Return digests, by name, that reveal whether data on disk has changed. The digest of the data covers the
-        first samples of each corpus and of the mixture. The digest of the answer mask covers the flags of all tokens,
-        because a change may affect only a few of them."""
+        """Return digests, by name, that reveal whether data on disk has changed.
+
+        The digest of the training or validation data covers the first samples of each corpus and of their mixture. The
+        digest of an answer mask covers the whole mask, because a change may affect only a few tokens.
+        """
         found: dict[str, Any] = defaultdict(xxhash.xxh3_128)
         validation = None if self.validation is None else self.validation.dataset
         for name, mixture in (("training data", self.train.dataset), ("validation data", validation)):
@@ -102,14 +104,15 @@ class Corpora:
 
 
 def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
-    """Open the corpora. If the run uses the built-in corpus and it does not exist yet, prepare it first.
+    """Open the training and validation data of a run. Prepare the built-in corpus first if the run uses it and it does
+    not exist.
 
     Args:
         run: The run.
         batch: The axis that splits the global batch.
 
     Raises:
-        UserError: A corpus is missing or damaged, its format, tokenizer, or vocabulary does not fit the run, or the run
+        UserError: A corpus is missing, damaged, or does not fit the run (format, tokenizer, or vocabulary). Or the run
             file lacks a tokenizer or a validation corpus that it needs.
     """
     train, validation = _prefixes(run)
@@ -144,8 +147,10 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
 
 
 def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, Tokenizer | None]:
-    """Preview which tokens the run's loss masks leave out at the beginning of its training data. Also return the
-    tokenizer, if there is one. This takes one process and no model."""
+    """Preview which tokens the run's loss masks leave out at the beginning of its training data.
+
+    This needs only one process, and no model. Returns the preview, and the tokenizer if there is one.
+    """
     train, _ = _prefixes(run)
     for prefix, _ in train:
         _check_corpus(prefix, run)
@@ -178,7 +183,7 @@ def micro_batches(
 
     def tensor(array: NDArray[Any]) -> Tensor:
         found = torch.from_numpy(array)
-        # Pin the memory, because only a copy from pinned memory is asynchronous.
+        # Only a copy from pinned memory is asynchronous.
         return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
     found = []
@@ -193,8 +198,8 @@ def micro_batches(
 
 
 def _check_tokens(batch: MicroBatch[NDArray[Any]], vocab_size: int) -> None:
-    """Refuse a token outside the vocabulary. Otherwise each rank would silently assume that another rank has the
-    token's embedding."""
+    """Refuse a token outside the vocabulary. The embedding would not notice it: its rows are split over ranks, and each
+    rank would assume that another rank has the token's row."""
     smallest, largest = int(batch.tokens.min()), int(batch.tokens.max())
     if batch.labels is not None:
         largest = max(largest, int(batch.labels.max()))
@@ -210,7 +215,7 @@ def _prefixes(run: RunConfig) -> tuple[list[Source], list[Source]]:
     data = run.data
     if data.source is None or data.is_streamed:
         return [(c.path, c.weight) for c in data.train], [(c.path, c.weight) for c in data.validation]
-    # Rank 0 creates the corpus first, and the other ranks then find it.
+    # All other ranks wait until rank 0 has created the corpus.
     if dist.is_initialized() and dist.get_rank() > 0:
         dist.barrier()
     prefix = ensure_builtin(data.tokenizer, data.cache_dir, run.model.vocab_size)
@@ -220,15 +225,15 @@ def _prefixes(run: RunConfig) -> tuple[list[Source], list[Source]]:
 
 
 def make_loader(run: RunConfig, dataset: Samples, batch: Axis, masks: Sequence[LossMask], *, prefetch: bool) -> Loader:
-    """Return the loader of this process's share of a run's batches."""
+    """Return a loader that reads this process's share of each batch."""
     training = run.training
     sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
     return Loader(dataset, *sizes, batch.rank, batch.size, masks, prefetch=prefetch)
 
 
 def _check_corpus(prefix: str, run: RunConfig) -> None:
-    """Refuse a corpus whose vocabulary is too large, or whose format is not ``data.format``. For example, if
-    conversations were read as text, the run would train on the prompts too."""
+    """Refuse a corpus whose vocabulary is too large, or whose format is not ``data.format``. For example, a run that
+    reads conversations as text would also train on the prompts."""
     manifest = read_manifest(prefix)
     if manifest is None:
         check_exists(prefix)

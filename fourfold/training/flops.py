@@ -13,14 +13,20 @@ FLOP_FORMULA = (
     "no embedding lookup) + layers x 4 x K x heads x head_dim, K keys: S / 2 (causal), fewer in a sliding window; "
     "documents that data.mask_documents keeps apart count as one sequence"
 )
-"""PaLM's formula (Chowdhery et al. 2022, appendix B), 6N + 12 x layers x heads x head_dim x S, with two changes. Only
-the keys that a token attends to are counted (S / 2 with a causal mask, not S). N counts only parameters that are
-multiplied. In an MoE model, these are the router and the experts that a token is routed to."""
+"""PaLM's formula (Chowdhery et al. 2022, appendix B), 6N + 12 x layers x heads x head_dim x S, with two changes:
+
+1. Only the keys that a token attends to are counted (S / 2 with a causal mask, not S).
+2. N counts only parameters that a token is multiplied with. In an MoE layer, these are the router and the experts that
+   the token is routed to.
+"""
 
 
 class FlopCount(NamedTuple):
-    """FLOPs per token of the forward pass and of a training step, averaged over a sequence and without recomputation,
-    and the number of parameters that a token is multiplied with."""
+    """FLOPs per token of the forward pass and of a training step, averaged over a sequence. Recomputation is not
+    counted.
+
+    ``matmul_parameters`` is the number of parameters that a token is multiplied with.
+    """
 
     matmul_parameters: int
     forward: int
@@ -28,7 +34,7 @@ class FlopCount(NamedTuple):
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -> FlopCount:
-    """Count the model FLOPs of one token of a decoder with `FLOP_FORMULA`, as the planner does.
+    """Count the model FLOPs per token of a decoder, with `FLOP_FORMULA`. The planner uses the same formula.
 
     Attention is QK^T and PV. Each takes 2·K·heads·head_dim FLOPs for a token that sees K keys. With a causal mask, a
     token sees S/2 keys on average (exactly (S+1)/2). The backward pass takes twice as many FLOPs as the forward pass:
@@ -47,7 +53,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
 
 
 class PeakFlops(NamedTuple):
-    """The dense peak of one device, as PyTorch counts devices."""
+    """The peak FLOP/s of one device, without sparsity. Each half of an AMD MI250X counts as a device, as in PyTorch."""
 
     flops: float
     """The peak in FLOP/s."""
@@ -61,7 +67,7 @@ def mfu(tflops_per_device: float, peak: PeakFlops | None) -> float | None:
 
 
 _DEVICES = tomllib.loads((files("fourfold.training") / "device_peaks.toml").read_text(encoding="utf-8"))["devices"]
-"""Dense peaks by a pattern of the device's name. The first match wins."""
+"""Dense peaks of devices. The first entry whose pattern matches the device's name applies."""
 
 
 def peak_flops(device_name: str, precision: str, float8: bool = False) -> PeakFlops | None:
@@ -70,12 +76,12 @@ def peak_flops(device_name: str, precision: str, float8: bool = False) -> PeakFl
     Args:
         device_name: The name that `torch.cuda.get_device_name()` returns.
         precision: "bf16", "fp16", or "fp32".
-        float8: Whether some matmuls run in float8. Their FLOPs are divided by the peak of `precision` too, as in the
-            planner, so that runs that differ only in float8 have comparable MFUs.
+        float8: Whether some matmuls run in float8. The MFU then still uses the peak of `precision`, as in the planner.
+            So the MFUs of runs with and without float8 are comparable.
 
     Returns:
-        The peak. None for CPUs, for devices that are not in the table, and for MIG slices, which are only a
-        part of the device in their name. A guessed peak would be worse than no MFU.
+        The peak. None for CPUs, for unknown devices, and for MIG slices (a slice is only a part of the device that its
+        name says). A guessed peak would be worse than no MFU.
     """
     device = next((d for d in _DEVICES if re.search(d["pattern"], device_name, re.IGNORECASE)), None)
     if device is None or re.search(r"\bMIG\b", device_name):

@@ -52,8 +52,8 @@ class StepResult:
     """The number of tokens in the loss. With [dpo], the number of pairs."""
 
     skipped: bool = False
-    """True if fp16 gradients overflowed in ``train_step``, or if the batch was left out. For bad steps, the trainer
-    leaves this False."""
+    """True if the batch was left out, or if fp16 gradients overflowed in ``train_step``. False for bad steps, which the
+    trainer handles."""
 
     @classmethod
     def none(cls, device: torch.device) -> StepResult:
@@ -63,7 +63,8 @@ class StepResult:
 
 
 class Job(TrainingState):
-    """A model on the grid with its optimizer. Its methods are collective: every process calls them."""
+    """A model on the grid, with its optimizer. Every process must call its methods together with all other
+    processes."""
 
     def __init__(
         self, run: RunConfig, grid: Grid, device: torch.device, stages: dict[int, DataParallel] | None = None
@@ -74,7 +75,7 @@ class Job(TrainingState):
             run: The run.
             grid: The grid.
             device: This process's device.
-            stages: This process's pipeline stages on the meta device. None makes them (``meta_stages``), with the
+            stages: This process's pipeline stages on the meta device. If None, ``meta_stages`` builds them, with the
                 fastest matmul layouts that are known for this machine.
 
         Raises:
@@ -113,7 +114,7 @@ class Job(TrainingState):
         self.publish()
 
     def train_step(self, micro_batches: Sequence[MicroBatch[Tensor]], step: int) -> StepResult:
-        """Take one optimizer step without a trainer.
+        """Take one optimizer step. Use this method to train without a ``Trainer``.
 
         Args:
             micro_batches: This rank's micro-batches.
@@ -130,7 +131,7 @@ class Job(TrainingState):
 
         Args:
             micro_batches: This rank's micro-batches.
-            kept: Number of tokens in the loss (with [dpo], pairs), over all ranks (``count_kept``).
+            kept: Number of tokens in the loss over all ranks, from ``count_kept``. With [dpo], the number of pairs.
         """
         factor = 1.0 if self.loss_scale is None else self.loss_scale.scale
         scale = factor / kept.clamp(min=1)
@@ -155,11 +156,11 @@ class Job(TrainingState):
 
         Args:
             micro_batch: Tokens [B, S] and, for a loss, labels [B, S].
-            loss_scale: Factor that the gradient of the loss will be multiplied by.
+            loss_scale: Factor on the gradient of the loss. The backward pass will multiply by it.
 
         Returns:
-            The sum of the token losses, or the logits if the micro-batch has no labels. With [dpo], the sum of the
-            pairs' losses, or the log-probability of each answer [B] if the micro-batch has no ``reference``.
+            The sum of the token losses. Without labels, the logits. With [dpo], the sum of the pairs' losses. With
+            [dpo] but without ``reference`` in the micro-batch, the log-probability of each answer [B].
         """
         doing("forward and backward of a micro-batch")
         inputs = (micro_batch.tokens, micro_batch.labels, micro_batch.positions, micro_batch.document_ends)
@@ -184,7 +185,7 @@ class Job(TrainingState):
             self.copies.join()
             self.copies = None
         if self.loss_scale is not None:
-            # If grad_norm is a tensor, this check waits for the device.
+            # This waits for the device if grad_norm is a tensor.
             overflowed = not math.isfinite(grad_norm)
             self.loss_scale.update(overflowed)
             if overflowed:
@@ -198,22 +199,22 @@ class Job(TrainingState):
         return True
 
     def skip_update(self) -> bool:
-        """Drop the gradients instead of updating. The weights, moments, and loss scale stay as they are. Returns
+        """Drop the gradients without an update. The weights, moments, and loss scale stay as they are. Returns
         False."""
         self.optimizer.drop_gradients()
         return False
 
     def evaluate(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> Tensor:
-        """Compute the mean loss of the kept tokens (with [dpo], of the pairs) over all ranks, without gradients."""
+        """Compute the mean loss over all ranks' kept tokens, without gradients. With [dpo], the mean is over pairs."""
         kept = self.count_kept(micro_batches)
         return self.mean_loss(self.outputs(micro_batches), kept)
 
     def take_preferences(self) -> dict[str, float]:
-        """Return the metrics of all pairs since the last call, over all ranks. Return {} if there were no pairs.
+        """Return DPO metrics of all pairs since the last call, over all ranks.
 
         Returns:
             The mean margin (``dpo_margin``), the share of pairs with a positive margin (``dpo_accuracy``), and the mean
-            reward of the chosen answers (``dpo_chosen_reward``).
+            reward of the chosen answers (``dpo_chosen_reward``). Empty if there were no pairs.
         """
         if not self.run.dpo.beta:
             return {}
@@ -289,7 +290,7 @@ class Job(TrainingState):
         return all_reduce(mine, self.grid.tokens, "kept tokens")
 
     def mean_loss(self, losses: Sequence[Tensor], kept: Tensor) -> Tensor:
-        """Divide the sum of all ranks' losses by the step's number of kept tokens. Every process gets the result."""
+        """Return the mean loss over all ranks: the sum of their losses, divided by the step's number of kept tokens."""
         total = sum(losses, start=torch.zeros((), device=self.device))
         for axis in (self.grid.tokens, self.grid.pp):
             total = all_reduce(total, axis, "loss")
@@ -299,8 +300,8 @@ class Job(TrainingState):
 def build_model(run: RunConfig, layers: range | None = None) -> Transformer:
     """Build a run's model, or some of its layers, in plain torch.
 
-    Weights have their stored dtype (``training.master_weights``). Weights that LoRA freezes have the dtype that the
-    step computes in (``training.precision``).
+    Trained weights have the dtype ``training.master_weights``. Weights that LoRA freezes have the dtype
+    ``training.precision``.
     """
     stored = DTYPES[run.training.master_weights]
     model = Transformer(run.model, layers).to(DTYPES[run.training.precision] if run.lora.rank else stored)
@@ -317,7 +318,7 @@ def meta_stages(run: RunConfig, grid: Grid, layouts: Layouts | None = None) -> d
     Args:
         run: The run.
         grid: The grid.
-        layouts: Memory layouts of the blocks' matmuls, the same on every process.
+        layouts: Memory layouts of the blocks' matmuls. They must be the same on every process.
 
     Returns:
         The stages by number.

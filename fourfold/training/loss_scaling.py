@@ -12,8 +12,8 @@ SMALLEST = 2.0**-14
 
 @dataclass
 class LossScale:
-    """The factor on the loss. It doubles after ``growth_interval`` steps without an overflow, and halves when a
-    gradient overflows."""
+    """The factor on the loss. It halves when a gradient overflows, and doubles after ``growth_interval`` steps without
+    an overflow."""
 
     config: LossScalingConfig
     scale: float

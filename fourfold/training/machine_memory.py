@@ -1,4 +1,4 @@
-"""Check that this machine's memory can hold the model, before any process starts."""
+"""Check before a run starts that this machine's memory can hold the model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ GPUS = ("/dev/nvidiactl", "/dev/kfd")
 
 
 def check_machine_memory(run: RunConfig) -> None:
-    """Refuse a model that is too large for this machine's memory, if its processes run on the CPU.
+    """Refuse a model that is too large for this machine's memory. Runs on GPUs are not checked.
 
-    On any grid, the processes together hold at least the model's weights, gradients, and moments. With LoRA, they hold
-    little more than the weights.
+    On any grid, all processes together hold at least the model's weights, gradients, and optimizer moments. With LoRA,
+    they hold little more than the weights.
 
     Raises:
         UserError: The machine does not have enough memory.
@@ -39,12 +39,15 @@ def check_machine_memory(run: RunConfig) -> None:
 
 
 def _bytes_per_parameter(run: RunConfig) -> int:
-    """Return the bytes of a weight, its gradient, and its moments (with LoRA, only of a weight). For Muon, count one
-    moment, because most weights have only one."""
+    """Return the number of bytes per parameter: its weight, gradient, and optimizer moments. With LoRA, only the weight
+    counts.
+
+    Muon counts one moment, because most of its parameters have only one.
+    """
     training, size = run.training, {"fp32": 4, "bf16": 2, "fp16": 2}
     if run.lora.rank:
         return size[training.precision]
     weight = size[training.master_weights]
     moment = 4 if run.optimizer.stochastic_rounding else weight
-    # Gradients are added up in reduce_dtype, and the optimizer needs them in the dtype of the weights.
+    # Gradients are summed in reduce_dtype, and the optimizer needs them in the dtype of the weights.
     return weight + max(weight, size[training.reduce_dtype]) + moment * len(STATES[run.optimizer.name])

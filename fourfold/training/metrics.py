@@ -1,4 +1,4 @@
-"""Write and read metrics.jsonl, the record of a run with one JSON object per step."""
+"""Write and read metrics.jsonl, which has one line of JSON per training step."""
 
 import errno
 import json
@@ -61,7 +61,7 @@ class StepMetrics:
 class MetricsWriter:
     """Appends steps to `run_dir`/metrics.jsonl.
 
-    Lines are written without buffering, so a crash of the process loses at most the line that is being written.
+    Lines are written without buffering, so a crash loses at most the line that is being written.
 
     Args:
         run_dir: Folder of the run.
@@ -79,7 +79,7 @@ class MetricsWriter:
             run_dir.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 _drop_after(path, resume_step)
-            # Do not buffer. Otherwise, closing the file after a failed write would repeat the write and fail again.
+            # Without a buffer, a failed write is not repeated (and does not fail again) when the file is closed.
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = 
 
     Args:
         path: The file.
-        check: Raises a ValueError for an object that is wrong.
+        check: Called with each object. It raises a ValueError if the object is wrong.
 
     Raises:
         UserError: There is no such file, or a line is not a JSON object with an integer "step", or `check` refuses it.
@@ -144,18 +144,19 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def steps_taken(run_dir: Path) -> int:
-    """Return the last step in the record of a run, or 0 if there is none."""
+    """Return the last step in a run's metrics.jsonl, or 0 if there is none."""
     metrics = run_dir / METRICS_FILE
     return max((record["step"] for record in read_metrics(metrics)), default=0) if metrics.is_file() else 0
 
 
 def peak_memory_bytes(device: "torch.device") -> int:
-    """Return the peak memory so far: what PyTorch allocated on a GPU, or the resident size of a process on the CPU."""
+    """Return the peak memory of this process so far. On a GPU, it is what PyTorch allocated. On the CPU, it is the
+    resident size."""
     if device.type == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    import resource  # Imported here because resource is POSIX only, and reports import this file.
+    import resource  # resource exists only on POSIX systems, but reports import this file everywhere.
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # ru_maxrss is in bytes on macOS and in KiB elsewhere.
@@ -166,8 +167,8 @@ def _to_line(record: Mapping[str, Any]) -> str:
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Rewrite the record without the lines of later steps. A rename replaces the file, so a crash cannot lose the
-    record."""
+    """Remove the lines of steps after ``step``. The new file replaces the old one by a rename, so a crash cannot lose
+    lines."""
     kept = [record for record in read_metrics(path) if record["step"] <= step]
     unfinished = path.with_suffix(".jsonl.tmp")
     with unfinished.open("w", encoding="utf-8") as file:

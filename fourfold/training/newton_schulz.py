@@ -1,8 +1,8 @@
-"""Orthogonalize a matrix approximately with a few matmuls. This is the central step of Muon.
+"""Orthogonalize a matrix approximately with a few matmuls. This is the main step of the optimizer Muon.
 
-Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/. With the published coefficients, five steps bring every
-singular value of a normalized matrix (except tiny ones) into the range from 0.7 to 1.2. This is as good for training as
-singular values of exactly 1.
+Source: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/. With the published coefficients, five iterations
+bring all but tiny singular values of a normalized matrix into the range from 0.7 to 1.2. For training, this is as good
+as singular values of exactly 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 EPS = 1e-7
-"""The smallest norm that a matrix is divided by."""
+"""Matrices are divided by their norm, but by at least this number."""
 
 
 def orthogonalize(matrices_BMN: Tensor) -> Tensor:
@@ -36,9 +36,9 @@ def orthogonalize(matrices_BMN: Tensor) -> Tensor:
 
 
 def update_scale(shape: tuple[int, ...]) -> float:
-    """Return the factor that gives an orthogonal update the root mean square of an AdamW update.
+    """Return the factor for an orthogonal update that makes its root mean square equal to AdamW's.
 
-    With it, Muon and AdamW use the same learning rate and weight decay (Liu et al. 2025, arXiv 2502.16982, eq. 4).
+    With this factor, Muon can use AdamW's learning rate and weight decay (Liu et al. 2025, arXiv 2502.16982, eq. 4).
 
     Args:
         shape: Shape of the full matrix, or of a stack of matrices.

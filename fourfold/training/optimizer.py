@@ -31,8 +31,11 @@ class Treatment(NamedTuple):
 
 
 def treatment(name: str, dims: int, config: OptimizerConfig) -> Treatment:
-    """Return the settings of a parameter. They come from the first group of the run file that names the parameter, or
-    from [optimizer] if no group does. Unless a group sets ``weight_decay``, only matrices are decayed."""
+    """Return the optimizer settings of a parameter.
+
+    They come from the first of the run file's groups that names the parameter, or else from [optimizer]. Only matrices
+    have weight decay, unless a group sets it.
+    """
     decay = config.weight_decay if is_matrix(name, dims) else 0.0
     for group in config.groups:
         if _matches(group, name):
@@ -44,7 +47,7 @@ def check_groups(config: OptimizerConfig, names: Collection[str]) -> None:
     """Check the optimizer's parameter groups.
 
     Raises:
-        UserError: A group names no trained parameter, or only parameters that an earlier group names.
+        UserError: A group names no trained parameter, or all of its parameters are in earlier groups.
     """
     left = list(names)
     for group in config.groups:
@@ -68,14 +71,15 @@ def _matches(group: ParameterGroup, name: str) -> bool:
 class ShardedOptimizer:
     """AdamW or Lion for all parameters, or Muon for matrices and AdamW for everything else.
 
-    The optimizer steps the plain local tensors behind FSDP2's parameters. With DTensors, every operation of every step
-    would be dispatched in Python, and the first step would compute a sharding strategy for each operation.
+    It updates the plain local tensors behind FSDP2's parameters. Updating the parameters themselves, which are
+    DTensors, would be slow: each operation would be dispatched in Python, and would need a sharding strategy in the
+    first step.
     """
 
     def __init__(self, shards: Sequence[LocalShard], run: RunConfig, grid: Grid) -> None:
         self.shards, self.config, self.seed = list(shards), run.optimizer, run.training.seed
-        self._steps = 0  # AdamW's own counts are tensors, which have no data in a trace.
-        # Keep parameters in memory order, because fused kernels visit weight, gradient, and moments in the same order.
+        self._steps = 0  # AdamW counts steps in tensors, which have no data in a trace.
+        # Fused kernels visit weight, gradient, and moments in the same order, so keep the memory order of each weight.
         self.parameters = [
             nn.Parameter(shard.tile.as_tile(shard.local), requires_grad=shard.parameter.requires_grad)
             for shard in shards
@@ -88,7 +92,8 @@ class ShardedOptimizer:
         self._products = torch.float32 if run.training.precision == "fp32" else torch.bfloat16
         """The dtype of Muon's matmuls."""
         self._momentum: dict[int, Tensor] = {}
-        """The running mean of the gradient of each shard that Lion or Muon updates, in the layout of its parameter."""
+        """The running mean of the gradient of each shard that Lion or Muon updates. It has the memory layout of the
+        parameter."""
         members = list(zip(self.parameters, self.treatments, self.rules, strict=True))
         groups = [
             {
@@ -105,10 +110,10 @@ class ShardedOptimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr * group["lr_ratio"]
         for parameter, shard, rule in zip(self.parameters, self.shards, self.rules, strict=True):
-            # The updated memory must be the memory that the model (or FSDP2's all-gather) reads.
+            # The optimizer must update the same memory that the model (or FSDP2's all-gather) reads.
             assert _same_memory(shard.current, parameter), f"{shard.name} has moved"
             if rule == "adamw" and shard.grad is not None and not self.config.stochastic_rounding:
-                # AdamW's kernel needs gradient and weight in the same dtype, so convert the gradient and free the
+                # AdamW's kernel needs gradient and weight in the same dtype. So convert the gradient and free the
                 # original.
                 parameter.grad = shard.tile.as_tile(shard.grad).to(parameter.dtype).contiguous()
                 shard.parameter.grad = None
@@ -138,8 +143,8 @@ class ShardedOptimizer:
     def _step_lion(self, index: int, lr: float) -> None:
         """Update one shard with Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2).
 
-        Between -eps and eps, a linear function replaces the sign. Otherwise a gradient that is only rounding error
-        would move its weight by a full step.
+        Lion updates with the sign of the interpolated momentum u. Here, u / eps replaces the sign if u is between -eps
+        and eps. Otherwise, a gradient that is only rounding error would move its weight by a full step.
         """
         beta1, beta2 = self.config.betas
         mean, grad = self._mean(index), self._gradient(Matrix(index))
@@ -150,7 +155,8 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _step_muon(self, matrices: OwnedMatrices, lr: float) -> None:
-        """Update the matrices with Muon and Nesterov momentum (Jordan 2024), scaled as in arXiv 2502.16982."""
+        """Update the matrices with Muon and Nesterov momentum (Jordan 2024). The updates are scaled as in arXiv
+        2502.16982."""
         momentum = self.config.momentum
         for index in self._of_rule("muon"):
             self._mean(index).lerp_(self._gradient(Matrix(index)), 1 - momentum)
@@ -185,8 +191,10 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _step_and_round(self, lr: float) -> None:
-        """Step AdamW with bfloat16 weights: update a float32 copy of one weight at a time, and round the result
-        stochastically to bfloat16."""
+        """Update bfloat16 weights with AdamW and stochastic rounding.
+
+        This updates a float32 copy of one weight at a time, and rounds the result to bfloat16.
+        """
         beta1, beta2 = self.config.betas
         for index in self._of_rule("adamw"):
             parameter, shard = self.parameters[index], self.shards[index]
@@ -210,14 +218,16 @@ class ShardedOptimizer:
     def _round(self, matrix: Matrix, wide: Tensor) -> None:
         """Round a float32 copy of a weight stochastically, and store the result in the weight."""
         generator = torch.Generator(wide.device)
-        # The seed depends on the name, so that both copies of a tied weight in a pipeline are rounded the same way.
+        # In a pipeline, a tied weight has two copies, which must be rounded the same way. So the seed depends on the
+        # name.
         expert = "" if matrix.expert is None else f"[{matrix.expert}]"
         name = zlib.crc32(f"{self.shards[matrix.shard].name}{expert}".encode())
         generator.manual_seed(((self.seed * 1_000_003 + self._steps) * 1_000_003 + name) % 2**63)
         _matrix_of(self.parameters[matrix.shard], matrix).copy_(stochastically_rounded(wide, generator))
 
     def moments(self, index: int) -> dict[str, Tensor]:
-        """Return the states of a shard by name, in the shape of its ``local``. They are 0 before the first step."""
+        """Return the optimizer states of a shard, by name. They have the shape of the shard's ``local``, and are 0
+        before the first step."""
         parameter, names = self.parameters[index], STATES[self.rules[index]]
         if self.rules[index] != "adamw":
             return {name: self.shards[index].tile.as_tile(self._mean(index)) for name in names}
@@ -229,7 +239,7 @@ class ShardedOptimizer:
         return {name: self.shards[index].tile.as_tile(state[name]) for name in names}
 
     def _mean(self, index: int) -> Tensor:
-        """Return the running mean of a shard that Lion or Muon updates, in the layout of its parameter."""
+        """Return the running mean of the gradient of a shard that Lion or Muon updates."""
         if index not in self._momentum:
             self._momentum[index] = self._zeros(self.parameters[index])
         return self._momentum[index]
@@ -249,7 +259,7 @@ class ShardedOptimizer:
         return self._steps
 
     def set_steps_taken(self, steps: int) -> None:
-        """After loading moments, set the number of steps taken. AdamW's bias correction uses it."""
+        """Set the number of steps taken, after the moments were loaded. AdamW's bias correction uses this number."""
         self._steps = steps
         for index, parameter in enumerate(self.parameters):
             self.moments(index)
@@ -264,8 +274,8 @@ def _matrix_of(stack: Tensor, matrix: Matrix) -> Tensor:
 def stochastically_rounded(wide: Tensor, generator: torch.Generator) -> Tensor:
     """Round float32 to bfloat16 at random, up or down, so that the expected value is the float32 value.
 
-    A bfloat16 is the upper 16 bits of a float32. This function adds uniform noise to the lower 16 bits. The probability
-    that the sum carries into the upper bits is proportional to the value of the lower bits.
+    A bfloat16 is the upper 16 bits of a float32. This function adds uniform noise to the lower 16 bits. A carry into
+    the upper bits rounds up, and its probability is proportional to the value of the lower bits.
     """
     noise = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32, device=wide.device, generator=generator)
     upper = (wide.view(torch.int32) + noise) & -(1 << 16)
@@ -279,8 +289,9 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 def learning_rate(step: int, train_steps: int, peak: float, config: SchedulerConfig) -> float:
     """Return the learning rate of a step.
 
-    It warms up linearly to ``peak``. Unless ``decay_style`` is "constant", it then decays to ``peak`` ·
-    ``min_lr_ratio`` at the last step. "wsd" holds ``peak`` until the last ``decay_ratio`` of the steps.
+    The rate rises linearly to ``peak`` in the warm-up. Then it decays to ``peak`` · ``min_lr_ratio`` at the last step,
+    unless ``decay_style`` is "constant". "wsd" holds ``peak`` first, and decays only in the last ``decay_ratio`` of the
+    steps.
 
     Args:
         step: Index of the step. The first step is 0.

@@ -1,5 +1,5 @@
-"""The outcome of a training job. This module must not import torch, because the parent of local workers runs without
-it."""
+"""The outcome of a training job. This module must not import torch, because the process that starts local workers runs
+without torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,14 @@
 """Gather each sharded matrix on one rank, for computations that need the full matrix (Muon).
 
-Each matrix of a pipeline stage belongs to one rank of the stage, its owner. All ranks own about the same amount of
-work. In each round, a rank gathers the matrices that it owns, transforms them, and sends every rank its part of the
-results. This takes two all-to-alls. If several ranks hold copies of a part, the rank nearest to the owner sends it. So
-on every grid, each matrix is transformed exactly once, with the same values as on one process.
+Each matrix of a pipeline stage has an owner, one of the stage's ranks. The matrices are divided so that all ranks have
+about the same work. In each round, every rank
+
+1. gathers the matrices that it owns in this round (an all-to-all)
+2. transforms them
+3. sends each rank its part of the results (another all-to-all)
+
+If several ranks hold copies of a part, the rank nearest to the owner sends it. So on every grid, each matrix is
+transformed exactly once, with the same values as on one process.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from fourfold.parallel.grid.grid import Axis, Grid
 from fourfold.parallel.state import LocalShard
 
 Bounds = tuple[tuple[int, int], tuple[int, int]]
-"""The part of a matrix, as (first row, last row + 1), (first column, last column + 1)."""
+"""Bounds of a part of a matrix: (first row, last row + 1), (first column, last column + 1)."""
 Unit = Sequence["Matrix"]
 """The matrices that one rank owns in a round. All of them have the same shape."""
 
@@ -38,19 +43,19 @@ class Matrix(NamedTuple):
 
 @dataclass
 class Round:
-    """One rank's share of a round.
+    """What one rank sends, receives, and owns in a round.
 
-    A list of sizes has the number of elements for each rank. A part is a pair: the index of an owned matrix, and the
-    bounds in this matrix.
+    Each list of sizes has the number of elements to send to or receive from each rank. A part is a pair: the index of
+    an owned matrix, and the part's bounds in this matrix.
     """
 
     shape: tuple[int, int]
     owned: int
     """Number of matrices that the rank owns. Each of them has the shape ``shape``."""
     sent: list[Matrix] = field(default_factory=list)
-    """Matrices whose part on this rank is sent to the owner."""
+    """Matrices whose part this rank sends to the owner."""
     held: list[Matrix] = field(default_factory=list)
-    """Matrices that have a part on this rank."""
+    """Matrices of which this rank holds a part."""
     arriving: list[tuple[int, Bounds]] = field(default_factory=list)
     returned: list[tuple[int, Bounds]] = field(default_factory=list)
     sent_sizes: list[int] = field(default_factory=list)
@@ -60,10 +65,11 @@ class Round:
 
 
 def deal(matrices: Mapping[tuple[int, int], Sequence[Matrix]], ranks: int) -> list[list[Unit]]:
-    """Divide the matrices into rounds. In each round, rank i owns the i-th unit.
+    """Divide the matrices into rounds of units. In each round, rank i owns the i-th unit.
 
-    Large matrices come first, so that the units of a round take about the same time. Small matrices of one shape are
-    grouped into units. To bound the memory of a round, a unit is no larger than the largest matrix.
+    A unit is one large matrix, or several small matrices of the same shape. No unit is larger than the largest matrix,
+    so the memory of a round is bounded. The rounds start with the largest units, so the units of a round take about the
+    same time.
 
     Args:
         matrices: The matrices, by shape.
@@ -88,8 +94,8 @@ class OwnedMatrices:
         """Divide the matrices among the ranks. Every process calls this.
 
         Args:
-            shards: Matrices [rows, columns] and stacks of experts [experts, rows, columns], by the index that
-                ``Matrix.shard`` has.
+            shards: Matrices [rows, columns] and stacks of experts [experts, rows, columns]. The keys are the indices in
+                ``Matrix.shard``.
             grid: The grid.
             shards_per_node: The value of ``overlap.shards_per_node``.
         """
@@ -142,8 +148,8 @@ class OwnedMatrices:
         return whole_BMN
 
     def _spread(self, each: Round, back: Tensor, take: Callable[[Matrix, Tensor], None]) -> None:
-        """Pass on the results of a round. The parts of ``back`` are freed when this method returns, so that the next
-        round does not keep them in memory."""
+        """Give the results of a round to ``take``. The parts of ``back`` are freed when this method returns, before the
+        next round needs memory."""
         for matrix, part in zip(each.held, back.split(self._sizes(each.held)), strict=True):
             take(matrix, part.view(part_shape(self.shards[matrix.shard])))
 
@@ -221,8 +227,11 @@ class _Holders:
         return _bounds(self._all_parts(self._alike[name])[rank], expert)
 
     def nearest(self, name: str, expert: int | None, part: Bounds, owner: int) -> int:
-        """Return the rank that sends a part to the owner. It is the rank with this part whose position on the grid is
-        most like the owner's. Outer axes are compared first."""
+        """Return the rank that sends a part to the owner.
+
+        Among the ranks with this part, it is the rank nearest to the owner on the grid. Positions on the outer axes are
+        compared first.
+        """
         place = self._places[owner]
         return min(
             self.of(name, expert)[part],
@@ -254,7 +263,7 @@ def _entries(part: Bounds) -> int:
 
 
 def _flat(whole_BMN: Tensor, each: Round) -> Tensor:
-    """Concatenate the parts that an owner returns."""
+    """Return the parts of the results that an owner sends, in one flat tensor."""
     results = whole_BMN.new_empty(sum(each.returned_sizes))
     for source, entries in _in_place(whole_BMN, each.returned, results):
         entries.copy_(source)
@@ -264,7 +273,7 @@ def _flat(whole_BMN: Tensor, each: Round) -> Tensor:
 def _in_place(
     matrices_BMN: Tensor, places: Sequence[tuple[int, Bounds]], entries: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Divide the flat ``entries`` among parts of the full matrices. Yield each part, as a view of its matrix, with its
+    """Divide the flat ``entries`` among parts of the full matrices. Yield each part (a view of its matrix) and its
     section of ``entries``."""
     for (slot, part), values in zip(places, entries.split([_entries(part) for _, part in places]), strict=True):
         target = matrices_BMN[slot][tuple(slice(*each) for each in part)]

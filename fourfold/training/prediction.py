@@ -20,10 +20,10 @@ STEPS = 10
 
 
 class PredictionCheck:
-    """Compares the prediction with the measurement on rank 0, if the run file names its machine (``metrics.machine``).
+    """Compares the planner's prediction with the measurement on rank 0, if ``metrics.machine`` is set.
 
-    On a CPU, nothing is compared unless the machine file was measured on that CPU. Memory is compared only on GPUs,
-    because on a CPU most of a process's memory belongs to the interpreter.
+    On a CPU, the machine file must have been measured on that CPU. Otherwise nothing is compared. Memory is compared
+    only on GPUs, because on a CPU the interpreter takes most of a process's memory.
     """
 
     def __init__(self, run: RunConfig, run_dir: Path, on_gpu: bool) -> None:
@@ -48,7 +48,7 @@ class PredictionCheck:
 
 
 def facts_of(compared: RunComparison) -> Facts:
-    """Return a prediction and its measurement as lines to print."""
+    """Return the comparison as lines to print."""
     facts: dict[str, Fact] = {
         "machine": compared.machine,
         "seconds a step": f"{compared.predicted_step_seconds:.4g} predicted, {compared.measured_step_seconds:.4g} "

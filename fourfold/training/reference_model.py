@@ -1,8 +1,8 @@
-"""Compute the reference log-probabilities of preference optimization (DPO) once, on the job's own grid.
+"""Compute the log-probabilities of the reference model for preference optimization (DPO).
 
-The reference model is the model at the start of training, so its weights exist only at step 0. DPO needs only one
-number for each answer: the reference model's log-probability. These numbers are stored in a file. So no second model
-takes memory, and a resumed run reads the same numbers on any grid.
+The reference model is the model at the start of training. DPO needs only one number for each answer from it: the
+answer's log-probability. These numbers are computed once, before the first step, and stored in a file. So no second
+model takes memory, and a resumed run reads the same numbers on any grid.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from fourfold.training.job import Job
 
 REFERENCE_FILE = "reference.json"
 MASKED_SAMPLES = 1024
-"""To detect changed masks, a digest covers the labels of about this many answers. Computing it takes a fraction of a
+"""Number of answers whose labels are in the digest that reveals changed masks. This many take a fraction of a
 second."""
 
 
 def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Path | None) -> None:
-    """Give the run's pairs their reference log-probabilities, and write them to the run's folder.
+    """Compute or load the reference log-probabilities of the run's pairs, and write them to the run's folder.
 
     Every process calls this.
 
     Args:
-        job: The job.
+        job: The model on the grid.
         corpora: The job's data.
         run_dir: Folder of the run.
-        checkpoint: The checkpoint that the run resumes from. None at the start of a run, when the job's weights are
-            the reference.
+        checkpoint: The checkpoint that the run resumes from. None at the start of a run. The job's weights are then the
+            reference model.
 
     Raises:
-        UserError: A resumed run has no readable file with the log-probabilities, or the file belongs to other pairs or
-            masks.
+        UserError: The run is resumed, and the file with the log-probabilities is missing or damaged, or was computed
+            for other pairs or masks.
     """
     sources = corpora.pairs()
     digests = decided_by_rank_0(lambda: {_digest_key(s): digest_of(s, corpora.train.masks) for s in sources})
@@ -84,14 +84,16 @@ def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[
             counts.index_add_(0, rows, torch.ones_like(rows, dtype=torch.float64))
     for axis in (batch, job.grid.pp):
         sums, counts = (all_reduce(t, axis, "log-probabilities of the reference") for t in (sums, counts))
-    # The last step may repeat answers, so divide by how often each answer was scored.
+    # The last step may score some answers again, so divide by how often each answer was scored.
     found: NDArray[np.float32] = (sums / counts).float().cpu().numpy()
     return found
 
 
 def digest_of(source: PreferencePairs, masks: Sequence[LossMask]) -> str:
-    """Return a digest of a corpus of pairs: its tokens, which of them are trained, and the labels of about
-    ``MASKED_SAMPLES`` answers."""
+    """Return a digest that changes if a corpus of pairs or its masks change.
+
+    It covers all tokens, the mask of the answers, and the labels of about ``MASKED_SAMPLES`` answers.
+    """
     digest = xxhash.xxh3_128()
     for corpus in (source.corpus, source.answers):
         digest.update(corpus.read(0, corpus.tokens).data)
@@ -127,7 +129,7 @@ def _read(places: list[Path], sources: list[PreferencePairs], digests: dict[str,
                 f"{path} has no log-probabilities of the {source.corpus.documents} answers of {source.corpus.prefix}; "
                 "train on the pairs that the run started with, or start again with checkpoint.resume = 'never'"
             )
-        # Accept a file without a digest, because earlier versions of fourfold wrote none.
+        # Earlier versions of fourfold wrote no digest.
         if kept.get(_digest_key(source), digests[_digest_key(source)]) != digests[_digest_key(source)]:
             raise UserError(
                 f"{path} was computed for other pairs than {source.corpus.prefix} has now, or with other [masks]; set "

@@ -26,21 +26,21 @@ from fourfold.training.job import Job
 class Replay:
     """Computes the gradients of every ``checks.replay_interval``-th step twice, and compares them bit for bit.
 
-    If they differ, it computes them a third time before it blames a device. It also compares what each process sends to
-    other processes. So it can tell the process that computed a wrong result from the processes that only received it.
-    Before the passes, it compares the replicas of weights and moments, because a wrong weight gives the same result in
-    both passes. Every process calls it.
+    If the two results differ, it computes the gradients a third time before it blames a device. It also compares what
+    each process sends in collectives. This shows which process computed a wrong result, and which processes only
+    received it. Before the two passes, it compares the replicas of weights and optimizer moments. This is needed
+    because a wrong weight gives the same result in both passes. Every process calls it.
 
     Args:
-        job: The job.
-        publish: Called before each check to publish a checkpoint that is still being written, because the check may end
-            the run.
+        job: The model and its optimizer.
+        publish: Called before each check. It should wait for a checkpoint that is still being written, because the
+            check may end the run.
     """
 
     def __init__(self, job: Job, publish: Callable[[], object] = lambda: None) -> None:
         self.job, self.interval, self._publish = job, job.run.checks.replay_interval, publish
         self.seconds = 0.0
-        """Seconds that the check added to the last step: the comparison of replicas, and the first pass."""
+        """Seconds that the check added to the last step: the comparison of replicas and one extra pass."""
 
     def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> Tensor:
         """Run ``Job.forward_backward`` once, or twice if this step (the first step is 0) is due for a check.
@@ -78,7 +78,7 @@ class Replay:
 
     def _watched(self, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> tuple[Tensor, list[Given]]:
         inputs = CollectiveInputs()
-        if self.job.run.training.compile:  # Record no collectives: in a dispatch mode, the model would run uncompiled.
+        if self.job.run.training.compile:  # Recording would run the model uncompiled.
             loss = self.job.forward_backward(micro_batches, kept)
         else:
             with inputs:
@@ -90,8 +90,8 @@ class Replay:
         return loss, inputs.given()
 
     def _blame(self, step: int, first: list[Given], second: list[Given], third: list[Given]) -> NoReturn:
-        """Raise an error that explains why two passes differ. If a third pass agrees with one of them, a device is at
-        fault."""
+        """Raise an error that names the ranks whose passes differ. If the third pass agrees with one of the two passes,
+        a device is at fault."""
         is_rare = not self._on_any(third != first) or not self._on_any(third != second)
         everyone = from_all_ranks((first, second), "replayed step")
         ranks = first_to_differ([one for one, _ in everyone], [two for _, two in everyone])
@@ -115,7 +115,7 @@ class Replay:
         for axis, is_copied in self._axes_of_copies():
             places = [index for index, (_, shard, _) in enumerate(tensors) if is_copied(shard)]
             mine = sums[places]
-            both = torch.cat([mine, ~mine])  # ~ reverses the order, so the maximum of ~x is ~(minimum of x).
+            both = torch.cat([mine, ~mine])  # ~ reverses the order, so this gives maximum and minimum.
             with purpose("checksums of replicas", axis=axis):
                 dist.all_reduce(both, dist.ReduceOp.MAX, group=axis.group)
             largest, smallest = both[: len(places)], ~both[len(places) :]
@@ -144,8 +144,8 @@ class Replay:
                 yield f"the average of {shard.name}", shard, self.job.average.averages[index]
 
     def _axes_of_copies(self) -> Iterator[tuple[Axis, Any]]:
-        """Yield each axis whose ranks hold replicas, and a function that says for a shard whether its replicas lie
-        along this axis."""
+        """Yield each axis whose ranks hold replicas of some shards, and a function that returns whether a given shard
+        is among these."""
         grid = self.job.grid
         split = grid.ep.size > 1
         if grid.sizes.zero == 0 and grid.replicas.size > 1:
@@ -161,8 +161,10 @@ class Replay:
 
 
 def _odd_ones(everyone: Sequence[dict[tuple[str, str], int]]) -> tuple[str, list[int]]:
-    """Return the name of the first tensor whose replicas differ, and the ranks whose replica is not the most common
-    one. If two are equally common, return all ranks with a replica."""
+    """Return the name of the first tensor whose replicas differ, and the ranks with a wrong replica.
+
+    The most common value counts as right. If two values are equally common, all ranks with a replica are returned.
+    """
     for key in dict.fromkeys(key for values in everyone for key in values):
         holders = {rank: values[key] for rank, values in enumerate(everyone) if key in values}
         counts = Counter(holders.values()).most_common()
@@ -174,7 +176,7 @@ def _odd_ones(everyone: Sequence[dict[tuple[str, str], int]]) -> tuple[str, list
 
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
-    """Make GPU kernels add in a fixed order. By default, some kernels add in a varying order, such as attention's
+    """Make GPU kernels add numbers in a fixed order. By default, the order varies in some kernels, such as attention's
     backward."""
     if device.type != "cuda":
         yield
@@ -182,8 +184,8 @@ def _deterministic(device: torch.device) -> Iterator[None]:
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
-    # With warn_only, attention would keep its nondeterministic backward. Do not fill uninitialized memory, because the
-    # job overwrites it anyway.
+    # With warn_only, attention would keep its nondeterministic backward. Uninitialized memory need not be filled,
+    # because the job overwrites it anyway.
     torch.use_deterministic_algorithms(True, warn_only=False)
     settings.fill_uninitialized_memory = False
     try:

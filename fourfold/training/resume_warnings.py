@@ -1,4 +1,4 @@
-"""Warn about changes between a resumed run and the steps before its checkpoint."""
+"""Warn if a resumed run differs from the run that wrote its checkpoint."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fourfold.training.corpora import Corpora
 from fourfold.training.optimizer import learning_rate
 
 JUMP = 0.01
-"""The learning rate jumps if the new schedule's rate and the old schedule's rate differ by more than this fraction of
-the larger one."""
+"""Warn about a jump of the learning rate if the rates of the old and the new schedule differ by more than this fraction
+of the larger rate."""
 
 _EFFECTS = {
     "training data": "text that was trained before it may be trained again",
@@ -24,7 +24,7 @@ _EFFECTS = {
 
 
 def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
-    """Warn if the data, the loss masks, or settings of training and measurements have changed since the checkpoint."""
+    """Warn if the data, the loss masks, or other settings of the run file have changed since the checkpoint."""
     saved = read_state(checkpoint)
     was, now = saved.first_samples or {}, corpora.first_samples
     changed = {data for data, digest in was.items() if now.get(data, digest) != digest}
@@ -47,13 +47,13 @@ def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
 
 
 def settings_warnings(was: Mapping[str, Any], now: Mapping[str, Any], step: int, checkpoint: Path) -> Iterator[str]:
-    """Yield warnings about changed keys and about a jump of the learning rate. They name every changed key that affects
-    how the weights are trained or what is measured.
+    """Yield warnings about changed keys and about a jump of the learning rate. Keys without an effect on training or on
+    measurements are left out.
 
     Args:
-        was: Value of each run-file key in the steps before the checkpoint. If the checkpoint is from another version of
-            fourfold, only keys that both versions know are compared.
-        now: Value of each key in the steps after the checkpoint.
+        was: Value of each run-file key before the checkpoint. If another version of fourfold wrote the checkpoint, only
+            keys that both versions know are compared.
+        now: Value of each key after the checkpoint.
         step: Number of steps that were taken before the checkpoint.
         checkpoint: Path of the checkpoint, for the message.
     """
@@ -82,7 +82,7 @@ def rate_at(schedule: SavedSchedule, step: int) -> float:
 
 
 def has_effect(key: str, schedule: SavedSchedule) -> bool:
-    """Return whether a key has any effect under the settings of a schedule."""
+    """Return whether a key has any effect with these settings."""
     match key:
         case "training.train_steps" | "lr_scheduler.min_lr_ratio":
             return schedule.decay_style != "constant"

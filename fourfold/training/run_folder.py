@@ -15,7 +15,7 @@ from fourfold.training.metrics import steps_taken
 
 SAMPLE_FILE, SUMMARY_FILE, RUN_FILE, ATTEMPTS_FILE = "sample.txt", "summary.json", "run.toml", "attempts.jsonl"
 PROFILE_FILE = "profile/times.json"
-"""File with the times of the steps that `train --profile` has recorded. The traces are in the same folder."""
+"""Times of the steps that `train --profile` has profiled. The traces are in the same folder."""
 
 
 def folder_of(run: RunConfig) -> Path:
@@ -25,7 +25,7 @@ def folder_of(run: RunConfig) -> Path:
 
 @contextmanager
 def open_run_folder(run_dir: Path) -> Iterator[None]:
-    """Create the folder of a run, and keep other jobs on this machine out of it while the block runs.
+    """Create the folder of a run, and lock it against other jobs on this machine while the block runs.
 
     Raises:
         UserError: The folder cannot be created, or another job is training in it.
@@ -43,8 +43,8 @@ def where_it_continues(run: RunConfig) -> str:
     command continues the run."""
     folder = folder_of(run)
     taken = steps_taken(folder)
-    # Ignore checkpoints of steps after `taken`. They exist if the run once got further, and then started again from
-    # scratch or from an earlier checkpoint.
+    # Ignore checkpoints of steps after `taken`. They come from an earlier attempt that got further, before the run
+    # started again from scratch or from an earlier checkpoint.
     saved = [checkpoint for checkpoint in list_checkpoints(folder / CHECKPOINTS) if step_of(checkpoint) <= taken]
     if not saved:
         return f"There is no checkpoint yet: {_count(taken)} lost, and the same command starts again."

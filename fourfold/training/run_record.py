@@ -1,4 +1,4 @@
-"""Record a run on rank 0: console output, metrics.jsonl, trackers, prediction, summary.json, and sample.txt."""
+"""Record a run on rank 0: on the console, in metrics.jsonl and other files of the run's folder, and in trackers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RunRecord:
     def __init__(
         self, run: RunConfig, run_dir: Path, job: Job, corpora: Corpora, first_step: int, place: Place
     ) -> None:
-        """Print the facts of the run, and open its files and trackers."""
+        """Print the main facts of the run, and open its files and trackers."""
         self.run, self.run_dir, self.job, self.first_step = run, run_dir, job, first_step
         training = run.training
         # All seq_length tokens of a sequence count, including masked ones.
@@ -47,7 +47,7 @@ class RunRecord:
         self.losses_per_step = training.global_batch_size // 2 if run.dpo.beta else self.tokens_per_step
         """Number of losses that a step averages over if no token is masked: one per token, or one per pair of
         answers."""
-        # With a frozen model (LoRA), weight gradients are not computed, which saves a third of the FLOPs.
+        # LoRA computes no weight gradients for the frozen model, and so saves a third of the FLOPs.
         self.flops = flops_per_token(run.model, training.seq_length, frozen=run.lora.rank > 0)
         on_gpu = job.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"
@@ -65,7 +65,8 @@ class RunRecord:
             write_output(run_dir / RUN_FILE, to_toml(run))  # Do not replace the run file of a finished run.
         self.tracking = Tracking(run, run_dir, first_step)
         self.failure: WriteFailed | None = None
-        """The error, if the record of a step could not be written. No other process knows of it yet."""
+        """The error, if the record of a step could not be written. The trainer tells it to all other processes after
+        the next step."""
         self.startup_seconds = time.time() - place.started
         self.started = time.perf_counter()
 
@@ -87,7 +88,7 @@ class RunRecord:
             more: Metrics that only some runs or steps have, such as the validation loss.
             skipped: Whether the weights were left unchanged.
         """
-        # If no token was in the loss (for example, because the batch was left out), a rate has no meaning.
+        # Without a token in the loss (for example, if the batch was left out), a rate has no meaning.
         tokens_per_second = self.tokens_per_step / seconds if figures.kept else 0.0
         tflops = self.flops.training * tokens_per_second / self.run.parallel.world_size / 1e12
         load = self.job.expert_load if figures.kept else None
@@ -124,15 +125,18 @@ class RunRecord:
             self.failure = failure
 
     def _shows_experts(self, metrics: StepMetrics) -> bool:
-        """Return True for the first step, the last step, and at most about ``EXPERT_RECORDS`` steps in between, if the
-        loss is finite."""
+        """Return whether to record the load of every expert in this step.
+
+        It is recorded in the first step, the last step, and about ``EXPERT_RECORDS`` steps in between, if the loss is
+        finite.
+        """
         last, interval = self.run.training.train_steps, self.run.metrics.log_interval
         is_due = metrics.step % max(interval, last // EXPERT_RECORDS) == 0 or metrics.step in (1, last)
         return is_due and math.isfinite(metrics.loss)
 
     def go_back(self, steps: int) -> None:
-        """Drop the lines of all steps after the first ``steps``. The run takes those steps again. Raises ``failure`` if
-        an earlier line could not be written."""
+        """Remove the records of all steps after the first ``steps``, because the run takes these steps again. Raises
+        ``failure`` if an earlier line could not be written."""
         if self.failure is not None:
             raise self.failure
         self.writer.close()
@@ -140,7 +144,7 @@ class RunRecord:
         self.tracking.go_back(steps)
 
     def end(self, outcome: Outcome) -> None:
-        """Write and print the summary, and write the sample. Raises ``failure`` if an earlier line could not be
+        """Write and print the summary, and write the sampled text. Raises ``failure`` if an earlier line could not be
         written."""
         if self.failure is not None:
             raise self.failure

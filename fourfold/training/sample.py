@@ -14,10 +14,10 @@ from fourfold.training.job import Job
 
 
 def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
-    """Generate up to ``sample.max_new_tokens`` tokens after ``text``, and return the text with them.
+    """Continue ``text`` by up to ``sample.max_new_tokens`` tokens, and return the text with its continuation.
 
-    Generation stops early at an end-of-document token. Each new token takes a forward pass over the full window, as in
-    training. This works on any grid, because it needs no key-value cache.
+    Generation stops early at an end-of-document token. Each new token takes a forward pass over a full sequence, as in
+    training. This is slow, but it works on any grid, because it needs no key-value cache.
 
     Raises:
         UserError: The logits are not finite.
@@ -27,14 +27,14 @@ def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
     prompt = [*begin_of(tokenizer), *tokenizer.encode_batch([text])[0]] or [tokenizer.eod_id]
     tokens, first_new = list(prompt), len(prompt)
     generator = torch.Generator().manual_seed(run.training.seed)
-    # If the tensor axis y splits the batch, each rank of y needs a sequence.
+    # If attention splits the sequences of a batch over y, each rank of y needs one.
     rows = run.parallel.y if attention_split(run) == "batch" else 1
     for _ in range(config.max_new_tokens):
         recent = tokens[-window:]
         padded = torch.tensor(recent + [tokenizer.eod_id] * (window - len(recent)), device=job.device)
         logits_V = job.next_token_logits(padded.expand(rows, -1), len(recent) - 1).cpu()
-        # Take rank 0's token, because logits of replicas may differ in the last bit, and all ranks must continue with
-        # the same token.
+        # All ranks must continue with the same token, but the logits of replicas may differ in the last bit. So rank 0
+        # draws the token for all ranks.
         draw = partial(_draw, logits_V[: tokenizer.vocab_size], config.temperature, generator)
         token = decided_by_rank_0(draw)
         if token == tokenizer.eod_id:
@@ -45,12 +45,12 @@ def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
 
 def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
     """Draw a token from the logits. Temperature 0 takes the most likely token. Raise ``UserError`` if the largest logit
-    is not finite."""
+    is infinite or NaN."""
     if not logits_V.max().isfinite():  # The maximum is NaN if any logit is NaN.
         raise UserError("no sample can be drawn: the model's logits are not finite; train with a smaller optimizer.lr")
     if temperature == 0:
         return int(logits_V.argmax())
-    # Subtract the largest logit, so that dividing by a low temperature gives no NaN. Clamp the temperature, because
-    # float32 may round it to 0.
+    # Subtract the largest logit first, because otherwise dividing by a low temperature could give NaN. Clamp the
+    # temperature, because float32 may round it to 0.
     scaled_V = (logits_V - logits_V.max()) / max(temperature, torch.finfo(torch.float32).tiny)
     return int(torch.multinomial(scaled_V.softmax(0), 1, generator=generator))

@@ -1,5 +1,5 @@
-"""Find steps with a bad loss or gradient norm before the update, record them, and take the action that the run file's
-section [checks] names."""
+"""Find steps with a bad loss or gradient norm before the weights are updated, and decide what to do about them. The run
+file's section [checks] sets the rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REMEDY = "lower optimizer.lr or lengthen lr_scheduler.warmup_steps"
 
 
 class SharedFigures(NamedTuple):
-    """The results of one step, identical on every process."""
+    """The results of one step, combined over all processes. Every process has the same values."""
 
     loss: float
     grad_norm: float
@@ -53,11 +53,11 @@ LEFT_OUT = Verdict("skip", "its batch is left out")
 
 
 class StepChecks:
-    """Judges every step of a run, with the same verdict on every process. Every process calls its methods.
+    """Judges every step of a run. Every process calls its methods, and every process gets the same verdict.
 
-    Before the run acts on a bad step, the step is written to bad_steps.jsonl in the run's folder. A run reads from this
-    file which batches to leave out, so it leaves them out even if it was killed in between. With ``checkpoint.resume =
-    'never'``, the file is renamed and not used.
+    A bad step is written to bad_steps.jsonl in the run's folder before the run acts on it. When a killed run is
+    resumed, it reads from this file which batches to leave out. With ``checkpoint.resume = 'never'``, the old file is
+    renamed and not used.
     """
 
     def __init__(self, run_dir: Path, job: Job, checkpointer: Checkpointer) -> None:
@@ -71,23 +71,23 @@ class StepChecks:
         return [line for line in self.bad_steps.read() if "skips" in line]
 
     def leaves_out(self, step: int) -> bool:
-        """Return whether the run leaves out the batch of a step (the first step is 0), because this batch made it roll
-        back or fail before."""
+        """Return whether the batch of a step (the first step is 0) is left out, because the run rolled back or failed
+        at this batch before."""
         return any(step + 1 in line["skips"] for line in self._left_out)
 
     def judge(self, step: int, figures: SharedFigures) -> Verdict:
-        """Judge a step (the first step is 0) by its loss and gradient norm over all ranks, before its update changes
-        the weights."""
+        """Return the verdict on a step (the first step is 0), from its loss and gradient norm over all ranks. Call this
+        before the update changes the weights."""
         verdict = self._verdict(step, figures.loss, figures.grad_norm, figures.kept)
         if verdict.action == "stop":
-            self.checkpointer.wait(required=False)  # The run is about to end, and a save may still be in progress.
+            self.checkpointer.wait(required=False)  # A save may still be in progress.
         if verdict != GOOD:
             self._record(step, figures, verdict)
         return verdict
 
     def roll_back(self) -> int:
-        """Load the newest checkpoint, or an earlier one if it is damaged and ``checkpoint.resume = 'auto'``. Return its
-        number of steps."""
+        """Load the newest checkpoint, and return its number of steps. If it is damaged, ``checkpoint.resume = 'auto'``
+        loads an earlier one."""
         assert self.checkpointer.newest is not None, "judge has found one"
         path, step = load_newest(self.checkpointer.newest, self.job, self.run.checkpoint.resume == "auto")
         self.checkpointer.newest = path
@@ -132,7 +132,7 @@ class StepChecks:
         recent, window, sigmas = self.job.recent, self.config.spike_window, self.config.spike_sigma
         for name, value, before in (("loss", loss, recent.losses), ("gradient norm", grad_norm, recent.grad_norms)):
             if len(before) >= window:
-                # These functions sum exactly, so the result is the same on every processor.
+                # These functions sum exactly, so all processors get the same result.
                 mean, deviation = fmean(before[-window:]), pstdev(before[-window:])
                 if value > mean + sigmas * deviation:
                     return (
@@ -142,9 +142,9 @@ class StepChecks:
         return None
 
     def _answer(self, policy: str, step: int, complaint: str) -> Verdict:
-        """Return the action that the run file asks for, or a stop if there were too many bad steps in a row."""
+        """Return the verdict that the run file asks for in ``policy``, or "stop" after too many bad steps in a row."""
         recent = self.job.recent
-        # If every step were skipped, the run would train nothing.
+        # At least one step must not be skipped. Otherwise the run would train nothing.
         most = min(self.config.max_in_a_row, self.run.training.train_steps - 1)
         recent.skipped_in_a_row += 1
         if policy == "skip":
@@ -215,15 +215,15 @@ def _not_finite(loss: float, grad_norm: float) -> str | None:
 
 
 def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> SharedFigures:
-    """Combine the results of a step, the flags, and the peak memory of all ranks. This waits for the device.
+    """Combine the results of a step over all ranks. This waits for the device.
 
-    All ranks should have the same loss and the same gradient norm. The mean over the ranks is then exactly this value.
-    It is NaN if any rank has NaN.
+    All ranks should have the same loss and the same gradient norm. Then the mean over the ranks is exactly this value.
+    If any rank has NaN, the mean is NaN.
 
     Args:
         result: This rank's result of the step.
-        stopped: This rank has been asked to stop.
-        failed: This rank could not write the record of the previous step.
+        stopped: Whether this rank has been asked to stop.
+        failed: Whether this rank could not write the record of the previous step.
     """
     figures = [figure.double() for figure in (result.loss, result.grad_norm, result.kept_tokens)]
     flags = [figures[0].new_full((), float(flag)) for flag in (stopped, failed)]

@@ -12,10 +12,10 @@ from fourfold.training.corpora import Corpora
 
 
 def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
-    """Return the position of the streamed dataset after ``steps``, for any grid. Every process calls this.
+    """Return the position in the streamed dataset after ``steps`` steps, or None if the data is not streamed.
 
-    The process that has read the last sample of a stream knows the stream's position. Returns None if the data is not
-    streamed.
+    The position does not depend on the grid, so a run can continue on another grid. Every process calls this, because
+    each stream's position is known only to the process that read the stream's last sample.
     """
     stream = corpora.stream
     if stream is None:
@@ -34,8 +34,9 @@ def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
 
 
 def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> None:
-    """Continue a streamed dataset at the position in a checkpoint. Every process calls this. Nothing happens if the
-    data is not streamed, or if there is no checkpoint.
+    """Continue a streamed dataset at the position that a checkpoint has stored. Every process calls this.
+
+    This does nothing if the data is not streamed, or if there is no checkpoint.
 
     Args:
         corpora: The data.

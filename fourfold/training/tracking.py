@@ -28,7 +28,8 @@ Numbers = Mapping[str, float]
 
 
 class Tracker(Protocol):
-    """A client of one tracker. A client is created from a run, the run's folder, and the number of steps taken.
+    """A client that sends a run's metrics to one tracker. It is created from the run, the run's folder, and the number
+    of steps taken.
 
     If steps were already taken, the client continues the earlier tracked run. All calls come from one thread. A client
     may raise any exception.
@@ -39,7 +40,7 @@ class Tracker(Protocol):
         ...
 
     def finish(self, failed: bool) -> None:
-        """Deliver what is pending, and end the tracked run."""
+        """Send all metrics that are still waiting, and end the tracked run."""
         ...
 
 
@@ -49,7 +50,7 @@ class TensorBoard:
     def __init__(self, run: RunConfig, run_dir: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # An interrupted run may have written events of later steps. TensorBoard hides events from purge_step on.
+        # An interrupted run may have written events of later steps. purge_step hides the old events from this step on.
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
         indented = "".join(f"    {line}\n" for line in to_toml(run).splitlines())  # In Markdown, this is a code block.
         self._writer.add_text("run file", indented, first_step + 1)
@@ -68,7 +69,7 @@ class WeightsAndBiases:
     uploaded.
 
     W&B itself records the hardware, the versions of libraries, and the git commit. A resumed run reads its W&B id from
-    a file, to continue the same tracked run.
+    a file, so it continues the same tracked run.
 
     The step is logged as a separate metric (``step``), because W&B's own step cannot go back.
     """
@@ -80,14 +81,14 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=run.metrics.project,
             name=run.name,
-            # None makes a new id, for a run that is new or was not tracked before.
+            # None makes a new id. It is used for a run that is new or was not tracked before.
             id=id_file.read_text(errors="replace").strip() if first_step and id_file.is_file() else None,
             resume="allow",
             dir=str(run_dir),
             config=run.model_dump(mode="json"),
             allow_val_change=True,
-            # Time out instead of waiting for an answer at a prompt. Do not capture the console, because the run draws
-            # its own display there.
+            # Do not capture the console, because the run draws its own display there. Short timeouts keep W&B from
+            # waiting at a prompt.
             settings=wandb.Settings(console="off", login_timeout=1.0, init_timeout=30.0),
         )
         write_whole(id_file, self._run.id.encode())
@@ -104,7 +105,8 @@ CLIENTS: Mapping[str, Callable[[RunConfig, Path, int], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
 }
-"""The client of each key in [metrics]. The library and the extra have the same name as the key."""
+"""The client class for each key of [metrics] that turns a tracker on. The tracker's library and fourfold's extra have
+the same name as the key."""
 
 
 def check_trackers(run: RunConfig) -> None:
@@ -148,9 +150,9 @@ class InBackground:
     def __init__(self, name: str, client: Callable[[int], Tracker], first_step: int) -> None:
         self.name, self._client = name, client
         self._given_up = threading.Event()
-        # An entry is a call on the tracker, the number of steps at which a new tracker begins, or None at the end.
+        # Each entry is a call on the tracker. A number starts a new tracker after this many steps, and None is the end.
         self._waiting: Queue[Callable[[Tracker], None] | int | None] = Queue(MOST_WAITING)
-        # A daemon thread does not keep a process alive.
+        # As a daemon, a thread that hangs does not keep the process alive.
         self._thread = threading.Thread(target=self._work, args=(first_step,), name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -167,8 +169,7 @@ class InBackground:
         self._put(lambda tracker: tracker.finish(failed), None)
 
     def wait(self, seconds: float) -> None:
-        """Wait until the tracked run has ended, but at most ``seconds``. Do not wait for a tracker that was given up
-        on."""
+        """Wait until the tracked run has ended, but at most ``seconds``. If the tracker has failed, return at once."""
         if self._given_up.is_set():
             return
         self._thread.join(max(seconds, 0))

@@ -56,14 +56,16 @@ from fourfold.training.streaming import continue_stream, stream_position
 from fourfold.training.validation_loss import is_exhausted, is_last_step, note_validation, validate
 
 HANGS = "hangs"
-"""Subfolder of a run's folder that holds one folder per hang, named by the start of the attempt."""
+"""Subfolder of a run's folder. It has a folder for each attempt that hung, named by the time when the attempt
+started."""
 
 
 class Callback(Protocol):
-    """Work that every process does after each step, such as an evaluation."""
+    """An object that every process calls after each step, for example to evaluate the model."""
 
     def after_step(self, steps: int) -> None:
-        """Called after every step, except steps that are rolled back. It may run collectives and forward passes.
+        """Do the work after a step. It may run collectives and forward passes. It is not called after a step that is
+        rolled back.
 
         Args:
             steps: Number of steps taken since the start of the run.
@@ -71,12 +73,12 @@ class Callback(Protocol):
         ...
 
     def close(self) -> None:
-        """Called once at the end, even if training failed."""
+        """Clean up. This is called once at the end, even if training failed."""
         ...
 
 
 CallbackMaker = Callable[[RunConfig, Job, Tokenizer | None, Path], Callback]
-"""Makes a callback before the first step, from the run, its job, its tokenizer (if it has one), and its folder."""
+"""Creates a callback before the first step. It receives the run, its job, its tokenizer (or None), and its folder."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,13 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker] = ())
     Args:
         place: This process's place in the job.
         run: The run. It resumes from the checkpoint that ``checkpoint.resume`` selects.
-        callbacks: Makers of the callbacks to call after each step, in this order.
+        callbacks: Functions that create the callbacks. The callbacks are called in this order after each step.
 
     Returns:
         The outcome. Every process returns its own.
 
     Raises:
-        UserError: The run cannot start, cannot save, or diverges, or a replayed step gives different results.
+        UserError: The run cannot start, cannot save, or diverges. Or computing a step twice gave different results.
     """
     if run.lora.rank and run.model.from_hf is None:
         raise UserError(f"lora.rank = {run.lora.rank} needs a model to adapt; name one in model.from_hf")
@@ -125,7 +127,7 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker] = ())
 def prepare(
     place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker], stop: StopRequest, stack: ExitStack
 ) -> Trainer:
-    """Build everything that the first step needs. ``stack`` closes these objects at the end."""
+    """Build everything that the first step needs. ``stack`` closes it all at the end of the run."""
     device = choose_device(place, run.training.device)
     if run.training.float8 != "none":
         require_float8(device)
@@ -168,14 +170,14 @@ def prepare(
     return Trainer(
         run, run_dir, job, corpora, made, record, checkpointer, checks, replay, stop,
         steps=first_step,
-        # The signal may have arrived during the preparation.
+        # A stop signal may have arrived during the preparation.
         stopped=true_on_any_rank(stop.is_set, device, "stop signal"),
     )  # fmt: skip
 
 
 @dataclass
 class Trainer:
-    """The components of a run, and the progress of the run."""
+    """The training loop of a run: its components, and how far it has come."""
 
     run: RunConfig
     run_dir: Path
@@ -189,14 +191,14 @@ class Trainer:
     replay: Replay
     stop: StopRequest
     steps: int
-    """Number of steps taken since the start of the run. It decreases when the run goes back to a checkpoint."""
+    """Number of steps taken since the start of the run. A return to a checkpoint lowers it."""
     stopped: bool = False
     """Whether a signal or the time limit asks the run to stop. All ranks stop after the same step."""
     last_loss: float | None = None
     """The loss of the last good step of this attempt."""
 
     def has_next_step(self) -> bool:
-        """Return False after the last step, and when the run is to stop early."""
+        """Return False if all steps are taken or the run should stop early."""
         is_done = self.steps >= self.run.training.train_steps or is_exhausted(self.job.best, self.run.validation)
         return not is_done and not self.stopped
 
@@ -205,19 +207,19 @@ class Trainer:
         run, job, step = self.run, self.job, self.steps
         begin_step(step)
         started = time.perf_counter()
-        is_left_out = self.checks.leaves_out(step)  # Earlier, this batch made the run roll back or fail.
+        is_left_out = self.checks.leaves_out(step)  # The run rolled back or failed at this batch before.
         if is_left_out:
             result = StepResult.none(job.device)
         else:
             batches = micro_batches(self.corpora.train.step(step), run, job.grid.cp, job.device)
-            # The losses of all ranks are divided by this number, so count the tokens of all ranks.
+            # The loss is a mean over the tokens of all ranks, so count the tokens of all ranks.
             kept = job.count_kept(batches)
             # Run all micro-batches, and sum the gradients over ranks.
             loss = self.replay.forward_backward(step, batches, kept)
-            started += self.replay.seconds  # Do not include the replay check in the step's time and rate.
+            started += self.replay.seconds  # The replay check does not count as time of the step.
             result = StepResult(loss, job.clip(), kept)
         failure = None if self.record is None else self.record.failure
-        # Wait for the GPU. In an ordinary step, this is the only such point.
+        # This waits for the GPU. An ordinary step waits nowhere else.
         figures = figures_of_all_ranks(result, self.stop.is_set, failure is not None)
         if figures.failed:
             self.checkpointer.wait(required=False)
@@ -234,7 +236,8 @@ class Trainer:
         return TakenStep(step, figures, verdict, is_updated, preferences, time.perf_counter() - started)
 
     def after_step(self, taken: TakenStep) -> None:
-        """Validate and record the step, go back if it was bad, call the callbacks, and save if a checkpoint is due.
+        """Do everything after a step: validate, record the step, roll back if it was bad, call the callbacks, and save
+        a checkpoint if one is due.
 
         Raises:
             UserError: The step was bad and the run file says to stop, or a required save failed.
@@ -279,8 +282,8 @@ class Trainer:
         return outcome
 
     def _roll_back(self) -> None:
-        """Go back to the newest checkpoint, and remove the metrics of later steps. The data continues at the
-        checkpoint's step."""
+        """Go back to the newest checkpoint. The data continues at the checkpoint's step, and the metrics of later steps
+        are removed."""
         self.steps = self.checks.roll_back()
         continue_stream(self.corpora, self.checkpointer.newest, self.steps)
         with failing_together():
@@ -301,7 +304,8 @@ def _fill_weights(job: Job, corpora: Corpora, checkpoint: Path | None) -> tuple[
     """Fill the weights from the checkpoint, from a pretrained model, or from the seed.
 
     Returns:
-        The checkpoint that was loaded, which is an earlier one if the given one was damaged, and its number of steps.
+        The checkpoint that was loaded, and its number of steps. If the given checkpoint was damaged, an earlier one was
+        loaded.
     """
     run = job.run
     if run.model.from_hf is not None:

@@ -1,4 +1,5 @@
-"""Validate a model, remember the lowest loss, and decide whether training ends because the loss no longer improves."""
+"""Compute the validation loss, remember the lowest one, and decide whether training ends because the loss no longer
+improves."""
 
 from __future__ import annotations
 
@@ -27,16 +28,17 @@ def validate(job: Job, corpora: Corpora) -> dict[str, float]:
     if job.average is not None and job.average.has_begun:
         with job.averaged():
             found["ema_validation_loss"] = job.evaluate(mine).item()
-            job.take_preferences()  # Drop the metrics of the averaged weights. They are not reported.
-    return decided_by_rank_0(lambda: found)  # Ranks may round differently, but all of them must make the same decision.
+            job.take_preferences()  # The metrics of the averaged weights are not reported, so drop them.
+    return decided_by_rank_0(lambda: found)  # All ranks must decide the same, so use rank 0's losses.
 
 
 def note_validation(best: BestValidation, config: ValidationConfig, step: int, loss: float) -> bool:
-    """Record the loss of a validation. Return whether it is the first finite loss, or lower than the lowest loss so far
-    by more than ``validation.min_improvement``.
+    """Record a validation loss, and return whether it is a new lowest loss.
+
+    The first finite loss counts as one. A later loss must be lower by more than ``validation.min_improvement``.
 
     Args:
-        best: The record, which is updated.
+        best: Record of the lowest loss so far. This function updates it.
         config: The section [validation].
         step: Number of steps taken before the validation.
         loss: The validation loss, the same on all ranks.
@@ -54,5 +56,5 @@ def is_exhausted(best: BestValidation, config: ValidationConfig) -> bool:
 
 
 def is_last_step(best: BestValidation, run: RunConfig, steps: int) -> bool:
-    """Return True if training ends after ``steps`` steps: it was the run's last step, or the loss stopped improving."""
+    """Return True if training ends after ``steps`` steps, because all steps are done or the loss stopped improving."""
     return steps == run.training.train_steps or is_exhausted(best, run.validation)

@@ -14,9 +14,10 @@ from fourfold.parallel.state import LocalShard
 class WeightAverage:
     """Exponential moving average (EMA) of the trained weights, in float32.
 
-    It starts with the weights after the first update. Each later update computes average ← decay · average +
-    (1 - decay) · weight. This is elementwise, so the result is the same on every grid. (Polyak and Juditsky 1992, in
-    the form of Tarvainen and Valpola 2017, arXiv 1703.01780.)
+    It starts with the weights after the first update. Each later update computes average ← decay · average + (1 -
+    decay) · weight. This is elementwise, so the result is the same on every grid.
+
+    Source: Polyak and Juditsky 1992, in the form of Tarvainen and Valpola 2017, arXiv 1703.01780.
     """
 
     def __init__(self, shards: Sequence[LocalShard], decay: float) -> None:
@@ -34,7 +35,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the weights after an update to the average."""
+        """Update the average with the current weights. The caller does this after each optimizer update."""
         if not self.has_begun:
             self.restart()
             return
@@ -43,8 +44,8 @@ class WeightAverage:
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Put the averages in place of the weights while the block runs. The caller must call ``Job.publish`` at the
-        start of the block and after the block."""
+        """Replace the weights by their averages while the block runs. The caller must call ``Job.publish`` at the start
+        of the block and after the block."""
         with torch.no_grad():
             weights = [shard.local.clone() for shard in self.shards]
             try:

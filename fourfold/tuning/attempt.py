@@ -16,22 +16,23 @@ from fourfold.tuning.trial_process import LOG, SUBMISSION, TrialProcess, kernel_
 from fourfold.tuning.trial_run import hopeless, measured, memory_used, step_seconds_of
 
 RAN_OUT = re.compile(rb"OutOfMemoryError|out of memory|Cannot allocate memory|can't allocate memory|oom[-_]kill", re.I)
-"""Texts that PyTorch, memory allocators, or SLURM print when memory runs out."""
+"""Matches the messages that PyTorch, memory allocators, and SLURM print when memory runs out."""
 KEPT_OF_LOG = 1 << 16
-"""Only this many bytes at the end of a log are searched."""
+"""Number of bytes at the end of a log that are searched."""
 TIMES_AS_LONG, AT_LEAST = 5.0, 60.0
-"""A trial counts as hung if it takes longer than the first number times the wall time of the longest finished trial,
-plus the second number in seconds."""
+"""A trial counts as hung after ``TIMES_AS_LONG`` * t + ``AT_LEAST`` seconds. Here t is the wall time of the longest
+finished trial, in seconds."""
 
 
 @dataclass
 class Attempt:
     """A running trial.
 
-    - number, index, slot: its number in the ledger, its index among the candidates, and its slot among the concurrent
-      trials.
-    - timeout: seconds after its start at which it counts as hung.
-    - memory_limit: bytes that one device may use, or on a CPU, one process. None sets no limit.
+    - number: its number in the ledger.
+    - index: the index of its layout among the candidates.
+    - slot: its position among the concurrent trials. On GPUs, it selects the devices of the trial.
+    - timeout: if the trial still runs this number of seconds after its start, it counts as hung.
+    - memory_limit: bytes that one device may use. On a CPU, it is the limit of one process. None sets no limit.
     """
 
     number: int
@@ -101,8 +102,9 @@ class Attempt:
 
 
 def reason_in(log: Path) -> str:
-    """Return the last message in a trial's log, at most 300 characters: fourfold's own last message, or otherwise the
-    last line, such as the end of a traceback. Return an empty text if there is no log."""
+    """Return the last message in a trial's log, at most 300 characters. If fourfold itself printed a message, return
+    its last one. Otherwise return the last line, such as the end of a traceback. Return an empty text if there is no
+    log."""
     lines = [line.strip() for line in _end_of(log).decode("utf-8", "replace").splitlines() if line.strip()]
     ours = [line.removeprefix("fourfold: ") for line in lines if line.startswith("fourfold: ")]
     return (ours or lines or [""])[-1][:300]

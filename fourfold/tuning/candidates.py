@@ -1,4 +1,4 @@
-"""List the layouts that the tuner may try, each with the planner's predictions: seconds by part, and bytes."""
+"""List the layouts that the tuner may try. For each of them, the planner predicts the step time and the memory."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from fourfold.planning.workload import Workload
 
 KNOBS = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch_size", "schedule", "stages_per_rank", "cp_method", "zero",
          "recompute", "recompute_every", "offload", "batch_parts")  # fmt: skip
-"""Fields of a layout that the tuner may choose."""
+"""Fields of a layout that the tuner varies."""
 SIZES = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch_size", "stages_per_rank", "recompute_every", "batch_parts")
-"""Knobs that are sizes. The distance between two sizes is the logarithm of their ratio. For all other knobs, two values
-are either equal or different."""
+"""Knobs that are sizes. ``Candidates.features`` compares two sizes by their ratio. For all other knobs, it only tells
+whether two values are equal."""
 MOST = 4096
-"""Largest number of candidates. The fastest layouts are kept. More candidates would take more time, because their
-predictions are updated after each trial."""
+"""Largest number of candidates. If there are more legal layouts, only the layouts with the fastest predictions are
+kept. The limit saves time, because all predictions are updated after each trial."""
 MOST_LIKELY_OUT = 0.5
-"""Layouts that run out of memory with a higher probability are dropped before the first trial (on GPUs)."""
+"""On GPUs, layouts that run out of memory with a higher probability are dropped before the first trial."""
 
 DOUBT_ON_CPU = 2.5
-"""Value of ``Candidates.doubt`` on a CPU, where processes share cores, which the planner does not model."""
+"""Value of ``Candidates.doubt`` on a CPU. Predictions are less certain there, because processes share cores, and the
+planner does not model this."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Candidates:
     needed: np.ndarray
     """Predicted bytes that the rank with the most memory needs [n]."""
     doubt: float = 1.0
-    """Factor on the standard deviations of the predictions' errors, relative to predictions for published runs on
-    GPUs."""
+    """How uncertain the predictions are: a factor on the standard deviations of their errors. Predictions for published
+    runs on GPUs have the factor 1."""
 
     @property
     def count(self) -> int:
@@ -58,7 +59,7 @@ class Candidates:
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """Return each part as a fraction of the step [n, parts]. Each row sums to one."""
+        """Return the fraction of the predicted step time that each part takes [n, parts]. Each row sums to one."""
         return np.asarray(self.seconds_by_part / self.seconds[:, None])
 
     @cached_property
@@ -69,7 +70,8 @@ class Candidates:
     @cached_property
     def features(self) -> np.ndarray:
         """Return each layout as a point [n, features]. The Euclidean distance between two points measures how different
-        the layouts are: a factor of two in one size, or another value of one other knob, is a distance of 1."""
+        the layouts are. The distance is 1 if one size differs by a factor of two, or if one other knob has another
+        value."""
         columns = []
         for name, values in self.knobs.items():
             if name in SIZES:
@@ -84,7 +86,7 @@ class Candidates:
 
 
 def candidates_of(work: Workload, machine: Machine, constants: Constants) -> Candidates:
-    """Return candidates with predictions for layouts that are known to be legal."""
+    """Return layouts as candidates, with predictions. The layouts must be legal."""
     needed = needed_bytes(peak_memory(work, machine), work, machine)
     needed = np.broadcast_to(needed, np.shape(work.layout.micro_batch_size))
     return Candidates(work, machine, parts_of(work, machine, constants), needed)
@@ -123,7 +125,8 @@ def search_candidates(
     candidates = candidates_of(found.work.take(fastest).with_float_arrays(), machine, constants)
     if on_gpu:
         return candidates
-    # Count the runtime, but no buffers of process groups, because gloo allocates almost none.
+    # Leave out the buffers of process groups, because gloo allocates almost none. Keep the memory of the runtime
+    # itself.
     needed = candidates.needed - runtime_bytes(candidates.work, machine) + machine.reserved
     return replace(candidates, needed=needed, doubt=DOUBT_ON_CPU)
 

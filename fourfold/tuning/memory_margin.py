@@ -1,6 +1,6 @@
 """Learn from trials how likely each layout is to run out of memory.
 
-If a layout has run out of memory, ``needs_as_much`` also rules out all layouts that need at least as much.
+If a layout has run out of memory, ``needs_as_much`` also finds all layouts that need at least as much memory.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from fourfold.planning.cost.memory import SPREAD, normal_share
 from fourfold.tuning.candidates import Candidates
 
 SHIFTS = np.linspace(-1.5, 1.5, 301)
-"""Possible values of log(needed / predicted bytes), the logarithm of a factor that all layouts of a search share."""
+"""The values that log(needed bytes / predicted bytes) may have. The model assumes one value for all layouts of a
+search."""
 APART = 0.03
-"""Standard deviation of the logarithm of the bytes that a layout needs, around the prediction times the shared
-factor."""
+"""How much single layouts differ from the value that they share: the standard deviation of the difference."""
 RARELY, FAR_OFF = 0.02, 8
-"""Probability that the planner's memory prediction is far off, and the factor by which the standard deviation is then
-larger."""
+"""With the probability ``RARELY``, the planner's memory prediction is far off. The standard deviation of its error is
+then ``FAR_OFF`` times as large."""
 NEVER = 1e-9
-"""Lower bound on the likelihood of an outcome. It limits the effect of a trial that failed for another reason."""
+"""Lower bound on the probability of a trial's outcome. It limits the damage of a trial that failed for a reason other
+than memory."""
 
 MORE_IS_MORE = ("micro_batch_size", "recompute_every")
 """Knobs for which a larger value needs more memory."""
 MORE_IS_LESS = ("x", "y", "z", "cp", "pp", "zero", "recompute", "offload")
 """Knobs for which a larger value needs less memory."""
 AS_IT_IS = ("ep", "schedule", "stages_per_rank", "cp_method", "batch_parts")
-"""Knobs for which neither value is certain to need less memory. For example, a larger ep (the axis that splits experts)
-can put the busiest experts on one rank."""
+"""Knobs whose effect on memory is uncertain. For example, a larger ep (the axis that splits experts) can put the
+busiest experts on one rank."""
 
 
 @dataclass
 class MemoryMargin:
-    """The probability distribution of the factor between needed and predicted bytes, which all layouts of a search
-    share."""
+    """The probability distribution of needed bytes / predicted bytes. All layouts of a search share this ratio, except
+    for small differences (see ``APART``)."""
 
     candidates: Candidates
     log_weight: np.ndarray = field(default_factory=lambda: _prior())
@@ -61,8 +62,8 @@ class MemoryMargin:
         return np.asarray(weight @ self._out(np.arange(self.candidates.count)) / weight.sum())
 
     def _out(self, index: np.ndarray) -> np.ndarray:
-        """Return the probability of running out of memory for each factor and each candidate in ``index``, [shifts,
-        index]."""
+        """Return the probability of running out of memory for each value in ``SHIFTS`` and each candidate in ``index``,
+        [shifts, index]."""
         headroom = np.log(self.candidates.machine.memory / self.candidates.needed[index])
         return np.asarray(normal_share((SHIFTS[:, None] - headroom) / APART))
 
@@ -80,8 +81,8 @@ def needs_as_much(candidates: Candidates, index: int) -> np.ndarray:
     """Return an array [n] that is True for layouts that certainly need at least as much memory as the layout at
     ``index``.
 
-    These are the layouts that save memory with none of the knobs: their micro-batches are not smaller, the axes that
-    divide weights or activations are not larger, and they do not shard, recompute, or offload more.
+    None of the knobs of such a layout saves memory compared with the layout at ``index``. Its micro-batches are not
+    smaller. Its axes that divide weights or activations are not larger. It does not shard, recompute, or offload more.
     """
     knobs = candidates.knobs
     found = np.ones(candidates.count, dtype=bool)

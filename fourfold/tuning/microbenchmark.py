@@ -20,8 +20,8 @@ from fourfold.launch.job_processes import run_on_grid
 from fourfold.matmul_tuning.matmul_times import gpu_seconds
 
 SECONDS_PER_POINT = 0.4
-"""Seconds for which each measurement is repeated. The fastest repetition counts, because anything else that runs only
-slows repetitions down."""
+"""Seconds for which each measurement is repeated. The fastest repetition counts, because other programs on the machine
+can only slow a repetition down."""
 
 
 @dataclass

@@ -1,9 +1,9 @@
-"""Propose the next trial: of the layouts that probably fit into memory, the one with the lowest lower bound on its step
-time.
+"""Propose the next trial of a search. Of the layouts that probably fit into memory, try the one with the lowest lower
+bound on its step time.
 
-The first trial follows the planner's predictions. After each trial, the residual model corrects the predictions, and
-the memory margin is updated. If no new layout is likely to be better, layouts that are within noise of the best one are
-tried again.
+The first trial follows the planner's predictions. After each trial, ``residual`` corrects the predicted times, and
+``memory_margin`` corrects the predicted memory. If no new layout is likely to be better, layouts that are within noise
+of the best one are tried again.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from fourfold.tuning.residual import Posterior, posterior
 from fourfold.tuning.result import Trial
 
 BOUND = 1.0
-"""Number of standard deviations by which the lower bound is below the expected log seconds."""
+"""The lower bound is this many standard deviations below the expected log seconds."""
 BETTER, UNLIKELY = 0.02, 0.05
-"""A layout is *better* if it saves at least the first number, as a fraction of the best layout's step time. The search
-ends when the probability that any layout is better falls below the second number."""
+"""A layout is *better* if it saves at least the fraction ``BETTER`` of the best layout's step time. The search ends
+when the probability that any layout is better falls below ``UNLIKELY``."""
 MOST_LIKELY_OUT = 0.2
 """Layouts that run out of memory with a higher probability are not tried."""
 MOST_TRIALS_OF_ONE = 3
 """Largest number of trials of one layout. Repeated trials show whether a difference is noise."""
 NOISE, NOISE_WEIGHT = 0.02, 2
-"""Assumed standard deviation of the logarithm of the step time between equal runs, and the number of repeated trials
-that this assumption counts as."""
+"""``NOISE`` is the assumed standard deviation of the logarithm of the step time between equal runs. When repeated
+trials measure this standard deviation, the assumption has the weight of ``NOISE_WEIGHT`` repetitions."""
 CRASHES = 2
 """A knob value that has never worked is dropped after this many crashes."""
 DRAWN = 256
-"""The probability that a layout is better is estimated from random draws of log seconds. They are drawn for this many
-candidates, which have the lowest lower bounds."""
+"""Number of candidates in the random draws that estimate the probability of a better layout. These are the candidates
+with the lowest lower bounds."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ def _expected(belief: Posterior, index: int, best: int, chance: float) -> str:
 
 
 def posterior_of(candidates: Candidates, timed: Sequence[Trial]) -> Posterior:
-    """Return the posterior for all candidates, given trials that all have a step time."""
+    """Return the joint distribution of the step times of all candidates, given trials. Every trial in ``timed`` must
+    have a step time."""
     noise = noise_between_runs(timed)
     return posterior(
         candidates,
@@ -126,9 +127,12 @@ def incumbent(belief: Posterior, timed: Sequence[Trial]) -> int:
 def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
     """Return an array [n] that is True for layouts that may be tried or repeated.
 
-    Such a layout probably fits into memory, and no layout that certainly needs no more memory has run out of memory.
-    None of its trials has failed, it has had fewer than ``MOST_TRIALS_OF_ONE`` trials, and none of its knob values is
-    known to crash.
+    Such a layout meets these conditions:
+
+    - It probably fits into memory.
+    - No other layout that certainly needs at most as much memory has run out of memory.
+    - None of its trials has failed, and it has had fewer than ``MOST_TRIALS_OF_ONE`` trials.
+    - None of its knob values is known to crash.
     """
     may = p_out(candidates, trials) <= MOST_LIKELY_OUT
     counts = Counter(trial.index for trial in trials)
@@ -154,7 +158,8 @@ def p_out(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
 
 
 def chance_of_better(belief: Posterior, bound: np.ndarray, best: int, seed: int = 0) -> float:
-    """Return the probability that any of the layouts with a finite bound is ``BETTER`` than the layout ``best``."""
+    """Return the probability that some layout is ``BETTER`` than the layout ``best``. Only layouts with a finite bound
+    are considered."""
     lowest = np.argsort(bound, kind="stable")[:DRAWN]
     others = lowest[np.isfinite(bound[lowest]) & (lowest != best)]
     if not len(others):

@@ -1,11 +1,12 @@
-"""Model log(measured / predicted) over all candidates from a few trials, with a Gaussian process.
+"""Learn from a few trials how wrong the planner's prediction is for every candidate. A Gaussian process models the
+logarithm of measured seconds / predicted seconds.
 
 The covariance has three terms:
 
-- a factor that all layouts share.
-- an error for each part of the predicted step, weighted by the part's share of the step. So a trial that mostly
-  communicates over the axis x also corrects the time for x in all other layouts.
-- a smooth remainder over the layouts, for effects that the cost model omits.
+- A factor that all layouts share.
+- An error of each part of the step, such as the communication over the axis x. Its weight is the part's share of the
+  predicted step. So a trial that mostly communicates over x also corrects the time for x in all other layouts.
+- A remainder, for effects that the cost model omits. Similar layouts have similar remainders.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from fourfold.planning.cost.step import PARTS
 from fourfold.tuning.candidates import Candidates
 
 COMMON = 0.5
-"""Standard deviation of the logarithm of the shared factor. The factor does not change the order of the layouts."""
+"""Standard deviation of the logarithm of the factor that all layouts share. This factor does not change the order of
+the layouts."""
 SPREADS = {
     "compute": 0.1, "recompute": 0.1, "x": 0.4, "y": 0.4, "z": 0.4, "cp": 0.4, "ep": 0.4, "dp": 0.4, "pp": 0.5,
     "bubble": 0.3, "logits": 0.2, "launch": 0.5, "optimizer": 0.3, "other": 0.8,
 }  # fmt: skip
-"""Standard deviation of the logarithm of each part's error. It is smallest for matmuls, whose rates are known best, and
-large for exposed communication, because it is uncertain how much of it is hidden."""
+"""Standard deviation of the logarithm of each part's error. It is smallest for matmuls, because their rates are known
+best. It is large for communication, because it is uncertain how much of it is hidden."""
 REMAINDER, LENGTH = 0.11, 1.0
 """Standard deviation of the remainder, and its correlation length as a distance between ``Candidates.features``. Both
-maximize the likelihood of 44 published sweeps with 295 rows, predicted with constants that were fitted without the
-sweep's machine (docs/tuner.md)."""
+maximize the likelihood of 44 published sweeps with 295 rows. Each sweep was predicted with constants that were fitted
+without its machine (docs/tuner.md)."""
 SCALES = np.geomspace(0.5, 8, 25)
-"""Factors on the standard deviations of parts and remainder to consider, relative to ``Candidates.doubt``. The trials
-determine which one is the most likely."""
+"""Possible factors on the standard deviations of the parts and the remainder, relative to ``Candidates.doubt``. The
+model uses the factor that the trials make most likely."""
 SCALE_SPREAD = 0.35
 """Standard deviation of the factor's logarithm before any trial."""
 DRAWS = 2048
-"""Number of random draws."""
+"""Number of random draws in ``Posterior.draws``."""
 JITTER = 1e-8
-"""Variance that is added to keep a covariance matrix positive definite despite rounding."""
+"""Added to the diagonal of a covariance matrix, so that it stays positive definite despite rounding."""
 assert tuple(SPREADS) == PARTS
 
 
@@ -54,14 +56,13 @@ class Posterior:
     """The most likely factor on the standard deviations of parts and remainder."""
 
     def covariance(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Return the posterior covariance of log seconds between the candidates at two lists of indices [one,
-        other]."""
+        """Return the posterior covariance of log seconds between each candidate in ``one`` and each candidate in
+        ``other``, [one, other]. Both are arrays of indices."""
         prior = prior_covariance(self.candidates, one, other, self.scale)
         return np.asarray(prior - self.covariance_factor[:, one].T @ self.covariance_factor[:, other])
 
     def spread_against(self, incumbent: int) -> np.ndarray:
-        """Return the standard deviation of the difference between the log seconds of each candidate and of the
-        incumbent, [n]."""
+        """Return the standard deviation of each candidate's log seconds minus the incumbent's log seconds, [n]."""
         everyone, best = np.arange(self.candidates.count), np.array([incumbent])
         own = prior_variance(self.candidates, self.scale) - (self.covariance_factor**2).sum(axis=0)
         shared = self.covariance(everyone, best)[:, 0]
@@ -75,8 +76,8 @@ class Posterior:
 
 
 def prior_covariance(candidates: Candidates, one: np.ndarray, other: np.ndarray, scale: float = 1.0) -> np.ndarray:
-    """Return the prior covariance of log(measured / predicted) between the candidates at two lists of indices [one,
-    other]."""
+    """Return the prior covariance of log(measured / predicted) between each candidate in ``one`` and each candidate in
+    ``other``, [one, other]. Both are arrays of indices."""
     weights = np.array(list(SPREADS.values())) ** 2
     parts = (candidates.shares[one] * weights) @ candidates.shares[other].T
     a, b = candidates.features[one] / LENGTH, candidates.features[other] / LENGTH

@@ -1,5 +1,4 @@
-"""Build a search from a run file and options, which determine what is tuned, where trials run, and how many run at
-once."""
+"""Build a search from a run file and the options of ``fourfold tune``."""
 
 from __future__ import annotations
 
@@ -39,7 +38,8 @@ def search_for(
     job: SlurmJob | None = None,
     report: Callable[[str], None],
 ) -> tuple[Search, Machine]:
-    """Build a search, and load the machine as its file describes it.
+    """Build a search. Also return the machine as its file describes it, because --memory-limit changes the search's own
+    machine.
 
     If ``settings.at_once`` is 0, as many trials run at once as the GPUs of this machine allow. On a CPU or with SLURM,
     one trial runs at a time.
@@ -98,15 +98,15 @@ def _machine_name(given: str | None, run: RunConfig, on_gpu: bool) -> str:
     name = given or run.metrics.machine or (None if on_gpu else "laptop")
     if name is None:
         raise UserError(
-            "--machine is missing: a machine of the planner, or a file that `fourfold machine calibrate` writes, whose "
-            "predictions order the trials"
+            "--machine is missing; give a machine of the planner, or a file that `fourfold machine calibrate` writes, "
+            "so that the planner can order the trials"
         )
     return name
 
 
 def _locally(gpus: int) -> Start:
-    """Return a function that starts trials on this machine. If a trial uses ``gpus`` > 0 GPUs, each slot has its
-    own."""
+    """Return a function that starts trials on this machine. If ``gpus`` > 0, each of the concurrent trials gets its own
+    ``gpus`` GPUs."""
     visible = next((os.environ[name] for name in VISIBLE if os.environ.get(name)), "")
 
     def start(run_file: Path, folder: Path, slot: int) -> LocalTrial:

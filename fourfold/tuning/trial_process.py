@@ -19,10 +19,9 @@ from fourfold.processes import end_with_starter
 from fourfold.run_file.load import load_run
 
 LOG = "log.txt"
-"""Name of the log in the trial's folder, which gets everything that the trial prints."""
+"""Name of the log in the trial's folder. It holds everything that the trial prints."""
 SUBMISSION = "submission.txt"
-"""Name of the file in the trial's folder that gets the batch system's error messages, for example if it refuses a
-job."""
+"""Name of the file in the trial's folder with the batch system's error messages, for example if it refuses a job."""
 
 
 SCRIPT = "job.sh"
@@ -63,7 +62,7 @@ class LocalTrial:
 
 
 class SlurmTrial:
-    """A trial as a SLURM job, waiting or running. What it prints goes to the trial's log."""
+    """A trial that runs as a SLURM job. Its output goes to the trial's log."""
 
     def __init__(self, run_file: Path, folder: Path, site: Site, job: SlurmJob) -> None:
         self._folder = folder
@@ -104,8 +103,8 @@ def cancel(folder: Path) -> None:
 
 
 def _job_name(folder: Path) -> str:
-    """Return a unique job name, to cancel the job by. The job's number is unknown, because ``sbatch --wait`` prints it
-    only after the job has ended."""
+    """Return a unique job name, so that ``cancel`` finds the job. The job's number is unknown, because ``sbatch
+    --wait`` prints it only after the job has ended."""
     return f"fourfold-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]}"
 
 

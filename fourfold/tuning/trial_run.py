@@ -1,4 +1,4 @@
-"""Create the run of a trial, which takes a few steps with one layout, and read its measurements afterwards."""
+"""Create the run of a trial, and read its measurements afterwards. A trial takes a few steps with one layout."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ step. It must have taken ``LEAST_STEPS`` steps."""
 
 
 def trial_run(run: RunConfig, folder: Path, steps: int) -> RunConfig:
-    """Return the run of a trial: the warm-up and ``steps`` measured steps, with its output in the trial's folder, and
-    no other work."""
+    """Return the run of a trial. It takes the warm-up steps and ``steps`` measured steps, and does no other work. Its
+    output goes to the trial's folder."""
     table = run.model_dump(mode="json", exclude_none=True)
     table = {name: section for name, section in table.items() if name not in LEFT_OUT}
     table |= {"name": RUN_FOLDER, "output_dir": str(folder)}
@@ -46,7 +46,8 @@ def step_seconds_of(folder: Path) -> list[float]:
 
 
 def memory_used(folder: Path, run: RunConfig, machine: Machine, on_gpu: bool) -> float | None:
-    """Return the most bytes that a device of a trial has needed so far, or on a CPU, that a process has held.
+    """Return the peak memory of a trial so far, in bytes. On GPUs it is the peak of a device, and on a CPU the peak of
+    a process.
 
     Return None before the first step.
     """

@@ -29,7 +29,7 @@ BEST_FILE, MACHINE_FILE, RECORD_FILE = "best.toml", "machine.toml", "tune.json"
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """One trial, as the record shows it."""
+    """One trial in the record of a search."""
 
     number: int
     layout: str
@@ -73,12 +73,12 @@ class TuneRecord:
     """Mean absolute relative error of the calibrated planner on trials that were held out of its fit. None if no trial
     was held out."""
     files: dict[str, str]
-    """Paths of the written files, by what they are."""
+    """Paths of the files that the search has written. The keys are "run file" and "machine file"."""
 
 
 def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
-    """Write the best layout as a run file, the calibrated machine file, and the record of a search into the search's
-    folder. Return the record.
+    """Write the result of a search into its folder, and return the record. There are three files: the best layout as a
+    run file, the calibrated machine file, and the record.
 
     Args:
         base: The machine as its file describes it.

@@ -59,7 +59,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a search tunes: a run file's model and step, the candidate layouts, and the planner's constants for the
+    """The input of a search: a run file's model and step, the candidate layouts, and the planner's constants for the
     machine."""
 
     request: Request
@@ -81,7 +81,7 @@ class Subject:
         return planned_run(self.request, self.prediction(index))
 
     def fingerprint(self) -> dict[str, str]:
-        """Return hashes that identify this search, by the names that error messages use.
+        """Return hashes that identify this search. The keys are the names that error messages use.
 
         Only searches with equal hashes may share a ledger.
         """
@@ -107,7 +107,7 @@ class Search:
         self.start, self._report = start, report
         self._running: list[Attempt] = []
         self._interrupted: list[tuple[int, int]] = []
-        """Number and candidate index of each interrupted trial, which must be started again."""
+        """Number and candidate index of each interrupted trial. These trials are started again."""
         self._began = time.monotonic()
 
     def run(self) -> Proposal:

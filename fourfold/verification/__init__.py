@@ -1,1 +1,2 @@
-"""Verify the training step: parity with one process, and a trace of every byte that the step holds and sends."""
+"""Verify the training step. Parity compares its results with one process. A trace counts every byte that it stores and
+sends."""

@@ -1,4 +1,4 @@
-"""Compare a memorization audit's scores of random documents on the grid with the scores on one process."""
+"""Check the memorization audit: score random documents on the grid and on one process, and compare the scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fourfold.verification.one_process import Reference
 from fourfold.verification.parity_report import Deviation
 
 SAMPLING = AttackSampling(temperature=0.7)
-"""The attacker's sampling. It uses neither top-k nor top-p, because rounding may move a token across their cutoff."""
+"""How the simulated attacker samples tokens. Top-k and top-p are off, because a rounding error could move a token
+across their cutoff."""
 
 PREDICTED = FIELDS.index("predicted")
 
@@ -31,7 +32,7 @@ def audit_deviations(job: Job, references: list[Reference], amplification: float
         amplification: See ``deviation.amplification``.
 
     Returns:
-        On rank 0, the deviation of each field of the scores. Empty on other ranks.
+        On rank 0, the deviation of each score field (see ``FIELDS``). Empty on other ranks.
     """
     documents = _documents(job)
     scored = GridScorer(job, SAMPLING).score(documents)
@@ -47,8 +48,8 @@ def audit_deviations(job: Job, references: list[Reference], amplification: float
         # A faulty audit can score too few tokens. Pad its scores, so that the comparison reports a deviation.
         padded = F.pad(torch.from_numpy(fields), (0, len(targets_T)))
         of_grid = padded[:, : len(targets_T)].to(job.device, torch.float64)
-        # If two tokens are equally likely, either may be predicted. So compare the exact score of the token that the
-        # grid predicted.
+        # If two tokens are almost equally likely, rounding decides which of them is predicted. So do not compare token
+        # ids. Compare the exact log-probability of the token that the grid predicted.
         predicted_T = of_grid[PREDICTED].long().clamp(max=exact_TV.shape[1] - 1)
         of_grid[PREDICTED] = exact_TV.log_softmax(1).gather(1, predicted_T[:, None])[:, 0]
         for parts, part in zip(found, (of_grid, _scores(one_TV, targets_T), _scores(exact_TV, targets_T)), strict=True):
@@ -58,8 +59,8 @@ def audit_deviations(job: Job, references: list[Reference], amplification: float
 
 
 def _documents(job: Job) -> list[NDArray[np.int64]]:
-    """Return random documents, more than the grid scores in one pass. The shortest has two tokens, and the longest
-    fills a whole window."""
+    """Return random documents. There are too many for the grid to score in one pass. The shortest has two tokens, and
+    the longest fills a whole window."""
     draw, longest = np.random.default_rng(job.run.training.seed), job.run.training.seq_length + 1
     count = job.run.training.micro_batch_size * job.grid.batch.size + 1
     lengths = [2, longest, *draw.integers(2, longest, max(0, count - 2), endpoint=True)]
@@ -67,8 +68,8 @@ def _documents(job: Job) -> list[NDArray[np.int64]]:
 
 
 def _scores(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """Compute the five fields of each token's score, [5, T], from their definitions. In place of the predicted token,
-    return its log-probability."""
+    """Compute the five score fields of each token from their definitions, [5, T]. The field of the predicted token
+    holds the token's log-probability instead of its id."""
     log_p_TV = logits_TV.log_softmax(1)
     mean_T = (log_p_TV.exp() * log_p_TV).sum(1)
     variance_T = (log_p_TV.exp() * (log_p_TV - mean_T[:, None]).square()).sum(1)

@@ -1,4 +1,4 @@
-"""Draw random samples for verification. Documents have random lengths, and the loss skips some tokens."""
+"""Draw random token sequences for verification. Documents have random lengths, and the loss skips some tokens."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class RandomSamples:
     The samples are as uneven as real data can be:
 
     - Sequences and micro-batches have very different numbers of labels in the loss (see ``kept``).
-    - One token in sixteen is the first or last token id of an eighth of the vocabulary. The tensor axis x may split the
-      vocabulary at these ids.
-    - Documents have random lengths. Every fourth sequence has several consecutive documents of only one token. In
-      another fourth of the sequences, a document starts at every eighth of the sequence. The context axis cp may split
-      the sequence there.
-    - Every second sequence ends in padding, so the two answers of a pair differ in length. If documents are masked from
-      each other, every fourth sequence also has a document of padding between its other documents.
-    - If a step has more than three micro-batches, each sequence of one micro-batch repeats a single token. So a few
-      experts get all rows of this micro-batch, and all other experts get none.
+    - One token in sixteen has an id at the edge of an eighth of the vocabulary. The tensor-parallel axis x may split
+      the vocabulary there.
+    - Documents have random lengths. In every fourth sequence, several consecutive documents have only one token. In
+      another fourth of the sequences, a document starts at each eighth of the sequence. The context-parallel axis cp
+      may split the sequence there.
+    - Every second sequence ends in padding, so the two answers of a preference pair (DPO) differ in length. With
+      ``data.mask_documents``, every fourth sequence also has a document of padding between its other documents.
+    - If a step has more than three micro-batches, one of them has only sequences that repeat a single token. A few
+      experts then get all tokens of this micro-batch, and all other experts get none.
     """
 
     def __init__(self, run: RunConfig) -> None:
@@ -50,7 +50,7 @@ class RandomSamples:
         return masks if self.goldfish is None else [*masks, self.goldfish]
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """Return the samples with these indices. The labels in the loss are marked as the answers of the windows."""
+        """Return the samples with these indices. ``Windows.answers`` marks the labels that are in the loss."""
         numbers = np.asarray(numbers, dtype=np.int64)
         length = self.look_back + self.seq_length + 1
         generators = [np.random.default_rng((1, number)) for number in numbers]
@@ -68,11 +68,12 @@ class RandomSamples:
         """Choose at random which labels are in the loss, [samples, S]. Padding and the masks of the run file may drop
         more labels.
 
-        In the first sequence of a batch all labels are in the loss, and in the last sequence only one label in twenty.
-        Two micro-batches are special, and their positions change from step to step:
+        The share of labels in the loss falls from 1 in the first sequence of a batch to 1/20 in the last sequence. Two
+        micro-batches are special, and their positions change from step to step:
             - If a batch has several micro-batches, one of them has no labels at all.
             - If a batch has more than two micro-batches, one of them has labels only in the last eighth of its
-              sequences. So some cp or x ranks have no label, and a mean over a rank's own tokens would divide by zero.
+              sequences. So some cp or x ranks have no label. A faulty rank that averages over its own labels only would
+              divide by zero.
 
         If a batch has only two or three micro-batches, one of them has all its labels, so no step is empty.
         """
@@ -93,8 +94,8 @@ class RandomSamples:
         return np.where(generator.random(length) < 1 / 16, borders, anywhere)
 
     def _is_micro_batch(self, numbers: NDArray[np.int64], place: int) -> NDArray[np.bool_]:
-        """Return for each sample whether it is in micro-batch (``place`` + s) mod n of its step, where s is the index
-        of the step and n is the number of micro-batches in a step."""
+        """Return for each sample whether it is in micro-batch (``place`` + s) mod n of its step. Here s is the index of
+        the step, and n is the number of micro-batches in a step."""
         step, micro_batch = numbers // self.batch, numbers % self.batch // self.micro_batch
         found: NDArray[np.bool_] = micro_batch == (step + place) % (self.batch // self.micro_batch)
         return found
@@ -113,8 +114,8 @@ class RandomSamples:
         return documents - documents[:, self.look_back, None]
 
     def _is_padding(self, numbers: NDArray[np.int64], documents: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Choose the padding of each window, [samples, S + 1]. In ``documents``, make the padding at the end a separate
-        document."""
+        """Choose which tokens of each window are padding, [samples, S + 1]. Change ``documents`` in place, so that the
+        padding at the end of a window is a separate document."""
         most = self.seq_length + 1
         data = np.array([np.random.default_rng((4, number)).integers(most // 2, most + 1) for number in numbers])
         is_end = (numbers % 2 == 1)[:, None] & (np.arange(most) >= data[:, None])
@@ -125,7 +126,7 @@ class RandomSamples:
 
     def _reference(self, numbers: NDArray[np.int64], kept: NDArray[np.bool_]) -> NDArray[np.float32] | None:
         """Return random log-probabilities for the DPO reference model, or None without DPO. They are close to the
-        log-probabilities of an untrained model, so that no margin is far from zero."""
+        log-probabilities of an untrained model, so no DPO margin is far from zero."""
         if not self.beta:
             return None
         even = -np.log(self.vocab_size) * kept.sum(1)
@@ -135,8 +136,8 @@ class RandomSamples:
 
 
 def random_micro_batches(run: RunConfig, step: int, grid: Grid, device: torch.device) -> list[MicroBatch[Tensor]]:
-    """Return this process's micro-batches of a step with random samples. Samples are divided among the processes as in
-    training."""
+    """Return the micro-batches of random samples that this process gets in one step. Samples are divided among the
+    processes as in training."""
     samples, training = RandomSamples(run), run.training
     sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
     loader = Loader(samples, *sizes, grid.batch.rank, grid.batch.size, samples.masks)

@@ -16,10 +16,11 @@ from fourfold.data.files import write_output
 from fourfold.verification.step_times import Span
 
 OPERATOR = re.compile(r"(?!c10d::|autograd::|torch::)[a-z]\w*::|## Call CompiledFxGraph")
-"""Matches the names of CPU computation: operators such as ``aten::mm``, and graphs that torch.compile built."""
+"""Matches the event names that count as CPU computation: operators such as ``aten::mm``, and graphs that torch.compile
+built."""
 
 PROCESS_OF_FLIGHTS = 1 << 30
-"""In the written trace, the tracks of collectives have this process id. No real process has it."""
+"""Process id of the tracks that show collectives in the written trace. No real process has this id."""
 
 
 class NamedSpan(NamedTuple):
@@ -43,7 +44,7 @@ class ChromeTrace:
         return (start - origin) / 1000, (end - origin) / 1000
 
     def operators(self, mark: str) -> list[Span]:
-        """Return the CPU computation on the step's thread, which is the thread with a range named ``mark``."""
+        """Return the CPU computation of the step's thread. This is the thread with a profiler range named ``mark``."""
         thread = next(event["tid"] for event in self._events if event["name"] == mark)
         events = (event for event in self._events if event.get("cat") == "cpu_op" and event["tid"] == thread)
         return [_span(event) for event in events if OPERATOR.match(event["name"])]
@@ -53,10 +54,11 @@ class ChromeTrace:
         return [_span(event) for event in self._of_category("kernel") if not _is_nccl(event)]
 
     def nccl_kernels(self, axis_of: Mapping[str, str]) -> list[NamedSpan]:
-        """Return NCCL's kernels. If no known range has launched a kernel, its axis is "other".
+        """Return NCCL's kernels, each with its grid axis. The axis is "other" if the kernel was launched outside the
+        ranges in ``axis_of``.
 
         Args:
-            axis_of: Maps the name of each profiler range in which a collective is issued to the collective's axis.
+            axis_of: Maps the names of profiler ranges to axes. Each range surrounds the call that issues a collective.
         """
         ranges: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
         for event in self._of_category("user_annotation"):
@@ -77,7 +79,7 @@ class ChromeTrace:
         return found
 
     def write(self, path: Path, flights: Iterable[NamedSpan]) -> None:
-        """Write the compressed trace, with additional tracks that show the collectives in flight on each axis."""
+        """Write the trace, compressed. Additional tracks show when each axis had a collective in flight."""
         lanes: dict[tuple[str, int], float] = {}  # The events of one track must not overlap.
         events: list[dict[str, Any]] = []
         for axis, name, (start, end) in sorted(flights, key=lambda flight: flight.span):

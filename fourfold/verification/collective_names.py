@@ -10,8 +10,8 @@ from fourfold.verification.exposure import Line
 
 DATA_AXES = ("z", "dp", "cp", "dp_cp", "dp_z", "dp_cp_z", "ep_replicas", "ep_copies", "ep_shards")
 FSDP_PURPOSE = {"all_gather": "weights", "reduce_scatter": "gradients", "all_reduce": "gradients"}
-"""The purpose of each of FSDP2's collectives, which FSDP2 itself does not name. FSDP2 issues only these three
-operations."""
+"""What each of FSDP2's collectives transfers. FSDP2 issues only these three operations, and does not name their purpose
+itself."""
 
 
 class CollectiveNames:
@@ -20,8 +20,8 @@ class CollectiveNames:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._axis_of_group: dict[str, str] = {}
-        # Register the ep group by its name. It can have the same ranks as another axis's group, and _axis_of, which
-        # compares ranks, would then return that axis.
+        # Register the ep group by its name, because it can have the same ranks as the group of another axis. _axis_of
+        # compares ranks, so it might return the other axis.
         if grid.ep.size > 1:
             self._axis_of_group[grid.ep.group.group_name] = "ep"
         for levels in grid.levels.values():
@@ -34,7 +34,8 @@ class CollectiveNames:
         """Return the axis, operation, and purpose of the collective that is being issued.
 
         Args:
-            operation: The operation that torch runs. If ``PURPOSE`` names another operation, the result has this one.
+            operation: The operation that torch runs. If ``PURPOSE`` gives the operation another name, the result has
+                the name from ``PURPOSE``.
         """
         axis, purpose = self._axis_of(group), PURPOSE.get()
         if purpose is not None:

@@ -1,4 +1,4 @@
-"""Compare the grid's results with one process, step by step."""
+"""Compare the results of a job on its grid with the results of one process, step by step."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ from fourfold.verification.transformers_reference import transformers_logits
 from fourfold.verification.uneven_experts import skew_router_biases
 
 OF_GRADIENTS = 4.0
-"""In preference training (the section [dpo]), ``amplification`` overestimates the errors of gradients, because the
-errors of a step's pairs partly cancel. So ``amplification`` is divided by this number for gradients. If a gradient
-deviates further, runs with random rounding measure how large its errors can be."""
+"""Divisor of ``amplification`` for gradients in preference training (section [dpo]). Without it, the limit for
+gradients would be too high, because the errors of the preference pairs of a step partly cancel. If a gradient exceeds
+the lower limit, parity runs the reference with random rounding to measure how large the error may be."""
 
 
 class Comparison:
-    """Gathers a job's results on rank 0, where the reference models take the same steps."""
+    """Compares a job on the grid with reference models. The references run on rank 0 and take the same steps."""
 
     def __init__(self, job: Job, against: Against) -> None:
-        """Skew the job's router biases, and start the references from the job's weights.
+        """Change the job's router biases so that experts get uneven loads, and create the references with the job's
+        weights.
 
         Raises:
             UserError: ``against`` is "transformers", and the transformers library is missing or has no such model.
@@ -65,8 +66,8 @@ class Comparison:
         """The clipping limit of each step that the references have taken."""
         self.references: list[Reference] = []
         self.update_noise: dict[str, float] = {}
-        """For each tensor, the largest deviation of AdamW's update that rounding in one process's gradients can
-        cause."""
+        """How far rounding errors in one process's gradients can move the weights through AdamW's updates, by tensor
+        name. The values are sums over the steps."""
         if against == "transformers":
             # If transformers cannot compute this model, fail here on every process, not later on rank 0 alone.
             config_of(job.run.model)
@@ -115,8 +116,8 @@ class Comparison:
         self._compare_averages("averages", job)
 
     def resumed(self, run: RunConfig, other: ParallelConfig, place: Place, overflows: bool) -> None:
-        """Train a run with the trainer itself, resume it on another grid, and compare its record and its weights
-        with the references. If ``overflows`` is True, one of the steps overflows.
+        """Train a run with the trainer itself, resume it on another grid, and compare the recorded metrics and the
+        weights with the references. If ``overflows`` is True, one of the steps overflows.
 
         If the trainer stops with an error after parity has found a deviation, report the error as a deviation.
 
@@ -185,14 +186,16 @@ class Comparison:
         self._add(quantity, deviations(weights, one, exact, self._noise()))
 
     def _noise(self) -> dict[str, float]:
-        """Return, for each tensor that Lion or AdamW updates, how far rounding in float32 can move its weights.
+        """Return how far float32 rounding errors can move the weights, by tensor name. Tensors that Muon updates have
+        no entry.
 
-        For Lion, this is the deviation of one process, measured before the updates are limited to ±1. This limit hides
-        the noise of most entries, both on the grid and on one process. How much noise the few other entries show
-        depends on chance.
+        Lion limits its updates to ±1, and the limit hides the rounding errors of most entries. Chance decides which
+        entries show their errors, on the grid and on one process. So the value for Lion is the deviation of one process
+        without this limit.
 
-        For AdamW, this is ``update_noise``. AdamW also hides the noise of most entries: if a gradient is far above eps,
-        its update does not depend on its size. If a gradient is far below eps, AdamW multiplies its noise by lr / eps.
+        AdamW hides rounding errors too: if a gradient is far above eps, the size of the update does not depend on the
+        size of the gradient. If a gradient is far below eps, AdamW multiplies its rounding error by lr / eps. So the
+        value for AdamW is ``update_noise``, which assumes this factor for all entries.
         """
         one, exact = (reference.uncut_weights() for reference in self.references)
         return {**self.update_noise, **largest_differences(one, exact)}
@@ -220,7 +223,8 @@ class Comparison:
         self.deviations.setdefault(quantity, []).extend(found)
 
     def gather(self, shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict[str, Tensor] | None:
-        """Compare the replicas, and return full tensors by name on rank 0. Return None on other ranks."""
+        """Join the shards of all processes, and return the full tensors by name on rank 0. Return None on other ranks.
+        Also record how much replicas of the same shard differ."""
         parts = gather_parts(shards, tensors)
         if parts is None:
             return None

@@ -1,10 +1,10 @@
-"""Compute the trace of a large run from the traces of a few small runs: choose the small runs, and extrapolate their
-results linearly.
+"""Extrapolate the trace of a large run from the traces of a few small runs.
 
-All layers are alike, and all micro-batches are alike, so the bytes sent are linear in the number of layers and in the
-number of micro-batches. Memory is linear in the number of layers and in the number of micro-batches in flight. With
-1F1B, a stage holds one additional micro-batch for each stage after it. ``tests/verification/test_trace.py`` shows that
-the extrapolation is exact.
+All layers are alike, and all micro-batches are alike. So the bytes that a step sends are linear in the number of layers
+and in the number of micro-batches. Memory is linear in the number of layers and in the number of micro-batches in
+flight. With the 1F1B schedule, a stage holds one more micro-batch for each stage after it.
+
+``tests/verification/test_trace.py`` checks that the extrapolation is exact.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from fourfold.config.stages import rank_of_stage, stage_layers, stages_per_rank
 
 
 class ContinuedRun(NamedTuple):
-    """The size of one pipeline rank's part of a run: the number of layers in each of its stages, the number of
-    micro-batches, the size of the pipeline, the rank, and the number of layers before the rank's first stage."""
+    """The size of the part of a run that one pipeline rank computes."""
 
     layers: int
+    """Number of layers in each of the rank's stages."""
     micro_batches: int
     pp: int
     pp_rank: int
     before: int
+    """Number of layers before the rank's first stage."""
 
 
 def point_of(run: RunConfig, pp_rank: int) -> ContinuedRun:
-    """Return the size of a pipeline rank's part of the run itself, with the number of layers of its largest stage."""
+    """Return the size of one pipeline rank's part of the full run. If the rank's stages differ in size, ``layers`` is
+    the size of the largest one."""
     stages = layers_of_rank(run, pp_rank)
     layers = max(len(layers) for layers in stages)
     return ContinuedRun(layers, run.gradient_accumulation_steps, run.parallel.pp, pp_rank, stages[0].start)
@@ -43,35 +45,36 @@ def layers_of_rank(run: RunConfig, pp_rank: int) -> list[range]:
 
 
 def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[ContinuedRun]:
-    """Return the one, two, or four sizes to trace instead of a rank's part of the run. If the run is small, return its
-    own size.
+    """Return the sizes of small runs whose traces are extrapolated to one pipeline rank's part of the full run.
 
-    With Muon, every layer is traced if the job has several ranks per stage, because each matrix has one owner.
+    There are one, two, or four sizes. If the run is small, the only size is the size of the run itself.
+
+    With Muon and several ranks per stage, every layer is traced, because each matrix is updated by only one rank.
 
     Args:
-        timed: Whether seconds are needed too. If weights are replicated, the step waits for the gradient sums over
-            replicas only at its end. The backlog of these sums is not linear in the number of layers, so every layer is
-            traced.
+        timed: Whether the trace also has seconds. If weights are replicated, the step waits only at its end for the
+            sums of gradients over the replicas. The time of this wait is not linear in the number of layers, so every
+            layer is traced.
     """
     target, grid = point_of(run, pp_rank), run.parallel
     pipelines = [target]
     if grid.pp > 1 and grid.schedule == "1F1B":
         pipelines = _short_pipelines(run, target)
     elif grid.pp > 1:
-        # Trace a full pipeline, and one with pp more micro-batches. Schedules other than 1F1B accept only certain
-        # micro-batch counts.
+        # Trace a run that just fills the pipeline, and a run with pp more micro-batches. Schedules other than 1F1B
+        # accept only certain numbers of micro-batches.
         filled, more = 2 * grid.pp * stages_per_rank(grid), grid.pp
         if target.micro_batches > filled + more and (target.micro_batches - filled) % more == 0:
             pipelines = [target._replace(micro_batches=m) for m in (filled, filled + more)]
     elif target.micro_batches > 4:
         # From the third micro-batch on, gradients of earlier micro-batches exist. So extrapolate from three and four.
         pipelines = [target._replace(micro_batches=m) for m in (3, 4)]
-    # Only a few layers are special: the first and the last ones, and the layers whose weights are gathered ahead. With
-    # a single micro-batch, trace one more layer, because gradients need more memory than activations only if there are
-    # several layers.
+    # Only a few layers are special: the first ones, the last ones, and the layers whose weights are gathered ahead.
+    # With a single micro-batch, trace one more layer, because gradients need more memory than activations only if there
+    # are several layers.
     few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
-    # Blocks form a repeating pattern, because only every n-th block recomputes, and attention types alternate. So add
-    # whole periods of this pattern, and keep the last block at the same position in its period.
+    # Blocks form a repeating pattern, because only every n-th block recomputes, and attention types alternate. So the
+    # two sizes differ by a whole period, and the last block keeps its position in the period.
     recomputed = 1 if run.activation_checkpoint.mode == "none" else run.activation_checkpoint.every
     period = math.lcm(recomputed, _type_period(run))
     few += (target.layers - few) % period
@@ -96,9 +99,11 @@ def _type_period(run: RunConfig) -> int:
 def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]:
     """Return small 1F1B pipelines to trace instead of the rank's pipeline.
 
-    If many stages follow the rank, return two shorter pipelines: in one, two stages follow the rank, and in the other,
-    three. Otherwise keep the number of stages, and only reduce the number of micro-batches. Middle ranks share their
-    results if their stages begin at the same position in the pattern of layers.
+    If more than three stages follow the rank, return two shorter pipelines, with two and with three stages after the
+    rank. Otherwise keep the number of stages, and reduce only the number of micro-batches.
+
+    Ranks in the middle of the pipeline get the same small pipelines if their stages begin at the same position in the
+    pattern of layers. They then share one trace.
     """
     behind = target.pp - 1 - target.pp_rank
     if behind <= 3 or target.micro_batches < behind + 3:
@@ -111,7 +116,7 @@ def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]
 
 
 def run_at(run: RunConfig, point: ContinuedRun) -> RunConfig:
-    """Return the run with the number of layers, micro-batches, and stages of a point."""
+    """Return a copy of the run that has the layers, micro-batches, and stages of ``point``."""
     training, grid, model = run.training, run.parallel, run.model
     if point != point_of(run, point.pp_rank)._replace(micro_batches=point.micro_batches):
         split = _split(run, point)
@@ -125,8 +130,8 @@ def run_at(run: RunConfig, point: ContinuedRun) -> RunConfig:
 def _split(run: RunConfig, point: ContinuedRun) -> tuple[int, ...]:
     """Return the number of layers of each stage at a point.
 
-    This rank's stages begin with the same types of layers as in the run. All other layers go to the stages of other
-    ranks, which are never built.
+    The stages of ``point.pp_rank`` begin with the same types of layers as in the run. All other layers go to the stages
+    of other ranks. The trace never builds these stages.
     """
     grid = run.parallel.model_copy(update={"pp": point.pp})
     stages = point.pp * stages_per_rank(grid)
@@ -156,7 +161,8 @@ def continue_memory(values: Mapping[ContinuedRun, int], target: ContinuedRun) ->
 
 
 def _bilinear(values: Mapping[tuple[int, int], int], wanted: tuple[int, int]) -> int:
-    """Return the value at ``wanted`` by bilinear extrapolation from one or two values along each of two directions."""
+    """Extrapolate to the value at ``wanted``, linearly in both coordinates. There are values at one or two places along
+    each coordinate."""
     firsts, seconds = (sorted(set(places)) for places in zip(*values, strict=True))
     along_first = [_line(firsts, [values[a, b] for a in firsts], wanted[0]) for b in seconds]
     return _line(seconds, along_first, wanted[1])

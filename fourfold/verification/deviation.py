@@ -1,4 +1,5 @@
-"""Measure how far the grid's results are from the exact results, and how far one process in float32 is.
+"""Measure the errors of the grid's results and the errors of one process in float32. The exact results come from one
+process in float64.
 
 The grid's gathered results are on the CPU. The results of the references are on the job's device.
 """
@@ -16,15 +17,15 @@ from fourfold.parallel.state import Part
 from fourfold.verification.parity_report import Deviation
 
 ROUNDING = 1e-12
-"""If a tensor's norm is at most this fraction of the norm of all tensors together, the tensor is zero except for
-rounding in float64. Its relative error is then meaningless. An example is the gradient of a key bias."""
+"""A tensor counts as zero if its norm is at most this fraction of the norm of all tensors together. It then contains
+only rounding errors of float64, so its relative error means nothing. An example is the gradient of a key bias."""
 
 
 def amplification(run: RunConfig) -> float:
     """Return the factor by which a run amplifies the rounding errors of float32, at least 1.
 
-    Preference training (the section [dpo]) subtracts log-probabilities of whole answers, which are large numbers, and
-    multiplies the result by beta.
+    The factor is 1 except in preference training (section [dpo]). This subtracts log-probabilities of whole answers,
+    which are large numbers, and multiplies the difference by beta.
     """
     return max(1.0, run.dpo.beta * run.training.seq_length * math.log(run.model.vocab_size))
 

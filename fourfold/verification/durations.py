@@ -1,4 +1,4 @@
-"""Compute how long a step's matmuls and collectives take on a machine, from the planner's own terms."""
+"""Compute how long each matmul and each collective of a step takes on a machine. The formulas are the planner's."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Durations:
         """Number of scores that attention with soft-capping computes for each query and head. 0 if scores are not
         soft-capped. Soft-capping has no fused kernel, so its time depends on this number."""
         self.exposed = float(self._constants.exposed)
-        """The time by which a hidden collective slows down concurrent computation, as a fraction of the collective's
-        duration."""
+        """How much a hidden collective slows down the computation that runs at the same time, as a fraction of the
+        collective's duration."""
         # Cache the results, because the same shapes occur in every layer.
         self._product, self._attention = cache(self._of_matmul), cache(self._of_attention)
         self._collective = cache(self._of_collective)
@@ -118,7 +118,7 @@ class Durations:
         group = group_of(ranks, stride, self._machine, self._constants)
         if operation == "all_reduce":
             return picoseconds(reduce_seconds(size, 1, group))
-        if operation == "send":  # A ring transfer is one step. A gather takes one step per remote rank.
+        if operation == "send":  # A send is one step of a ring. A gather over n ranks takes n - 1 such steps.
             return picoseconds(gather_seconds(ranks * size, 1, group) / (ranks - 1))
         return picoseconds(gather_seconds(size, 1, group))
 

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import NamedTuple
 
 Line = tuple[str, str, str]
-"""The axis, the operation, and the purpose of a collective."""
+"""The axis, the operation, and the purpose of a collective. Collectives with the same line are counted together."""
 
 
 class IssuedCollective(NamedTuple):
@@ -39,8 +39,8 @@ class Flights:
         """Start with an empty record.
 
         Args:
-            slowed: The time by which a hidden collective slows down concurrent computation, as a fraction of the
-                collective's duration.
+            slowed: How much a hidden collective slows down the computation that runs at the same time, as a fraction of
+                the collective's duration.
         """
         self.exposed: Counter[Line] = Counter()
         """Number of exposed bytes by line."""
@@ -51,7 +51,8 @@ class Flights:
         self._slowed = slowed
         self._matmuls = self._computed = self._now = 0
         self._free: Counter[str] = Counter()
-        """Time at which the last collective of each axis ends. Both levels of a shard group count as one axis."""
+        """For each axis, the time when its last collective ends. A group with two levels, inside nodes and across
+        nodes, counts as one axis."""
         self._flying: dict[int | Line, list[IssuedCollective]] = {}
 
     def start(self) -> None:
@@ -66,12 +67,12 @@ class Flights:
         self._now += duration
 
     def issue(self, key: int | Line, line: Line, size: int, duration: int = 0) -> None:
-        """Record that a collective of ``size`` bytes is issued. An earlier collective with the same key and line must
-        have finished.
+        """Record that a collective of ``size`` bytes is issued. If an earlier collective with the same key and line is
+        still in flight, the step waits for it first.
 
         Args:
-            key: The storage of the collective's result, or its line. Both levels of a two-level gather have the same
-                result, so they finish together.
+            key: Identifies the collective when the step waits for it: the storage of its result, or its line. Both
+                levels of a two-level gather have the same result, so the step waits for both at once.
         """
         if any(flight.line == line for flight in self._flying.get(key, ())):
             self.land(key)

@@ -11,10 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class InFloat64(TorchFunctionMode):
-    """Treats every request for float32 as a request for float64.
+    """Replaces float32 by float64 in the arguments of every torch function.
 
-    Models ask for float32 when they compute norms, rotary tables, and softmax. In a float64 reference, float32 would
-    round the values.
+    Models convert to float32 when they compute norms, rotary tables, and softmax. In a float64 reference, this would
+    lose precision.
     """
 
     def __torch_function__(

@@ -30,14 +30,15 @@ TEXTS = ("def main():\n    return 3.14\n", "  Zwei Äpfel,\t„zwei“ Euro € 
 
 
 def compare_import(job: Job) -> list[Deviation]:
-    """Load the model that the run file imports into a job, and compare its losses with the losses of the model in
+    """Import the model ``model.from_hf`` into a job, and compare its losses with the losses of the same model in
     transformers.
 
     Every process must call this. The job has the imported weights afterwards.
 
     Returns:
-        On rank 0, the deviations of losses on random batches. If the folder has a tokenizer, also a deviation that is
-        infinite if fourfold tokenizes some texts differently. Empty on other ranks.
+        On rank 0, the deviations of the losses on random batches. If the folder has a tokenizer, the deviation "tokens"
+        follows. It is infinite if fourfold and transformers tokenize a text differently, and otherwise 0. Empty on
+        other ranks.
 
     Raises:
         UserError: The folder cannot be opened. Every process raises it.
@@ -66,7 +67,8 @@ def compare_import(job: Job) -> list[Deviation]:
 
 
 def _logits(folder: Path, device: torch.device, dtype: torch.dtype) -> Logits:
-    """Open a folder's model with transformers, and return a function that computes its logits with its own weights."""
+    """Load a folder's model with transformers, and return a function that computes logits with the weights in the
+    folder. The function ignores its first argument."""
     model = load_model(folder, "fp32", str(device)).to(dtype)
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")

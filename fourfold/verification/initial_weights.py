@@ -17,11 +17,15 @@ from fourfold.training.job import build_model
 def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> float:
     """Return the largest deviation of a first, second, or fourth moment from its expected value, in standard errors.
 
-    This compares the moments of each tensor, and also the joint moments of all tensors that have the same name in
-    different layers.
+    Moments are computed for each tensor alone, and for all tensors together that have the same name in different
+    layers.
 
-    The result is infinite in four cases: the weights of the grid and of one process differ, a constant has a wrong
-    value, rows repeat (in one tensor or in two), or another seed gives the same weights.
+    The result is infinite in these cases:
+
+    - The weights of the grid and of one process differ.
+    - A tensor that should be constant has a wrong value.
+    - Two rows of weights are equal, in one tensor or in two.
+    - Another seed gives the same weights.
     """
     model = build_model(run)
     own = dict(model.named_parameters())
@@ -43,7 +47,7 @@ def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> floa
         return math.inf
     kinds = {name: re.sub(r"\d+", "", name) for name in drawn}
     pooled = [torch.cat([drawn[n].flatten() for n in drawn if kinds[n] == kind]) for kind in set(kinds.values())]
-    # The rates are uniform between 0 and 16, so the inverse normal CDF of rate / 16 is standard normal.
+    # exp(A_log) should be uniform between 0 and 16. The inverse normal CDF of exp(A_log) / 16 is then standard normal.
     normal = [torch.special.ndtri(torch.cat([rate.exp() / 16 for rate in rates.values()]))] if rates else []
     return max(_standard_errors(weight) for weight in (*drawn.values(), *pooled, *normal))
 

@@ -14,11 +14,11 @@ COMPARED = (
     *("model", "parallel", "overlap", "activation_checkpoint", "training", "optimizer", "lr_scheduler", "lora", "moe"),
     *("ema.decay", "dpo.beta", "masks.goldfish", "data.mask_documents", "data.format", "loss_scaling.initial"),
 )
-"""Sections and keys whose effect parity compares, unless it replaces their values."""
+"""Sections and keys that parity tests. If parity replaces a value, it tests the new value."""
 
 WITHOUT_NUMBERS = ("name", "output_dir", "metrics", "fault_tolerance", "data.source", "data.train", "data.cache_dir")
-"""Sections and keys that change no results. Paths of the data are included, because parity's report has a separate
-sentence about them."""
+"""Sections and keys that parity's report leaves out. Most of them do not change the results of training. The paths of
+the data do, but the report has a separate sentence about them (see ``ALWAYS``)."""
 
 ALWAYS = {"data": "parity trains on random tokens in the format of this data, and never reads the data itself"}
 REASONS = {
@@ -31,15 +31,20 @@ SMALL_VOCABULARY = "the vocabulary is too small for parity's conversations, so t
 
 _TYPES = ("precision", "master_weights", "reduce_dtype")
 OWN_TYPES = ("optimizer.stochastic_rounding", *(f"training.{name}" for name in _TYPES))
-"""Keys that parity replaces when it compares in float32, and keeps when it runs the file in its own dtypes."""
+"""Keys that choose dtypes. Parity replaces them in its comparison in float32, and keeps them in its comparison in the
+run file's own dtypes."""
 
 
 def in_own_types(run: RunConfig) -> bool:
-    """Return whether parity also runs the file in its own dtypes.
+    """Return whether parity also makes a comparison in the run file's own dtypes.
 
-    Parity does not if the file's precision is fp32 anyway, and in three other cases. Float8 cannot be emulated on one
-    process. In a model with experts, rounding changes a router's choices. With LoRA and Muon, the gradient of A is only
-    rounding noise while B is zero, and Muon turns this noise into full steps.
+    It makes none in these cases:
+
+    - The run file's precision is fp32, so the comparison in float32 is enough.
+    - The run computes in float8, which one process cannot emulate.
+    - The model has experts. Rounding changes which experts a router chooses.
+    - LoRA is trained with Muon. While B is zero, the gradient of A is only rounding noise, and Muon turns this noise
+      into full steps.
     """
     chooses = run.model.num_experts > run.model.num_experts_per_tok
     is_noise = run.lora.rank > 0 and run.optimizer.name == "muon"
@@ -55,8 +60,8 @@ def not_compared(run: RunConfig, verified: RunConfig, against: Against = "plain"
         against: The reference model.
 
     Returns:
-        A reason for each key whose value parity replaces, and for each key or section that has no effect in parity and
-        is not at its default.
+        A map from keys and sections to reasons. It has each key whose value parity replaces. It also has each key or
+        section that differs from its default but has no effect in parity.
     """
     found, replaced = dict(ALWAYS), dict(dotted_keys(verified.model_dump()))
     if not can_write(run):

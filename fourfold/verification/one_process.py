@@ -1,8 +1,8 @@
-"""Train a run on one process with code that is independent of the trainer, as the reference of parity.
+"""Train a run on one process, as the reference for parity. The code is independent of the trainer.
 
 Loss, clipping, and AdamW come from torch. Labels, the learning-rate schedule, all other optimizers, and the settings of
-parameter groups are implemented a second time. The grid and this file share only the random samples and, for the
-reference ``plain``, the decoder.
+parameter groups are implemented a second time. The trainer and this file share only the code that draws the random
+samples and, for the reference ``plain``, the code of the decoder.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Figures(NamedTuple):
     gradients: dict[str, Tensor]
     """Gradients before clipping, by parameter name."""
     preferences: dict[str, Tensor]
-    """In preference training (the section [dpo]), the metrics of the pairs, computed before the step. Otherwise
+    """In preference training (section [dpo]), the metrics of the preference pairs before the update. Otherwise
     empty."""
 
 
 Logits = Callable[[Parameters, Sequences], Tensor]
-"""A function from parameters (with fourfold's names) and sequences to logits [B, S, V]. If there are documents,
-attention must stay within them."""
+"""A function that computes logits [B, S, V]. Its arguments are the parameters, by fourfold's names, and the sequences.
+If ``documents_BS`` is not None, tokens may attend only to tokens of their own document."""
 
 
 class Reference:
@@ -67,13 +67,13 @@ class Reference:
         self.averages: dict[str, Tensor] = {}
         """Moving averages of the trained weights. Empty if the run has none."""
         self.pairs: list[Tensor] = []
-        """With [dpo], the margins of the pairs and the rewards of their chosen answers, [2, P], for each forward
-        pass."""
+        """With [dpo], a tensor [2, P] for each forward pass: the margins of the P preference pairs, and the rewards of
+        their chosen answers."""
 
     @torch.no_grad()
     def evaluate(self, batch: Sequences, averaged: bool = False) -> dict[str, Tensor]:
-        """Return the mean loss of a batch as ``loss``, and with [dpo] also the metrics of its pairs. As in validation,
-        experts have no capacity limit.
+        """Return the mean loss of a batch as ``loss``. With [dpo], also return the metrics of its preference pairs. As
+        in validation, experts have no capacity limit.
 
         Args:
             batch: The sequences.
@@ -85,7 +85,7 @@ class Reference:
 
     @torch.no_grad()
     def log_probabilities(self, batch: Sequences) -> Tensor:
-        """Return the log-probability of each sequence's kept tokens under the current weights, [B]."""
+        """Return the log-probability of each sequence's tokens in the loss, [B], under the current weights."""
         with self._evaluating():
             return self._answers(batch, self.parameters())
 
@@ -126,10 +126,10 @@ class Reference:
         return {**self.frozen, **self.trained, **(self.averages if averaged else {})}
 
     def after_backward(self) -> None:
-        """Do nothing. This is called after the backward pass of each micro-batch."""
+        """Do nothing. Subclasses override this hook, which is called after the backward pass of each micro-batch."""
 
     def after_step(self) -> None:
-        """Do nothing. This is called after each optimizer step."""
+        """Do nothing. Subclasses override this hook, which is called after each optimizer step."""
 
     def _average(self) -> None:
         decay = self.run.ema.decay
@@ -140,7 +140,7 @@ class Reference:
             self.averages[name] = decay * before + (1 - decay) * weight.detach()
 
     def uncut_weights(self) -> dict[str, Tensor]:
-        """Return the weights as they would be if Lion's updates had not been limited to ±1. Empty for other
+        """Return the weights that Lion would reach if it did not limit its updates to ±1. Empty for other
         optimizers."""
         return {name: self.trained[name].detach() - cut for name, cut in self.optimizer.cut.items()}
 
@@ -158,11 +158,12 @@ class Reference:
         return InFloat64() if self.dtype == torch.float64 else nullcontext()
 
     def _units(self, batch: Sequences) -> Tensor | int:
-        """Return the number of losses in the mean: one per kept label, or with [dpo], one per pair."""
+        """Return the divisor of the mean loss: the number of labels in the loss, or with [dpo], the number of
+        preference pairs."""
         return batch.kept_BS.sum() if batch.reference_B is None else len(batch.kept_BS) // 2
 
     def _loss(self, batch: Sequences, parameters: Parameters) -> Tensor:
-        """Return the sum of the losses: of the kept tokens, or with [dpo], of the pairs of sequences."""
+        """Return the sum of the token losses. With [dpo], return the sum of the losses of the preference pairs."""
         if batch.reference_B is not None:
             answers_B = self._answers(batch, parameters)
             gains_B = self.run.dpo.beta * (answers_B - batch.reference_B.to(answers_B.dtype))
@@ -173,16 +174,16 @@ class Reference:
         return F.cross_entropy(logits_BSV[kept_BS], batch.targets_BS[kept_BS], reduction="sum")
 
     def _answers(self, batch: Sequences, parameters: Parameters) -> Tensor:
-        """Return the log-probability of each sequence's kept tokens, [B]."""
+        """Return the log-probability of each sequence's tokens in the loss, [B]."""
         log_probs_BSV = self.logits(parameters, batch).float().log_softmax(-1)
         log_probs_BS = log_probs_BSV.gather(-1, batch.targets_BS[:, :, None])[..., 0]
         return (log_probs_BS * batch.kept_BS).sum(1)
 
     def _take_preferences(self) -> dict[str, Tensor]:
-        """Return the metrics of the pairs since the last call, with their names in metrics.jsonl.
+        """Return the mean metrics of all preference pairs since the last call. The keys are the names in metrics.jsonl.
 
-        In addition, ``dpo_ties`` is the share of pairs whose margin is so close to zero that rounding may change its
-        sign.
+        The additional key ``dpo_ties`` is the share of pairs with a margin near zero. Rounding may change the sign of
+        such a margin.
         """
         if not self.pairs:
             return {}
@@ -235,8 +236,15 @@ class RouterLosses:
         self.rows: dict[int, Tensor] = {}
 
     def of(self, logits: Logits, batch: Sequences, sequences: slice) -> Tensor:
-        """Return the router losses of the last sequences that the decoder has read, divided by the number of tokens in
-        the whole step that are not padding. Also count these sequences' rows."""
+        """Return the router losses of the decoder's last forward pass. Also count how many tokens each expert got.
+
+        The losses are divided by the number of tokens in the whole step, without padding.
+
+        Args:
+            logits: The function that made the forward pass. Only ``PlainLogits`` has router losses.
+            batch: All sequences of the step.
+            sequences: The sequences in the forward pass.
+        """
         run, model = self.run, self.run.model
         all_BS = torch.ones_like(batch.tokens_BS, dtype=torch.bool) if batch.is_data_BS is None else batch.is_data_BS
         is_data_T = all_BS[sequences].flatten()

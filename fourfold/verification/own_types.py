@@ -36,27 +36,28 @@ FP16_SCALE = 1024.0
 """The first loss scale. In most small models, gradients neither overflow nor underflow with it."""
 
 LESS = 16.0
-"""After an overflow, the loss scale is divided by this number. After a smaller reduction, one process or a later step
-might overflow again. If the grid overflows with some scale, one process must overflow with four times this scale."""
+"""Divisor of the loss scale after an overflow. It is large, so that another overflow is unlikely, on one process and in
+later steps."""
 
 OVERFLOWS_AT = 2.0**60
 """A loss scale so large that every gradient overflows."""
 
 OF_ONE_TENSOR = 2.0
-"""The limit for the worst tensor's gradients is higher by this factor, because the rounding errors of one tensor depend
-on chance."""
+"""The error limit for the worst tensor's gradients is this many times the limit for all gradients together. It is
+higher because chance has more effect on the rounding errors of a single tensor."""
 
 
 Taken = tuple[float, list[LocalShard], list[Tensor], set[torch.dtype]]
 """The result of ``_step``."""
 
 Gather = Callable[[Sequence[LocalShard], Sequence[Tensor]], dict[str, Tensor] | None]
-"""Compares the replicas, and returns full tensors by name on rank 0, and None on other ranks."""
+"""The type of ``Comparison.gather``: a function that joins shards to full tensors on rank 0, by name. On other ranks it
+returns None."""
 
 
 class SameTypes(Reference):
-    """One process that rounds wherever the run file's dtypes require it: weights, activations, sums, and stored
-    weights."""
+    """A reference on one process that computes in the run file's dtypes. It rounds working weights, activations, sums
+    of gradients, and stored weights."""
 
     def __init__(self, run: RunConfig, weights: Parameters, device: torch.device) -> None:
         super().__init__(run, PlainLogits(run), weights, device, _stored(run))
@@ -92,9 +93,14 @@ def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: 
     With fp16, one additional step overflows on purpose. It must change nothing.
 
     Returns:
-        On rank 0, the relative errors of gradients and weights on the grid and on one process. With stochastic
-        rounding, also its error in standard errors. If the grid overflows too early, sums gradients in a wrong dtype,
-        or computes with stale weights, also an infinite error. The result on other ranks has no meaning.
+        On rank 0, a list of deviations. The result on other ranks has no meaning. The list has:
+
+        - the relative errors of gradients and weights, on the grid and on one process
+        - with stochastic rounding, the error of the rounding, in standard errors
+        - an infinite deviation if the grid sums gradients in a wrong dtype
+        - an infinite deviation if the grid computes with stale weights
+        - an infinite deviation if the grid overflows although one process does not overflow with four times the loss
+          scale
     """
     job = Job(run, grid, device)
     job.initialize(run.training.seed)
@@ -140,10 +146,10 @@ def _errors(one: Parameters, grid: Parameters, exact: Parameters, negligible: fl
 
 
 def _negligible(run: RunConfig) -> float:
-    """Return the norm below which a tensor's gradient is not compared, relative to the norm of all gradients.
+    """Return the smallest norm of a gradient that is compared, as a fraction of the norm of all gradients.
 
-    In low precision, attention kernels compute small gradients of queries and keys as differences of large numbers, so
-    the errors of these gradients depend on the kernel.
+    In low precision, attention kernels compute small gradients of queries and keys as differences of large numbers. The
+    errors of these gradients depend on the kernel, so they say nothing about the grid.
     """
     return torch.finfo(DTYPES[run.training.precision]).eps / 16
 
@@ -154,8 +160,11 @@ def _root_mean_square(name: str, errors: Iterable[Deviation]) -> Deviation:
 
 
 def _worst_of(gradients: list[Deviation]) -> list[Deviation]:
-    """Return the errors of the tensor with the worst gradients, in a list. A tensor's limit depends on its error on one
-    process, or on the error of all tensors on one process if this is larger."""
+    """Return the deviation of the tensor with the worst gradients. The list is empty if there are no gradients.
+
+    A tensor's error on the grid is compared with its error on one process. If the error of all tensors together on one
+    process is larger, it is used instead.
+    """
     typical = _root_mean_square("", gradients).one_process
     names = dict.fromkeys(error.tensor for error in gradients)
     each = [_root_mean_square(name, [e for e in gradients if e.tensor == name]) for name in names]
@@ -168,8 +177,14 @@ def _sums_in_another_dtype(
 ) -> bool:
     """Return whether the grid sums gradients in another dtype than the run file's ``reduce_dtype``.
 
-    Ranks must send gradients in this dtype. A sum of at least two summands also shows its dtype by how it is rounded.
-    This ignores norms, biases, and tied embeddings, whose sums over other axes may have another dtype.
+    There are two checks:
+
+    - Every rank must send its gradients in this dtype.
+    - If ``reduce_dtype`` is the low-precision dtype, it must represent the sums exactly. Otherwise it must not, because
+      float32 sums have more bits. The check is skipped if it would fail for the float32 sums of one process too, for
+      example because each has only one summand.
+
+    Norms, biases, and tied embeddings are ignored, because their sums over other axes may have another dtype.
     """
     low, dtype = DTYPES[job.run.training.precision], DTYPES[job.run.training.reduce_dtype]
     names = {shard.name for shard in job.trained if not shard.tile.partial_over} & gradients.keys() & of_one.keys()
@@ -184,7 +199,8 @@ def _sums_in_another_dtype(
 
 
 def _is_published(job: Job) -> bool:
-    """Return whether this process's working copies equal its stored weights, rounded to the dtype of the step.
+    """Return whether this process's working copies of the weights equal the stored weights, rounded to the dtype of the
+    step.
 
     Sharded weights have no working copies, because they are rounded each time they are gathered.
     """
@@ -202,8 +218,8 @@ def _stays_finite(run: RunConfig, weights: Parameters, device: torch.device, ste
 
 
 def _is_published_again(job: Job) -> bool:
-    """Change all weights, publish them, and return ``_is_published``. Without this, the updates of norms could be too
-    small to change the working copies."""
+    """Multiply all weights by 1.5, publish them, and return ``_is_published``. A training step may change the weights
+    of norms too little to change their working copies, so stale copies would not be found."""
     with job.replacing_weights():
         for shard in job.shards:
             shard.local.mul_(1.5)
@@ -214,8 +230,8 @@ def _step(job: Job, step: int, scale: float, smallest: float = 1.0) -> Taken:
     """Take a step on random samples with a loss scale. If gradients overflow, repeat the step with a smaller scale.
 
     Returns:
-        The last loss scale, the shards that have gradients, these gradients, and the dtypes in which this process sent
-        gradients to be summed. If gradients overflow with a scale below ``smallest``, the step is not repeated, and the
+        The last loss scale, the shards that have gradients, their gradients, and the dtypes of the gradients that this
+        process sent. If gradients overflow with a scale below ``smallest``, the step is not repeated, and some
         gradients are infinite or NaN.
     """
     while True:

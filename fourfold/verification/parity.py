@@ -1,8 +1,9 @@
 """Parity: check that the layout of a run file computes what one process computes.
 
 The run file's model trains for a few steps on its grid in float32. A reference on rank 0 takes the same steps from the
-same weights and samples, once in float64 and once in float32. For each tensor, the grid's distance from the float64
-result may be at most a limit times the distance of the float32 reference.
+same weights and samples, once in float64 and once in float32. Both float32 results have rounding errors, which are
+their differences from the float64 result. For each tensor, the grid's error may be at most ``LIMIT`` times the error of
+the float32 reference.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ LION_EPS = 1e-4
 than eps. With eps = 0, noise would flip signs."""
 
 WARMUP_STEPS = 2
-"""Smallest number of steps in which a warm-up has an effect."""
+"""Largest number of warm-up steps in parity. It is the smallest number with which a warm-up has an effect."""
 
 MAX_GRAD_NORM = 0.1
 """Clipping limit. It is below the initial gradient norm of any model, so clipping has an effect."""
@@ -75,9 +76,9 @@ def parity(
         The report on rank 0, and None on all other processes.
 
     Raises:
-        UserError: The transformers library is not installed or has no such model, the grid cannot be created
-            (``Grid``), the loss has no label in a step, or the trainer stops with an error although parity has found no
-            deviation.
+        UserError: The transformers library is not installed or has no such model. Or the grid cannot be created (see
+            ``Grid``). Or no label of a step is in the loss. Or the trainer stops with an error although parity has
+            found no deviation.
         WriteFailed: The run's output folder cannot be written.
     """
     asked, run = run, as_verified(run, steps)
@@ -100,7 +101,7 @@ def parity(
         folder = Path(run.output_dir) / f".parity-{run.name}"
         rank, size = dist.get_rank(), dist.get_world_size()
         place = place or Place(rank, rank, size, size, launcher="local")
-        # With experts, let no step overflow, because a step that overflows changes the recorded load of the experts.
+        # A step that overflows changes the recorded load of the experts. So with experts, let no step overflow.
         overflows = asked.training.precision == "fp16" and not run.model.num_experts
         comparison.resumed(trained_run(run, folder, device), other.parallel, place, overflows)
     if in_own_types(asked):
@@ -142,8 +143,9 @@ def shortened(run: RunConfig, steps: int) -> RunConfig:
 def resharded(run: RunConfig) -> RunConfig:
     """Return the same run on another grid with the same number of processes.
 
-    The new grid exchanges or merges axes, or changes ``zero`` or ``ep``. If possible, it splits experts over another
-    number of ranks. If there is no other legal grid, or only one process, return the run itself.
+    The new grid swaps the sizes of axes, merges all axes into one, or changes ``zero`` or ``ep``. If possible, it
+    splits experts over another number of ranks. If there is only one process or no other legal grid, return the run
+    itself.
     """
     now = run.parallel
     sizes = {axis: getattr(now, axis) for axis in AXES}

@@ -1,5 +1,5 @@
-"""Hold the result of parity. Nothing here imports torch, so the parent of local workers can receive it without
-torch."""
+"""Hold the result of parity. This module does not import torch, so the process that starts local workers can receive
+the report without torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ has long tails."""
 
 
 OWN_TYPES_LIMIT = 1.5
-"""The largest allowed ratio of the grid's error to one process's error in low precision. The grid also rounds partial
-sums."""
+"""The largest allowed ratio of the grid's error to one process's error in low precision. The grid's error may be
+larger, because the grid also rounds partial sums."""
 
 
 class Deviation(NamedTuple):
@@ -45,10 +45,14 @@ class ParityReport:
     """The deviations of the grid and of one float32 process from the float64 reference."""
 
     deviations: dict[str, list[Deviation]]
-    """Deviations by quantity. "loss", "grad_norm" (before clipping), "gradients", "weights", and "averages" (moving
-    averages of weights) have every step. "validation" and "audit" have the first step. "resumed" has the record and the
-    weights of a short run that the trainer resumed on another grid. "imported" has the losses and tokens of an imported
-    model."""
+    """Deviations by quantity:
+
+    - "loss", "grad_norm" (before clipping), "gradients", "weights", and "averages" (moving averages of weights): every
+      step
+    - "validation" and "audit": the first step
+    - "resumed": the metrics and the weights of a short run that the trainer resumed on another grid
+    - "imported": the losses and the tokens of an imported model
+    """
 
     replicas: float
     """The largest difference between two processes that hold the same part of a weight or a gradient. It must be 0."""
@@ -60,7 +64,7 @@ class ParityReport:
     """A description of the grid that the short run was resumed on."""
 
     not_compared: dict[str, str]
-    """Keys and sections of the run file that parity replaces or ignores, each with a reason."""
+    """Reasons why parity replaces or ignores a part of the run file, by key or section."""
 
     own_types: list[Deviation] = field(default_factory=list)
     """Relative errors of gradients and weights in the run's own dtypes, on the grid and on one process. Empty if the

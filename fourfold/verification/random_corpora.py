@@ -14,13 +14,14 @@ from fourfold.data.tokenizer import ByteTokenizer
 
 
 def can_write(run: RunConfig) -> bool:
-    """Return whether the run reads texts, or the model's vocabulary has the tokens that conversations need."""
+    """Return whether parity can write a corpus for the run. A corpus of conversations needs a vocabulary with all
+    tokens of the byte tokenizer."""
     return run.data.format == "text" or run.model.vocab_size >= ByteTokenizer.vocab_size
 
 
 def are_answers(tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Return which tokens belong to answers: tokens with an odd id, and the end token. So the reference can find the
-    answers by the tokens alone."""
+    """Return which tokens belong to answers. They are the tokens with an odd id and the end token, so the reference can
+    find them from the ids alone."""
     found: NDArray[np.bool_] = (tokens % 2 == 1) | (tokens == ByteTokenizer.eod_id)
     return found
 
@@ -33,7 +34,7 @@ def end_token(run: RunConfig) -> int:
 
 def write_corpus(prefix: Path, run: RunConfig, seed: int) -> None:
     """Write a corpus of about two global batches, and mark the tokens of answers. Documents have random lengths below
-    the length of a window."""
+    ``training.seq_length``."""
     draw = np.random.default_rng((5, seed))
     length, is_text = run.training.seq_length, run.data.format == "text"
     split = CorpusSplit(prefix, trained_tokens=None if is_text else 0)

@@ -1,7 +1,7 @@
 """Repeat the one-process run with random rounding, to learn how far rounding can change its gradients.
 
 One float32 run is only one sample of the rounding error, and this sample can be far smaller than usual. For example,
-all terms of a gradient may cancel exactly on one process, but not on the grid. Random rounding gives more samples: the
+all terms of a gradient may cancel exactly on one process, but not on the grid. Random rounding gives more samples. The
 run computes in float64, and each operation's result changes by up to one unit in the last place of float32 (Monte Carlo
 arithmetic, Denis et al. 2015, arXiv 1509.01347).
 """
@@ -27,7 +27,8 @@ SAMPLES = 4
 
 
 class RandomRounding(TorchDispatchMode):
-    """Multiplies every float64 result by 1 + u, with u drawn uniformly between -eps and eps of float32.
+    """Multiplies every float64 result by 1 + u. u is drawn uniformly between -eps and eps, the machine epsilon of
+    float32.
 
     Results of in-place operations are not rounded.
     """
@@ -70,7 +71,7 @@ def gradient_noise(
     step from its exact value.
 
     Args:
-        first: A reference that has taken the steps. The runs use its model and its device.
+        first: A reference that has taken the steps. Its model and its device are used again.
         weights: The weights before the first step.
         steps: The steps, each with its ``max_grad_norm``.
         exact: The results of the last step in float64.

@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
         def enter_late_in_the_backward(
             module: torch.nn.Module, inputs: tuple[Any, ...], out: Tensor | list[Tensor]
         ) -> None:
-            first = out if isinstance(out, Tensor) else out[0]  # The first batch part runs backward last.
+            first = out if isinstance(out, Tensor) else out[0]  # The last part to run backward.
             first.register_hook(lambda _: enter("late"))
 
         if len(layers) > 1:
@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _watched(self, operations: Callable[[], Any]) -> Any:
-        """Run several operations as parts of one operation, and count their memory."""
+        """Run operations that count as one operation, and record the memory of each."""
         self._inside = True
         super().__enter__()  # type: ignore[no-untyped-call]
         try:
@@ -183,8 +183,8 @@ class Recorder(TorchDispatchMode):
         entry = self.collectives.setdefault(line, [0, 0])
         entry[0] += 1
         entry[1] += whole.nbytes
-        # FSDP2 waits for a unit's gradient sum just before it issues the next sum. By then, the result may have been
-        # freed. So such a sum has its line as the key, not its storage, and lands when the next sum is issued.
+        # FSDP2 waits for a unit's gradient sum just before it issues the next sum. By then, the first sum's storage may
+        # be freed, so it cannot be the key. With the line as the key, ``issue`` itself waits for the first sum.
         is_sum_of_fsdp = purpose is None and operation != "all_gather"
         duration = 0
         if self._durations is not None:
@@ -194,7 +194,7 @@ class Recorder(TorchDispatchMode):
         self._sent = (purpose, storage) if operation == "send" and purpose is not None else None
 
     def _receive(self, tensor: Tensor) -> None:
-        """Identify a ring step by the tensor that it receives, because the rank waits for that tensor."""
+        """Identify a send by the tensor that is received with it, because the rank waits for the received tensor."""
         if self._sent is not None and self._sent[0] is PURPOSE.get():
             self.flights.move(self._sent[1], tensor.untyped_storage()._cdata)
         self._sent = None
@@ -206,7 +206,8 @@ class Recorder(TorchDispatchMode):
                 self.flights.land(tensor.untyped_storage()._cdata)
 
     def _find_gradients_and_weights(self) -> None:
-        """Tag gradients and gathered weights. No operation shows when a parameter or FSDP2 gets such a tensor."""
+        """Tag gradients and gathered weights. No recorded operation shows when a parameter gets a gradient, or when
+        FSDP2 gets weights."""
         if self._job is None:
             return
         total = 0
@@ -254,10 +255,8 @@ class Recorder(TorchDispatchMode):
             self.live["total"] += size - old
 
     def _settle(self) -> None:
-        """Update the peaks with the bytes that are in memory now.
-
-        Call this before the next operation, when new tensors already have their tags. FSDP2 allocates weights before it
-        gathers them, and gradients before it sums them.
+        """Update the peaks with the bytes that are in memory now. Call this only before the next operation, because
+        some tags come late: FSDP2 allocates weights before it gathers them, and gradients before it sums them.
         """
         for name in ("activations", "weights", "total"):
             at = (name, self.window)
@@ -293,7 +292,7 @@ class Recorder(TorchDispatchMode):
 def capped_in_turn(name: str, args: tuple[Any, ...]) -> Callable[[], Any] | None:
     """Return a function that runs soft-capped attention as separate operations, so that their memory is counted.
 
-    Return None for any other operation, and for attention inside documents.
+    Return None for any other operation, and for attention within documents.
     """
     if name == "attend_documents" and len(args) > 6 and args[6] and args[3] is None:
         q, k, v, _, scale, window, softcap = args[:7]
@@ -334,8 +333,8 @@ def flash_backward_bytes(
 ) -> int:
     """Return the bytes that FlashAttention 2's backward pass allocates in addition to the gradients of q, k, and v.
 
-    They hold a float32 accumulator for dQ and one float32 value per query and head. With grouped heads, they also hold
-    dK and dV for each query head. The rule follows ``mha_bwd`` and ``mha_varlen_bwd`` in torch's
+    This memory holds a float32 accumulator for dQ, and one float32 value per query and head. With grouped heads, it
+    also holds dK and dV for each query head. The rule follows ``mha_bwd`` and ``mha_varlen_bwd`` in torch's
     aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
 
     Args:

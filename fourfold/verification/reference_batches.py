@@ -1,5 +1,5 @@
-"""Create the batches of the reference: all samples of a step on one process, with labels and positions that the
-reference computes itself."""
+"""Create the batches of the reference. A batch holds all samples of a step, and the reference computes its labels and
+positions itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sequences:
     positions_BS: Tensor
     documents_BS: Tensor | None = None
     reference_B: Tensor | None = None
-    """In preference training ([dpo]), the log-probability of each sequence's kept tokens under the DPO reference
+    """In preference training ([dpo]), the log-probability of each sequence's tokens in the loss under the DPO reference
     model."""
     is_data_BS: Tensor | None = None
     """False for padding. None if there is no padding."""
@@ -55,7 +55,7 @@ def batch_of(samples: Samples, run: RunConfig, step: int, device: torch.device, 
     """
     size, apart, goldfish = run.training.global_batch_size, run.data.mask_documents, run.masks.goldfish
     windows = samples.read(np.arange(step * size, (step + steps) * size))
-    if isinstance(samples, SourceMixture):  # Find documents and answers independently of the loader, from the tokens.
+    if isinstance(samples, SourceMixture):  # Find documents and answers from the tokens, without the loader.
         is_end = windows.stream == end_token(run)
         windows = replace(windows, stream_documents=is_end.cumsum(axis=1) - is_end)
         if windows.is_data is not None:

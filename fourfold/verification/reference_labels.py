@@ -1,4 +1,5 @@
-"""Compute labels and masks from the documents, token by token. This code is independent of the loader."""
+"""Compute labels and masks from the documents, token by token. This is a second implementation that shares no code with
+the loader."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ WORD = 2**64
 
 
 def kept_tokens(windows: Windows, goldfish: GoldfishConfig, is_masked: Sequence[bool]) -> Tensor:
-    """Return, as bool [B, S], whether the loss includes the prediction of token i + 1 from token i.
+    """Return which predictions are in the loss, as bool [B, S]. Entry i is the prediction of token i + 1 from token i.
 
     Args:
         windows: The samples. If they have answers, only the tokens of answers are in the loss.
@@ -47,7 +48,7 @@ def positions(documents_BS: Tensor) -> Tensor:
 def document_ends(documents_BS: Tensor) -> Tensor:
     """Return the ends of each sequence's documents as int64 [B, E].
 
-    The last end is S, repeated in rows with fewer documents.
+    The last end of a sequence is S. Sequences with fewer documents repeat it.
     """
     ends = [documents_S.unique_consecutive(return_counts=True)[1].cumsum(0) for documents_S in documents_BS]
     return pad_sequence(ends, batch_first=True, padding_value=documents_BS.shape[1])
@@ -56,8 +57,8 @@ def document_ends(documents_BS: Tensor) -> Tensor:
 def _dropped(
     goldfish: GoldfishConfig, tokens: list[int], documents: list[int], target: int, ahead: int, number: int
 ) -> bool:
-    """Return whether the goldfish mask drops the token at index ``target`` of a stream. The sequence begins at index
-    ``ahead``. Its index in the data is ``number``."""
+    """Return whether the goldfish mask drops the token at index ``target``. The first ``ahead`` tokens come before the
+    sequence. ``number`` is the sequence's index in the data."""
     k, h, place = goldfish.k, goldfish.h, target - ahead - 1
     if goldfish.strategy == "static":
         return place % k == 0
@@ -91,5 +92,5 @@ def _mix(bits: int) -> int:
 
 @functools.cache
 def _published_table() -> Tensor:
-    """Return the table of uniform random numbers in the published code (commit 35d29f9)."""
+    """Return the table of uniform random numbers in the published code of the goldfish loss (commit 35d29f9)."""
     return torch.rand(1_000_003, generator=torch.Generator().manual_seed(2_971_215_073))

@@ -1,6 +1,7 @@
 """The optimizer of the one-process reference: torch's AdamW, and short implementations of Lion and Muon.
 
-It shares no code with ``training.optimizer``. ``tests/training/test_optimizer.py`` compares both with torch's Muon.
+This module shares no code with ``training.optimizer``. ``tests/training/test_optimizer.py`` compares the Muon of both
+modules with torch's Muon.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class ReferenceOptimizer:
             parameter.grad = None
 
     def _lion(self, mean: Tensor, gradient: Tensor) -> Tensor:
-        """Return u / eps, with Lion's interpolated momentum u (arXiv 2302.06675, algorithm 2), and update the running
-        mean in place.
+        """Update the running mean in place, and return u / eps. Here u is Lion's interpolated momentum (arXiv
+        2302.06675, algorithm 2).
 
         ``step`` clips u / eps to ±1. The clipped value is the sign of u if |u| ≥ eps, and u / eps otherwise.
         """
@@ -72,8 +73,8 @@ class ReferenceOptimizer:
         return between / self.run.optimizer.eps
 
     def _muon(self, mean: Tensor, gradient: Tensor) -> Tensor:
-        """Return Muon's direction with Nesterov momentum for a matrix or for each matrix of a stack, and update the
-        running mean in place."""
+        """Update the running mean in place, and return Muon's direction with Nesterov momentum. If the parameter is a
+        stack of matrices, each matrix gets its own direction."""
         momentum = self.run.optimizer.momentum
         mean.copy_(momentum * mean + (1 - momentum) * gradient)
         ahead = momentum * mean + (1 - momentum) * gradient

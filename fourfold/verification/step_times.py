@@ -1,4 +1,4 @@
-"""Split the time of a step into computation, and exposed and hidden collectives by axis. Spans are in µs."""
+"""Split the time of a step into computation, exposed collectives, and hidden collectives. Spans are in µs."""
 
 from __future__ import annotations
 
@@ -43,13 +43,15 @@ class StepTimes:
     def of(
         cls, window: Span, parts: int, compute: Iterable[Span], flights: list[SpanOfAxis], held: list[SpanOfAxis] | None
     ) -> Self:
-        """Split a time window of several equal ``parts`` (steps), and return the mean over these parts.
+        """Split the time of several steps, and return the mean of one step.
 
         Args:
+            window: Start and end of all steps.
+            parts: Number of steps.
             compute: Spans of computation.
             flights: Spans with a collective in flight.
-            held: Spans in which a collective kept the process from computing. None means the spans with a collective in
-                flight and no computation.
+            held: Spans in which a collective kept the process from computing. If None, these are all spans with a
+                collective in flight and no computation.
         """
         computing = _both(_union(compute), [window])
 
@@ -98,6 +100,6 @@ def _both(first: list[Span], second: list[Span]) -> list[Span]:
 
 
 def _without(spans: list[Span], others: list[Span]) -> list[Span]:
-    """Return the first union without the parts that the second one covers."""
+    """Return the parts of ``spans`` that ``others`` does not cover."""
     edges = [-float("inf"), *(edge for span in others for edge in span), float("inf")]
     return _both(spans, list(pairwise(edges))[::2])

@@ -1,4 +1,4 @@
-"""Check that stored weights are rounded at random, and without bias."""
+"""Check that stochastic rounding of stored weights is random and has no bias."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fourfold.verification.one_process import learning_rate
 from fourfold.verification.reference_optimizer import ReferenceOptimizer
 
 STANDARD_ERRORS = 6.0
-"""With correct random rounding, an error is hardly ever larger than this number of standard errors."""
+"""Largest allowed error, in standard errors. Correct random rounding hardly ever exceeds it."""
 
 
 def rounding_error(
     run: RunConfig, before: Mapping[str, Tensor], gradients: Mapping[str, Tensor], after: Mapping[str, Tensor]
 ) -> float:
-    """Return how far the rounding of the first step's weights is from random rounding, in standard errors.
+    """Return how much the rounding of weights after the first step differs from random rounding, in standard errors.
 
-    Each weight should be one of the two neighbors of its exact value. The probability of the upper neighbor should be
-    (exact value − lower neighbor) / (upper neighbor − lower neighbor). So the mean of the errors should be zero, and
-    the correlation of the errors with this probability should be zero too. If weights are rounded to the nearest
-    neighbor, the correlation is large. Muon's matrices are skipped, because Muon multiplies in bfloat16.
+    Each weight should be one of the two bfloat16 neighbors of its exact value. The probability of the upper neighbor
+    should be (exact value − lower neighbor) / (upper neighbor − lower neighbor). Then the errors have a mean of zero,
+    and they do not correlate with this probability. If weights are rounded to the nearest neighbor, the correlation is
+    large. Muon's matrices are skipped, because Muon multiplies in bfloat16.
 
     Args:
         run: The run. It must sum gradients in float32, so that clipping does not round them.
@@ -33,8 +33,9 @@ def rounding_error(
         after: The weights after this step.
 
     Returns:
-        The larger of the two errors. The standard errors allow for the worst case, that all processes draw the same
-        random numbers. The result is infinite if a weight is not a neighbor of its exact value.
+        The error of the mean or the error of the correlation, whichever is larger. The standard errors allow for the
+        worst case: all processes draw the same random numbers. The result is infinite if a weight is not a neighbor of
+        its exact value.
     """
     exact = {name: nn.Parameter(before[name].double()) for name in gradients}
     optimizer = ReferenceOptimizer(exact, run)
@@ -46,7 +47,7 @@ def rounding_error(
     for name, weight in exact.items():
         if name in optimizer.own and run.optimizer.name == "muon":
             continue
-        upper_half = weight.detach().float().view(torch.int32) & -(1 << 16)  # These bits are a bfloat16.
+        upper_half = weight.detach().float().view(torch.int32) & -(1 << 16)  # The upper half is a bfloat16.
         low, high = (bits.view(torch.float32).double() for bits in (upper_half, upper_half + (1 << 16)))
         share, is_high = ((each.detach() - low) / (high - low) for each in (weight, after[name].double()))
         error, variance, slope = is_high - share, share * (1 - share), 2 * share - 1

@@ -1,7 +1,8 @@
-"""Trace the memory and communication of one rank in a training step by running the step without data.
+"""Trace the memory and communication of one rank in a training step, without data and without a GPU.
 
-The real step runs in one process with a fake process group of the run file's size and with fake tensors, which have
-shapes but no memory. A large run is traced at a few small sizes and extrapolated (see ``continuation``).
+One process runs the code of the real step. Its process group is fake, with as many ranks as the run file needs. Its
+tensors are fake too: they have shapes, but no memory. A large run is traced at a few small sizes and extrapolated (see
+``continuation``).
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ WINDOWS = ("early", "late")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in memory on one rank. They include neither the step's tokens and labels nor tensors that are offloaded to
-    the CPU."""
+    """Bytes in memory on one rank. Tokens, labels, and tensors that are offloaded to the CPU are not counted."""
 
     parameters: int
     """Number of bytes of the stored shards."""
@@ -87,8 +87,8 @@ class Collective:
     machine is given."""
 
     exposed_seconds: float | None = None
-    """Number of seconds that the step waits for the collectives or is slowed down by them. None if no machine is
-    given."""
+    """Number of seconds that these collectives add to the step, because it waits for them or is slowed down by them.
+    None if no machine is given."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ class Sample(NamedTuple):
     """The result of tracing one step."""
 
     collectives: dict[Line, tuple[int, ...]]
-    """For each line: count, bytes, exposed bytes, and with a machine also picoseconds and exposed picoseconds."""
+    """Totals by axis, operation, and purpose: count, bytes, and exposed bytes. With a machine, the durations and
+    exposed durations in picoseconds follow."""
 
     memory: dict[str, tuple[int, ...]]
     """Peak memory in each window of the step."""
@@ -142,7 +143,7 @@ def trace(
         run: The run to trace.
         whole: Whether to run every layer and micro-batch instead of extrapolating from a few.
         machine: A machine on which to report seconds too.
-        expert_load: Relative number of rows of each expert. By default all experts have the same number.
+        expert_load: Relative number of tokens that each expert gets. By default, all experts get the same number.
 
     Raises:
         UserError: A machine is given, and the planner does not support the run.
@@ -164,7 +165,8 @@ def _trace_rank(
     """Trace one pipeline rank.
 
     Args:
-        traced: The results so far, which ranks in the middle of a pipeline share. New results are added.
+        traced: The results so far, by size. Ranks in the middle of a pipeline have the same size, so they share a
+            result. New results are added.
     """
     target = point_of(run, pp_rank)
     points = [target] if whole else small_points(run, pp_rank, timed=machine is not None)
@@ -214,8 +216,7 @@ def _trace_step(run: RunConfig, pp_rank: int, machine: Machine | None, expert_lo
 
 def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_load: Sequence[float] | None) -> Sample:
     stages = meta_stages(run, grid)
-    # Use the chunk size, the loss, and the attention of the machine that will run the step, not of the machine that
-    # traces it.
+    # The trace runs on a CPU. Use the chunk size, the loss, and the attention of the device that will run the step.
     is_for_gpu = run.training.device != "cpu"
     for module in (module for stage in stages.values() for module in stage.model.modules()):
         if isinstance(module, ParallelHead):
@@ -241,7 +242,7 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_l
             job = Job(run, grid, torch.device("cpu"), stages)
             if job.expert_load is not None:
                 job.expert_load.planned = expert_load or [1.0] * run.model.num_experts
-            job.loss_scale = None  # To check for overflows, loss scaling would need data.
+            job.loss_scale = None  # Loss scaling looks for overflows, and this needs real data.
             recorder.own(job)
             recorder.watch(next(iter(stages.values())).units.blocks)
             recorder.start()

@@ -1,7 +1,8 @@
 """Train the run with the trainer itself on small random corpora, resume it on another grid, and check what it records.
 
-The trainer reads the data, validates, keeps averages, and computes the reference of preference optimization. The
-reference model of parity reads the same corpora step by step, without a loader and without resuming.
+This tests parts of the trainer that a single step does not use: the loader, validation, moving averages, resuming, and
+the log-probabilities of the DPO reference model. Parity's own reference reads the same corpora step by step, without a
+loader and without resuming.
 """
 
 from __future__ import annotations
@@ -54,8 +55,7 @@ Record = dict[str, float | None]
 
 
 def trained_run(run: RunConfig, folder: Path, device: torch.device) -> RunConfig:
-    """Return the run that the trainer trains: a few steps on corpora in ``folder``, with a validation after each
-    step."""
+    """Return the short run for the trainer: a few steps on corpora in ``folder``, with a validation after each step."""
     train, validation = ([Corpus(path=str(folder / name))] for name in ("train", "validation"))
     is_split, kind = run.data.mask_documents, run.data.format
     exempt = [*run.masks.goldfish.exempt, ByteTokenizer.eod_id]  # The goldfish mask never drops special tokens.
@@ -105,8 +105,8 @@ def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place, overfl
     if dist.get_rank() > 0:
         return trainer.job, []
     lines = (folder_of(run) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    # If the trainer has skipped steps, there are too few records. Append empty records, so that parity reports this
-    # instead of crashing.
+    # If the trainer has skipped steps, there are too few records. Append empty records, so that parity reports the
+    # missing steps instead of crashing.
     return trainer.job, [*map(json.loads, lines), *[{}] * STEPS]
 
 
@@ -155,7 +155,7 @@ def _batches(run: RunConfig, device: torch.device) -> list[Sequences]:
 
 
 def _figures(reference: Reference, step: int, batch: Sequences, held_out: Sequences) -> dict[str, Tensor]:
-    """Take one step and validate, and return the metrics with their names in metrics.jsonl."""
+    """Take one step, validate, and return the metrics. The keys are the names in metrics.jsonl."""
     run = reference.run
     taken = reference.step(step, batch, run.optimizer.max_grad_norm)
     share = torch.ones(()) if run.dpo.beta else batch.kept_BS.double().mean()

@@ -1,5 +1,5 @@
-"""Use the Hugging Face model of a run's family as the parity reference. Its code is independent of fourfold. Only the
-map of weight names connects the two."""
+"""Use a model of the transformers library as the reference of parity. Its code is independent of fourfold, except that
+fourfold maps the names of the weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
     """Return a function that computes logits with the transformers model that ``[model]`` describes.
 
     Raises:
-        UserError: The library is not installed, or no family computes this model.
+        UserError: The library is not installed, or it has no model that computes the same as ``[model]``.
     """
     config: dict[str, Any] = config_of(run.model)
     transformers = import_transformers()
@@ -45,7 +45,8 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
     def masks(documents_BS: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """Return the mask for transformers, or one mask per attention type if the model has several types.
 
-        In most families, a mask that is passed in replaces the model's own windows, so the mask includes them.
+        In most models of transformers, the mask replaces the model's own sliding windows. So the mask includes the
+        windows.
         """
         windows = {kind: run.model.sliding_window * (kind == SLIDING) for kind in (FULL, SLIDING)}
         by_kind = {kind: _block_diagonal(documents_BS, dtype, window) for kind, window in windows.items()}

@@ -32,7 +32,7 @@ OPERATIONS = {
     "send": "send",
     "recv": "recv",
 }
-"""The operation of each method of a process group that torch's functions and FSDP2 call."""
+"""Maps methods of a process group to the operations that they run. torch's functions and FSDP2 call these methods."""
 
 
 @dataclass
@@ -54,13 +54,14 @@ class TimedCollective:
 class WatchedCollectives:
     """Watches every collective while the context is open, including FSDP2's, and names it in the profiler's trace.
 
-    On a GPU, this class does not know when a collective ends. The profiler's trace does.
+    On a GPU, this class does not record when a collective ends. The profiler's trace shows it.
     """
 
     def __init__(self, grid: Grid, on_gpu: bool) -> None:
         self._names, self._on_gpu = CollectiveNames(grid), on_gpu
         self.sent: dict[Line, list[int]] = {}
-        """Count and bytes of each line, as ``fourfold trace`` counts them: with the bytes of the full tensor."""
+        """Number of collectives and bytes of each line. As in ``fourfold trace``, the bytes are the size of the full
+        tensor."""
         self.dtypes: defaultdict[str, set[torch.dtype]] = defaultdict(set)
         """The dtypes of the tensors that were sent for each purpose."""
         self.flights: list[TimedCollective] = []

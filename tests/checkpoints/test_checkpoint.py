@@ -178,7 +178,8 @@ def test_keep_latest_k(tmp_path: Path, mode: str, keep: int, left: list[int]) ->
 
 @pytest.mark.usefixtures("alone")
 def test_resuming_from_an_earlier_step_keeps_both_histories_apart(tmp_path: Path) -> None:
-    """After a return to step 2, 'auto' no longer picks steps 9 and 10, and pruning does not count them."""
+    """After a run resumes from step 2, 'auto' no longer picks the old steps 9 and 10, and they do not count as kept
+    checkpoints."""
     job = new_job(tiny_run())
     checkpointer = Checkpointer(tmp_path, job, CheckpointConfig(keep_latest_k=2))
     for step in (2, 9, 10):

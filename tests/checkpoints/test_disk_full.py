@@ -144,8 +144,8 @@ def fourfold(*arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", ["warn", "stop"])
 def test_a_run_on_a_small_disk_warns_or_fails(tmp_path: Path, prefix: str, disk: Disk, choice: str) -> None:
-    """One checkpoint fits, but not two. With 'warn' the second causes a warning and the last an error. With
-    'stop' the second is an error.
+    """One checkpoint fits on the disk, but not two. With 'warn', the second save causes a warning and the last save an
+    error. With 'stop', the second save is an error.
     """
     changes = {"parallel__x": 2, "checkpoint__interval": 2, "checkpoint__keep_latest_k": 1}
     path = run_file(tmp_path, prefix, training__train_steps=6, **changes, checkpoint__on_failed_save=choice)
@@ -196,7 +196,7 @@ def test_too_little_room_for_the_kept_checkpoints_is_warned_of(
 def test_checkpoints_that_are_kept_forever_need_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], keep_every: int, kept: int
 ) -> None:
-    """Of ten saves, at steps 10, 20, … 100, and one at the end, some are kept."""
+    """The run saves at steps 10, 20, … 100 and at the end, and keeps some of these checkpoints."""
     config = {"interval": 10, "keep_latest_k": 2, "keep_every": keep_every}
     run = tiny_run(checkpoint=config, training={"train_steps": 105})
     for room, warning in ((kept, ""), (kept - 1, "warning: the run's checkpoints will need")):

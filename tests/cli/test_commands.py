@@ -128,7 +128,7 @@ def test_help_and_mistakes_do_not_wait_for_torch(tmp_path: Path, prefix: str) ->
 
 
 def test_what_local_workers_return_does_not_need_torch() -> None:
-    """Otherwise their parent would import torch only to read the result."""
+    """If the results needed torch, the parent process would have to import torch only to read them."""
     code = f"import sys, {Outcome.__module__}, {ParityReport.__module__}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

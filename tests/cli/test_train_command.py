@@ -155,7 +155,8 @@ def test_wrong_override(cli: Cli, tmp_path: Path, prefix: str, override: str) ->
 
 @pytest.mark.slow
 def test_refusal_of_local_workers(tmp_path: Path, prefix: str) -> None:
-    """If only the workers can find a mistake, the parent prints one sentence, whatever torch and the workers log."""
+    """If only the workers can find a mistake, the parent prints one sentence, and hides the logs of torch and of the
+    workers."""
     done = in_a_process("train", run_file(tmp_path, prefix, model__vocab_size=200, parallel__z=2))
     assert "set model.vocab_size = 257" in one_sentence((done.returncode, done.stdout, done.stderr))
     assert not (tmp_path / "runs").exists()

@@ -36,8 +36,8 @@ def wrong_values(kind: object, limits: Any) -> Iterator[str]:
 
 
 def test_every_option_of_every_command_refuses_a_wrong_value_in_one_sentence(cli: Cli) -> None:
-    """The sentence names the option, the value, and a value that works. An empty value, as from an unset shell
-    variable, is wrong too."""
+    """The error names the option, the wrong value, and a value that works. An empty value, as from an unset shell
+    variable, is also wrong."""
     refused = 0
     for words, command in commands(get_command(app)):
         hints = typing.get_type_hints(inspect.unwrap(command.callback), include_extras=True)

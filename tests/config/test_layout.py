@@ -181,7 +181,7 @@ def test_refused(model: dict[str, Any], parallel: dict[str, int], training: dict
 
 @pytest.mark.parametrize("sizes", [(11, 4), (1, 7), (30, 7), (64, 48), (2**40, 3), (10**12, 64 * 3)])
 def test_what_is_said_to_work_does(sizes: tuple[int, int]) -> None:
-    """The numbers include some that are so large that trying every divisor would never end."""
+    """Some of the numbers are so large that trying every divisor would take forever."""
     inner, x = sizes
     model = {
         "preset": "llama-tiny",
@@ -240,7 +240,8 @@ def section_with(name: str) -> str:
 
 
 def test_every_refusal_names_a_key_its_value_and_a_value_that_works() -> None:
-    """Use run files with up to three wrong keys. Each proposed value must be accepted or repair what was refused."""
+    """Use run files with up to three wrong keys. If you apply a value that the error proposes, this error must
+    disappear."""
     draw, seen = random.Random(0), set[str]()
     for _ in range(600):
         tables: dict[str, dict[str, Any]] = {"model": dict(draw.choice(BASES))}

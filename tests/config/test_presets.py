@@ -56,7 +56,7 @@ BILLIONS_ACTIVE = {
     "deepseek-v3": 37,
     "kimi-k2": 32.6,
 }
-"""Billions of parameters that a token is multiplied by, including embeddings, according to the models' authors."""
+"""Billions of active parameters per token, including embeddings, according to the models' authors."""
 
 
 def table(model: dict[str, Any]) -> dict[str, Any]:

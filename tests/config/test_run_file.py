@@ -28,8 +28,8 @@ train_steps = 2
 
 
 def table(**sections: Any) -> dict[str, Any]:
-    """Return the tables of FILE with changes. Sections are merged into its sections, other values replace its values,
-    and None removes a key."""
+    """Return the tables of FILE with changes. A changed section is merged into the section of FILE, any other value
+    replaces the value in FILE, and None removes the key."""
     result: dict[str, Any] = {
         "model": {"preset": "llama-tiny"},
         "data": {"source": "python-stdlib"},

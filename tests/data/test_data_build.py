@@ -15,7 +15,7 @@ from fourfold.errors import UserError
 
 
 def small_library(_: object) -> list[InputFile]:
-    """Replace the standard library, which would take seconds to tokenize."""
+    """Return a few small documents instead of the standard library, which would take seconds to tokenize."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return [InputFile(str(path), path.stat().st_size, 0) for path in files] * 20
 

@@ -34,7 +34,8 @@ def test_the_order_never_changes() -> None:
 
 
 def test_the_order_is_well_spread() -> None:
-    """Over 4,000 epochs, index 0 lands evenly in 10 bins, and so do the distances of neighbors."""
+    """Over 4,000 epochs, the positions of index 0 are spread evenly over 10 bins. So are the distances between
+    neighboring samples."""
     epochs = np.arange(4000)
     first, second = (sample_permutation(np.full(4000, index), 1000, 3, epochs) for index in (0, 1))
     for values in (first, (second - first) % 1000):

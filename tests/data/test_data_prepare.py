@@ -1,4 +1,4 @@
-"""Preparing a corpus: the same bytes every time, no work done twice, and no half-written corpus."""
+"""Preparing a corpus gives the same bytes every time, repeats no finished work, and leaves no half-written corpus."""
 
 import json
 import os

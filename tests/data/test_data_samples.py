@@ -97,7 +97,8 @@ def test_mixture_proportions_are_exact_and_even(tmp_path: Path) -> None:
 
 
 def test_mixture_reads_each_source_in_order(tmp_path: Path) -> None:
-    """Each source gives its samples 0, 1, 2 … in order, also across blocks, regardless of how many are read at once."""
+    """The mixture uses samples 0, 1, 2, … of each source in order, also across blocks, and for any number of samples
+    read at once."""
     parts = sources(tmp_path)
     mixture = SourceMixture(list(zip(parts, [1, 1, 1], strict=True)), seed=0)
     numbers = np.arange(BLOCK - 300, BLOCK + 300)

@@ -115,7 +115,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 def test_a_text_in_another_encoding_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, tokenizer: dict
 ) -> None:
-    """The good parts are kept for the next attempt."""
+    """The parts that were tokenized without an error are kept for the next attempt."""
     monkeypatch.setattr("fourfold.data.shards.SMALLEST_SHARD", 8)
     for name, content in {"a": "größer".encode(), "b": "für".encode("latin-1")}.items():
         (tmp_path / f"{name}.txt").write_bytes(content.rjust(8))

@@ -122,7 +122,8 @@ def test_hash_depends_only_on_the_preceding_tokens_and_their_order(text: np.ndar
 
 
 def test_the_token_after_a_phrase_of_h_tokens_is_dropped_in_all_copies_or_in_none(text: np.ndarray) -> None:
-    """One in k phrases loses it. With a larger h, copies in other contexts are decided one by one."""
+    """For one in k phrases, the next token is always dropped. If h is longer than the phrase, the decision also depends
+    on the text before the phrase."""
     phrases = np.random.default_rng(1).integers(0, 32_000, (200, 4))
     found = {h: [] for h in (3, 20)}
     for h, phrase in ((h, phrase) for h in found for phrase in phrases):

@@ -121,7 +121,7 @@ def test_a_run_with_less_look_back_resumes_with_the_same_samples() -> None:
 
 
 def test_any_order_gives_the_same_samples() -> None:
-    """The order includes a return to an earlier checkpoint, a skipped step, and a second read of the beginning."""
+    """The steps of this test go back to an earlier checkpoint, skip a step, and read the beginning twice."""
     samples, expected = streamed(Listed(TEXTS)), streamed(Listed(TEXTS)).read(np.arange(80))
     for first in (0, 8, 4, 76, 0, 40, 20):
         numbers = np.arange(first, first + 4)[::-1]
@@ -300,8 +300,8 @@ def test_a_dead_source_is_reported_after_its_timeout() -> None:
 
 
 def test_a_slow_source_is_not_dead_while_a_block_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading 16 documents at 0.4 s each takes much longer than the timeout. After that, no document arrives. The test
-    controls the clock."""
+    """Reading 16 documents at 0.4 s each takes much longer than the timeout, but this is not an error. Only when no
+    document arrives anymore does the reader give up. The test controls the clock."""
     released, now, looks, is_dead = threading.Event(), 0.0, 0, False
 
     def monotonic() -> float:

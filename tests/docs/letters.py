@@ -1,4 +1,4 @@
-"""Values, for a run, of the letters that the pages on parallelism use."""
+"""Compute the values of the letters in the formulas of docs/parallelism.md, for a run."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ def check_the_loop_in_getting_started(folder: Path, run: Callable[[str], object]
 
 
 def test_the_loop_in_getting_started_trains_on_eight_launched_processes(pool: Pool, tmp_path: Path) -> None:
-    """Set the variables that torchrun sets. Eight processes of torchrun itself would import transformers for half a
-    minute."""
+    """Start the processes from the pool, with torchrun's environment variables. With torchrun itself, eight processes
+    would need half a minute to import transformers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}

@@ -56,7 +56,7 @@ def test_a_recipe_is_as_declared_and_fits(recipe: recipes.Recipe) -> None:
     if recipe.layout:
         assert describe_layout(workload_of(run).but(**dict(recipe.layout))) == describe_layout(workload_of(run))
     if not run.lora.rank:
-        # A paper's layout need only be more likely to fit than not. The page says so.
+        # For a paper's layout, it is enough that it probably fits. The page shows the probability.
         assert recipes.prediction(recipe).p_oom <= (0.5 if recipe.layout else MAX_P_OUT_OF_MEMORY)
 
 

@@ -97,7 +97,8 @@ def kept_by_a_block(model: str, recomputed: str, run: RunConfig) -> float:
     [("GPT", 5), pytest.param("Llama", 5, marks=pytest.mark.slow), pytest.param("Llama", 2, marks=pytest.mark.slow)],
 )
 def test_a_rank_keeps_a_micro_batch_more_than_the_next(model: str, micro_batches: int) -> None:
-    """This holds for the middle ranks, which are otherwise alike, if the pipeline fills and also if it never fills."""
+    """Compare middle ranks, which have equal stages, with enough and with too few micro-batches to fill the
+    pipeline."""
     sizes = {"GPT": GPT, "Llama": LLAMA}[model] | {"num_hidden_layers": 6, "max_position_embeddings": 128}
     text = PIPELINE.read_text(encoding="utf-8")
     # In float32, attention repeats the key-value heads, which the formula does not count.

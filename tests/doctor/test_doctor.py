@@ -66,7 +66,7 @@ def test_an_error_makes_the_exit_code_1(cli: Cli, monkeypatch: pytest.MonkeyPatc
 
 
 def test_other_processes_of_a_launcher(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another machine, the first process shows what is wrong there. All other processes print nothing."""
+    """On every machine except the first, one process prints what is wrong there. All other processes print nothing."""
     monkeypatch.setattr(examine, "examine_collective", some(ok("all-reduce", "exact")))
     monkeypatch.setattr(examine, "examine_disk", some(error("disk", "it is full", "make room")))
     monkeypatch.setattr(socket, "gethostname", lambda: "nid7")
@@ -177,7 +177,7 @@ ALL = (LO, DOCKER, ETH, HSN, IB)
     [
         ({}, None, False, "ok", "uses loopback"),
         ({}, "10.0.0.5", True, "ok", "uses eth0"),
-        ({}, "127.0.1.1", True, "warning", "is 127.0.1.1, of this machine alone"),
+        ({}, "127.0.1.1", True, "warning", "is 127.0.1.1, which other machines cannot reach"),
         ({}, None, True, "warning", "does not resolve"),
         ({"GLOO_SOCKET_IFNAME": "hsn0"}, "10.0.0.5", True, "ok", "uses hsn0"),
         ({"GLOO_SOCKET_IFNAME": "hsn7"}, "10.0.0.5", True, "error", "GLOO_SOCKET_IFNAME = hsn7 is no interface"),

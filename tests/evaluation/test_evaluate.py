@@ -67,8 +67,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_hand(run_folder: Path, tokens: list[int], before: int, context: int) -> float:
-    """Return the loss of the text in nats, from a plain model in windows of the whole context. Each token is predicted
-    in one window only."""
+    """Return the loss of the text in nats, computed with a plain model in windows as long as the context. Each token is
+    predicted in exactly one window."""
     (checkpoint,) = (run_folder / "checkpoints").glob("step_*")
     return by_hand_of(SavedWeights(checkpoint), tokens, before, context)
 

@@ -85,7 +85,8 @@ def test_a_task_that_fails_ends_a_run_before_its_first_step(
 
 
 def test_a_task_that_fails_later_costs_its_scores_and_not_the_run(cli: Cli, tmp_path: Path) -> None:
-    """The template divides by zero in the fourth document. The rehearsal has seen only two documents."""
+    """The task's template divides by zero in the fourth document. The check before training tries only two documents,
+    so it does not find this."""
     pytest.importorskip("lm_eval")
     tasks = make_task(tmp_path, ROWS)
     text = (tasks / "tiny.yaml").read_text().replace("{{question}}", "{{1 // (3 - label3)}}{{question}}")
@@ -113,7 +114,8 @@ def test_a_task_that_fails_later_costs_its_scores_and_not_the_run(cli: Cli, tmp_
 
 
 def test_a_task_that_fails_on_one_process_fails_on_both(pool: Pool, tmp_path: Path) -> None:
-    """Only the second process cannot read the data. The first process is told, instead of waiting in a pass."""
+    """Only the second process cannot read the data. The first process must learn of this, and not wait in a forward
+    pass."""
     pytest.importorskip("lm_eval")
     folders = [tmp_path / "0", tmp_path / "1"]
     for folder in folders:

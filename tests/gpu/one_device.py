@@ -1,4 +1,4 @@
-"""Take a few training steps on one device, and measure how far the results of two devices are apart."""
+"""Take a few training steps on one device, and measure how much the results of two devices differ."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ WIDE = {
     "num_hidden_layers": 4,
     "vocab_size": 4099,
 }
-"""Sizes that suit the GPU's kernels: heads of 64, four query heads per key-value head, and an odd vocabulary."""
+"""Sizes of a model for GPU kernels: heads of 64 channels, four query heads per key-value head, and an odd
+vocabulary."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ def test_the_peak_is_within_3_percent_of_the_trace(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "packed"])
 def test_the_measured_step_runs_where_no_allocator_counts(name: str) -> None:
-    """Run the same test body on a CPU: the trace and the step, without a measured peak."""
+    """Run the test's code on a CPU: the trace and the step, but no measured peak, because the CPU has no allocator
+    statistics."""
     sections = {key: value for key, value in CASES[name].items() if key != "model"}
     figures = step_of(run_on(torch.device("cpu"), {"preset": "llama-tiny"}, "bf16", **sections), torch.device("cpu"))
     assert figures["trace_gib"] > 0 and not figures["waits"] and "over_trace" not in figures

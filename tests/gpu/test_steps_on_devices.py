@@ -81,7 +81,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_number_types_optimizers_and_adapters_train(
     name: str, device: torch.device, record_property: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first loss equals the loss in bf16. Later losses stay close to it, because three steps change little."""
+    """The first loss equals the first loss in bf16. Later losses are close to the losses in bf16, because three steps
+    change the weights only slightly."""
     precision, training, sections = OTHERS[name]
     if "float8" in training:
         pytest.importorskip("torchao", reason="float8 needs torchao")

@@ -133,8 +133,8 @@ SPECIAL: dict[str, list[Any]] = {
     "layer_norm_epsilon": [0.5],
     "final_logit_softcapping": [2.0, 6.0, 0.0, None],
 }
-"""Values for keys that need particular values. A value of another type, or a small change, would show little. A smaller
-cap of the logits would be of the size of the rounding errors that it lets through."""
+"""Values for keys that need particular values, because a value of another type or a small change would hardly affect
+the logits."""
 
 UNTYPED: list[Any] = [None, True, False, 1, 3, 0.5]
 """Values for a key whose type is unknown, because the family's configurations do not have the key by default."""

@@ -46,8 +46,8 @@ class Sweep:
         return [sentence for sentence in found if sentence is not None]
 
     def faults_of_any(self, keys: Sequence[str], value: Any) -> list[str | None]:
-        """Return the faults of several keys that get the same value. Change all keys at once, and then halves, so that
-        a thousand keys take no time."""
+        """Return the faults of several keys that get the same value. Change all keys at once. If there is a fault, try
+        each half of the keys. So a thousand keys take little time."""
         if len(keys) == 1:
             return [self.fault({keys[0]: value})]
         if not keys or (self._changes_nothing(dict.fromkeys(keys, value))):
@@ -94,10 +94,8 @@ class Sweep:
             return str(error)
 
     def _theirs(self, change: dict[str, Any]) -> tuple[Path, Tensor] | None:
-        """Return the folder of a transformers model with the change, and its logits. Return None if transformers
-        refuses the change.
-
-        The model has the weights of this sweep's model if they still fit.
+        """Return the folder of a transformers model with the change, and its logits, or None if transformers refuses
+        the change. The model has the weights of this sweep's model if their shapes still fit.
         """
         text = json.dumps(self.raw | change)
         (self.folder / "config.json").write_text(text)

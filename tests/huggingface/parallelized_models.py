@@ -1,4 +1,4 @@
-"""Models to parallelize, from transformers and of our own, and what they compute on one process."""
+"""Make models to parallelize, from transformers and our own, and compute their results on one process."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def make(name: str, **changes: Any) -> nn.Module:
 
 
 def make_batch() -> tuple[Tensor, Tensor]:
-    """Return tokens [8, 16], some of which are the padding token, and labels that are masked unevenly."""
+    """Return tokens [8, 16], with some padding tokens, and labels with a different number of masked tokens per row."""
     generator = torch.Generator().manual_seed(6)
     tokens = torch.randint(4, 200, (8, 16), generator=generator)
     tokens[:, 3] = 3
@@ -132,7 +132,7 @@ def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
 
 
 class Own(nn.Module):
-    """A model that belongs to no library."""
+    """A model that is not from a library."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The rows of a parameter that each tensor in files holds, according to transformers' own table."""
+"""Find which rows of a parameter each tensor in the files has, with transformers' own table."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def test_a_stack_of_experts_may_have_another_name(monkeypatch: pytest.MonkeyPatc
 
 
 def test_parameters_that_files_join_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sarvam's files join queries, keys, and values, so none of these parameters is a tensor of the files."""
+    """Sarvam's files store queries, keys, and values as one matrix, so none of these parameters has its own tensor in
+    the files."""
 
     def joined(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {re.sub("[qkv]_proj", "query_key_value", name): tensor for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""DeepSeek-V3's files in blocks of FP8 give the values times the factors of their blocks."""
+"""Weights in FP8 blocks, as in DeepSeek-V3's files, are read as the FP8 values times the factor of their block."""
 
 from __future__ import annotations
 

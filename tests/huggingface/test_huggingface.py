@@ -153,7 +153,8 @@ def test_published_files_may_name_the_class_of_their_own_code(name: str, tmp_pat
 
 
 def test_other_cuts_of_the_files_are_read(tmp_path: Path) -> None:
-    """The file is a single one, its names lack the prefix, as in base models, and it has buffers as in older files."""
+    """The model has a single file. Its names lack the prefix, as in base models, and it has buffers, as in older
+    files."""
     folder = make_model(tmp_path / "hf", "gpt2")
     weights = {name.removeprefix("transformer."): tensor for name, tensor in weights_of(folder).items()}
     weights["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
@@ -243,8 +244,8 @@ FAST = ("x2 z2 gpt2", "pp2 tied", "x2 y2 gpt_neox", "x2 y2 gemma", "dp2 ep2 mixt
     "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in GRIDS]
 )
 def test_a_grid_reads_its_slices(case: str, pool: Pool, tmp_path: Path) -> None:
-    """The weights are bit-equal, the loss equals transformers' loss, and the grid's checkpoint is exported with the
-    same bits."""
+    """The weights are bit-identical, the loss equals transformers' loss, and the export of the grid's checkpoint has
+    the same bits."""
     name, parallel = GRIDS[case]
     folder = make_model(tmp_path / "hf", name)
     run = run_from(folder, parallel)

@@ -23,7 +23,7 @@ def loss(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
 
 
 def gradients_by_their_names(model: Transformer, theirs: Any) -> dict[str, Tensor]:
-    """Return our gradients under the names of transformers' modules, with zeros for frozen parameters."""
+    """Return our gradients by the names in transformers' model. Frozen parameters get zeros."""
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     tensors = name_map(theirs.config.model_type, model.config)
     found = {t.name: t.joined([p.of(grads[p.name]) for p in t.pieces]) for t in tensors}
@@ -51,8 +51,8 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             assert found[key].norm() < 1e-7, key
             continue
         difference = (found[key] - parameter.grad).norm() / parameter.grad.norm()
-        # Gradients of keys' biases and of decays are small differences of large numbers, so rounding matters more.
-        # transformers' gradients of decays are less precise than fourfold's (tests/models/test_delta_net.py).
+        # Gradients of key biases and of decays are small differences of large numbers, so their rounding errors are
+        # larger. For decays, transformers' gradients are less precise than fourfold's (tests/models/test_delta_net.py).
         is_rounded = key.endswith("k_proj.bias") or name.startswith(("qwen3_5", "qwen3_next"))
         of_decays = key.endswith(("dt_bias", "A_log", "in_proj_a.weight", "in_proj_ba.weight"))
         assert difference < (5e-3 if of_decays else 5e-4 if is_rounded else 1e-5), (key, difference)

@@ -1,4 +1,4 @@
-"""While a process loads its part of a Hugging Face model, it never holds more than that part."""
+"""While a process loads its shards of a Hugging Face model, it never needs memory for more than these shards."""
 
 from __future__ import annotations
 

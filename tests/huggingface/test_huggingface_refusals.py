@@ -1,4 +1,4 @@
-"""Hugging Face models that are refused, because they are damaged or would silently be computed wrongly."""
+"""fourfold refuses Hugging Face models that are damaged, or for which it would silently compute wrong results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-OSS's files with experts in MXFP4 give the weights that transformers unpacks."""
+"""fourfold reads the same weights as transformers from GPT-OSS's files with experts in MXFP4."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_packed_tensors_that_are_no_bytes_are_refused(kind: str, tmp_path: Path)
     pack(folder)
     stored = weights_of(folder)
     rewrite(folder, {name: w.float() if name.endswith(kind) else w for name, w in stored.items()})
-    with pytest.raises(UserError, match=f"{kind} is of type F32; U8"):
+    with pytest.raises(UserError, match=f"{kind} has the dtype F32; only U8"):
         import_huggingface(str(folder), tmp_path / "ours")
 
 

@@ -263,8 +263,8 @@ def test_a_plain_backward_is_refused(pool: Pool) -> None:
 
 
 def second_backward_body(rank: int, world_size: int, grid: dict[str, int]) -> dict[str, Tensor] | None:
-    """Zero the gradients of two steps in both ways. Return the gradients of a third step. A further backward without
-    zeroing is refused."""
+    """Take three steps. Zero the gradients of the first two steps in the two possible ways, and return the gradients of
+    the third step. Then check that another backward without zeroing is refused."""
     model = fourfold.parallelize(make("llama"), Grid(ParallelConfig(**grid), "cpu"))
     tokens, labels = (model.rows(each) for each in make_batch())
     for set_to_none in (True, False):
@@ -284,8 +284,8 @@ def test_gradients_are_not_summed_over_ranks_twice(pool: Pool, grid: dict[str, i
 
 
 def filled_body(rank: int, world_size: int, grid: dict[str, int], folder: Path) -> list[Tensor]:
-    """Return the logits after each way to set the weights, each after a forward without a backward, and after a
-    step."""
+    """Set the weights in every possible way, each time after a forward without a backward and after a step. Return the
+    logits each time."""
     model = fourfold.parallelize(make("llama"), Grid(ParallelConfig(**grid), "cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens, labels = (model.rows(each) for each in make_batch())

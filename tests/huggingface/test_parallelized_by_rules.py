@@ -1,4 +1,4 @@
-"""The user's own models with a table of rules, and modules that no rule lays out."""
+"""Test your own models with a table of rules, and modules without a rule."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ WITHOUT_UP = {pattern: style for pattern, style in OWN_RULES.items() if pattern 
         ({"cp": 2}, "llama", {}, {}, "cp = 2"),
         ({"x": 2}, "mixtral", {"num_local_experts": 3}, {}, "experts: 3 experts cannot be split over x·y = 2"),
         ({"x": 2}, "mixtral", {"router_jitter_noise": 0.1}, {}, "mlp.jitter_noise = 0.1 would differ between ranks"),
-        ({"x": 2}, "llama", {}, {"model.norm": "experts"}, "model.norm (LlamaRMSNorm) is no stack of experts"),
+        ({"x": 2}, "llama", {}, {"model.norm": "experts"}, "model.norm (LlamaRMSNorm) is not a stack of experts"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_by_name(
@@ -101,7 +101,7 @@ def test_weights_inside_a_sharded_group_need_a_place(pool: Pool) -> None:
     """Each rank has only a part of the gradients of such weights. Qwen3's plan names its head norms. A Llama has no
     such norms."""
     assert "'replicated_with_grad_allreduce' sums it" in pool.run(2, refused, {"x": 2}, "qwen3", {}, HEAD_NORMS)[0]
-    # The refusal is right: with this plan, exactly these gradients would be wrong.
+    # Without the refusal, exactly these gradients would be wrong.
     gradients = pool.run(8, wrong_rule_body, HEAD_NORMS)[0]
     wrong = {n for n, g in gradients.items() if (g - reference("qwen3")[2][n]).norm() > 1e-3 * g.norm()}
     assert wrong == {n for n in gradients if "q_norm" in n or "k_norm" in n}, "the comparison sees it"
@@ -139,7 +139,7 @@ HEAD_NORMS = {"*.q_norm": "replicate", "*.k_norm": "replicate"}
 
 
 class Flat(nn.Module):
-    """A layer with a norm in the same module as the linear layers."""
+    """A layer whose module has both a norm and linear layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Sliding-window layers from a config.json have the types and rotary bases of transformers, and malformed ones are
-refused."""
+"""Sliding-window layers in a config.json get the same types and rotary bases as in transformers. Malformed lists of
+layers are refused."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "mellum": {"layer_types": [F, S] * 4},  # Without the list, no layer slides.
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "max_window_layers": 4},
 }
-"""Keys with which some of 8 layers slide, in families whose defaults are for another number of layers."""
+"""For families whose defaults assume another number of layers: keys that give some of 8 layers a sliding window."""
 ONE_FULL_LAYER: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global"], 1]]},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
     "flint": {"mlp_only_layers": []},
     "exaone_moe": {"mlp_layer_types": ["sparse"]},
 }
-"""Keys of a model whose only layer has full attention, and experts if it is of a family with experts."""
+"""Keys for a model with one layer, which has full attention, and experts if the family has experts."""
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 
 

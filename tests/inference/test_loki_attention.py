@@ -1,4 +1,5 @@
-"""Loki inside transformers models: exact if it attends to all keys, and otherwise what the paper says."""
+"""Test Loki in transformers models. If it attends to all keys, the results equal dense attention. Otherwise, they
+follow the paper."""
 
 from __future__ import annotations
 

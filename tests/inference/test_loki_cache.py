@@ -53,7 +53,8 @@ def test_a_cache_is_cropped_copied_and_reordered(llama: tuple[Any, LokiBasis]) -
 
 
 def test_a_cache_that_was_filled_before(llama: tuple[Any, LokiBasis]) -> None:
-    """Full attention fills the cache. Loki continues with two different widths, and full attention follows."""
+    """Full attention fills the cache. Then Loki continues with two different numbers of dims, and finally full
+    attention continues."""
     model, basis = llama
     tokens = prompt()
 

@@ -37,8 +37,8 @@ def test_streamed_covariance_is_that_of_all_keys_together() -> None:
 
 
 def test_planted_directions_are_found() -> None:
-    """The keys vary along 3 of 16 directions, around a mean outside of these. Ranking by 3 dims works as well as by
-    16."""
+    """The keys vary along 3 of 16 directions, and their mean is not in these directions. Ranking by 3 dims must be as
+    good as ranking by 16."""
     generator = torch.Generator().manual_seed(1)
     buffer = torch.linalg.qr(torch.randn(2, 16, 3, generator=generator)).Q
     inside = torch.randn(1, 2, 300, 3, generator=generator) @ buffer.transpose(-1, -2)

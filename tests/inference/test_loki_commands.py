@@ -115,14 +115,16 @@ def test_generate(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nothing_but_the_text_is_printed(model: Path) -> None:
-    """A new process prints nothing to standard error, although transformers imports its dependencies in it."""
+    """Use a new process, because importing transformers and its dependencies there could print warnings to standard
+    error."""
     command = ("-m", "fourfold", "generate", "--model", model, "--prompt", "grid", "--max-new-tokens", "2")
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_generate_whatever_the_folder_says(cli: Cli, model: Path, tmp_path: Path) -> None:
-    """Only one sequence is streamed, without beams and with a growing cache."""
+    """Whatever generation_config.json says, the command prints one sequence, without beam search and with a growing
+    cache."""
     copied = tmp_path / "copied"
     shutil.copytree(model, copied)
     (copied / "generation_config.json").write_text(json.dumps({"num_beams": 3, "cache_implementation": "static"}))
@@ -205,7 +207,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_tasks_of_lm_eval(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
-    """Use our own generation task. With all keys, Loki's answers equal full attention's answers."""
+    """Run a small generation task. If Loki attends to all keys, its answers equal the answers with full attention."""
     pytest.importorskip("lm_eval")
     if os.environ.get("HF_HUB_OFFLINE") != "1":
         pytest.skip("lm-eval asks the Hub about metrics, and waits where there is none: set HF_HUB_OFFLINE=1")

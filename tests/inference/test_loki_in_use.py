@@ -252,7 +252,7 @@ def test_an_adapter_leaves_the_fingerprint(llama: tuple[Any, LokiBasis]) -> None
 
 
 def test_layers_without_a_rotary_embedding() -> None:
-    """Their keys are the same before and after the missing embedding."""
+    """In layers without a rotary embedding, keys "before" and "after" the embedding are the same."""
     import transformers
     from tiny_huggingface import SIZES
 

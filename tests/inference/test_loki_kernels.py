@@ -117,7 +117,7 @@ def test_more_parts_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_splits_of_a_row_stay_few() -> None:
-    """Each program holds the sums of all splits, so there must be few splits."""
+    """Each GPU program stores the sums of all splits, so the number of splits must stay small."""
     triton_kernels = pytest.importorskip("fourfold.inference.loki.triton_kernels")
     for length, rows in ((1, 1), (8192, 8), (131072, 64), (1 << 20, 8), (1 << 24, 8), ((1 << 24) + 1, 1)):
         split = triton_kernels.split_of(length, rows)
@@ -127,8 +127,8 @@ def test_splits_of_a_row_stay_few() -> None:
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float16])
 def test_half_precision(kernels: str, dtype: torch.dtype) -> None:
-    """Ranks in float32 and ranks rounded to 16 bits may prefer different keys. Here nearly all keys are chosen
-    anyway."""
+    """Scores in float32 and scores rounded to 16 bits may rank keys differently. This does not matter here, because
+    nearly all keys are chosen."""
     if kernels == "numba" and dtype == torch.float16:
         pytest.skip("Numba does not compute with float16")
     if kernels == "triton" and DEVICES["triton"] == "cpu" and dtype == torch.bfloat16:

@@ -114,7 +114,7 @@ def test_one_head_ranks_by_its_scores(config: LokiConfig) -> None:
 
 
 def test_rows_are_gathered_out_of_a_growing_cache() -> None:
-    """Each head's rows are followed by unused room, and then by the rows of the next head."""
+    """In memory, unused space follows the rows of each head, and then come the rows of the next head."""
     room = torch.randn(2, 3, 64, 8)
     chosen = torch.stack([torch.randperm(40)[:5] for _ in range(6)]).view(2, 3, 5)
     query = torch.randn(2, 3, 2, 8)

@@ -11,7 +11,7 @@ from fourfold.errors import UserError
 
 IMPORTED_BY = os.getpid()
 LONG = 3600
-"""Seconds that a worker sleeps if another process must end it. Longer than any test waits."""
+"""Seconds that a worker sleeps if another process should end it. No test waits this long."""
 
 
 def who_imported(place: Place) -> tuple[int, int]:

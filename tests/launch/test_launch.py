@@ -33,9 +33,9 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start_parent(body: str, folder: Path, saves: bool = False) -> tuple[subprocess.Popen[str], list[int]]:
-    """Start a process that runs the body in two workers. Return it and the workers' ids once they exist.
-
-    The parent may not have the ids yet. A signal ends it then, unless the workers save when they are stopped.
+    """Start a process that runs the body in two workers. Return this parent process and the workers' process ids, as
+    soon as the workers exist. The parent may not know the ids yet. In that case, a signal ends the parent, unless the
+    workers save when they are stopped.
     """
     code = (
         "import launch_bodies; from fourfold.launch.local_workers import run_workers;"
@@ -256,7 +256,7 @@ def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device(Place(3, 3, 4, 4, "local"), "auto") == torch.device("cuda", 3)
     for launcher in ("local", "torchrun", "slurm"):
         with pytest.raises(
-            UserError, match=r"8 processes on this machine need a GPU each, and torch sees 4; start 4 a"
+            UserError, match=r"8 processes on this machine need a GPU each, and torch sees 4; start 4 per machine"
         ):
             choose_device(Place(6, 6, 16, 8, launcher), "auto")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

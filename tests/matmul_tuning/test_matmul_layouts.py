@@ -57,7 +57,7 @@ def new_memory_is_nan() -> Iterator[None]:
 @pytest.mark.usefixtures("new_memory_is_nan")
 @pytest.mark.parametrize("how", get_args(Copy))
 def test_the_padding_of_a_copy_holds_numbers(how: Copy) -> None:
-    """oneDNN's kernels for AMX multiply it by zero if the number of columns is odd."""
+    """The padding must not be NaN: if the number of columns is odd, oneDNN's AMX kernels multiply it by zero."""
     assert torch.empty(1).isnan()
     copy = copied(torch.randn(32, 33), how)
     assert not copy.as_strided((copy.untyped_storage().nbytes() // 4,), (1,)).isnan().any()

@@ -1,4 +1,4 @@
-"""The choice among measured layouts, its table, and the command `fourfold machine tune-matmul`."""
+"""Test the choice among measured layouts, the file with the choices, and the command `fourfold machine tune-matmul`."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_a_copy_that_pays_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("output", "turned"), [(2.2, True), (3.0, False)])
 def test_a_weight_is_turned_where_the_layer_gains(monkeypatch: pytest.MonkeyPatch, output: float, turned: bool) -> None:
-    """With a transposed weight, input gradients take half the time. Outputs are slower, and recomputation may run them
-    twice."""
+    """With a transposed weight, input gradients take half the time, but outputs take longer. The rule counts outputs
+    twice, because recompute may run them twice."""
     copies = (Way(right="turned"), Way(right="padded"), Way(left="padded"), Way(right="turned and padded"))
     times = {("output", True, way): 4.0 for way in copies} | {("output", True, Way()): output}
     slow_products(monkeypatch, times | {("input_gradient", True, Way()): 1.0})
@@ -128,10 +128,10 @@ def test_a_damaged_table_is_a_sentence(cache: Path) -> None:
     for text in ("", whole[: len(whole) // 2], whole.replace("padded", "folded"), whole.replace('"seconds": 0.5', ""),
                  whole.replace('"weight_gradient"', '"another"')):  # fmt: skip
         file.write_text(text)
-        with pytest.raises(UserError, match="damaged: it is no table of tuned products; remove it"):
+        with pytest.raises(UserError, match="damaged: it is no table of tuned matmuls; remove it"):
             read_table(TABLE.machine)
     file.write_text(whole.replace(TABLE.machine, "another"))
-    with pytest.raises(UserError, match="is of another machine"):
+    with pytest.raises(UserError, match="belongs to another machine"):
         read_table(TABLE.machine)
 
 

@@ -208,7 +208,7 @@ def test_other_documents_before_each(trained: Path, record: dict[str, Any], pool
 
 
 def test_documents_that_training_kept_apart_get_no_others_before_them(trained: Path, pool: Pool) -> None:
-    """Neither in the audited model nor in the reference."""
+    """This holds for the audited model and for the reference."""
     apart = "data.mask_documents=true"
     assert pool.run(1, on_grid, request_of(trained, apart))[0]["offset"] == 0
     with pytest.raises(UserError, match=r"--offset 17 .* data\.mask_documents never sees other documents; leave"):
@@ -234,8 +234,8 @@ def test_what_stands_before_a_document() -> None:
 
 
 def test_another_model_for_reference(trained: Path, tmp_path: Path, pool: Pool) -> None:
-    """The reference is the model itself. So nothing differs, and the attack that uses the reference is no better than
-    chance."""
+    """Use the model itself as the reference. Then the losses are equal, and the attack with the reference is no better
+    than chance."""
     found = pool.run(1, on_grid, request_of(trained, reference=str(trained / "runs" / "run")))[0]
     assert found["reference"]["exact_match"] == found["exact_match"]
     assert found["reference"]["only_the_model_repeats"] == found["reference"]["only_the_reference_repeats"] == 0

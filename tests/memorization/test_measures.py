@@ -269,7 +269,7 @@ def test_the_exact_match_law_is_what_masks_do() -> None:
 
 
 def test_replay_parts_kept_from_dropped() -> None:
-    """The model predicts every token correctly except the dropped ones."""
+    """The model predicts every kept token correctly, and every dropped token wrong."""
     documents = members(12, 90)
     config = GoldfishConfig(strategy="hash", k=3, h=7)
     scores = [scores_of((~replay_mask(config, (), d.tokens).dropped).astype(int).tolist()) for d in documents]

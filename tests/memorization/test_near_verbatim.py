@@ -1,4 +1,5 @@
-"""The bounds of near-verbatim extraction against the sum over every text that a small vocabulary allows."""
+"""Compare the bounds of near-verbatim extraction with exact probabilities. The vocabulary is so small that all texts
+can be enumerated."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def test_bounds_enclose_the_sum_over_all_texts(sampling: AttackSampling) -> None
 
 
 def test_the_probability_outside_the_branches_widens_the_upper_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search tries only some tokens, and counts the others as if they led to the suffix."""
+    """The search tries only some tokens. For the upper bound, it assumes that all other tokens lead to the suffix."""
     monkeypatch.setattr("fourfold.memorization.near_verbatim.BRANCHES", 3)
     model, suffix, plain = RandomModel(11), (4, 0, 2, 2, 1, 3), AttackSampling()
     exact = by_enumeration(model, suffix, 2, plain)

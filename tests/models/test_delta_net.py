@@ -109,7 +109,7 @@ def test_gradients_are_the_recurrences(length: int, is_packed: bool) -> None:
 
 
 def test_gradients_are_differences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of four tokens make a sequence of eleven tokens have several of them."""
+    """With chunks of four tokens, a sequence of eleven tokens has several chunks."""
     monkeypatch.setattr(delta_net, "CHUNK", 4)
     inputs = [t.requires_grad_() for t in heads(11, 1)]
     assert torch.autograd.gradcheck(lambda *t: gated_delta_rule(*t, documents([[3, 8, 11]], 11)), inputs)

@@ -1,4 +1,5 @@
-"""A mixture of experts by itself: compared with a loop over tokens, with a capacity, and its grouped matmuls."""
+"""Test a mixture of experts without a grid: compared with a loop over tokens, with a capacity, and with grouped
+matmuls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The loss as Triton kernels, which run under Triton's interpreter here. It is compared with torch in float64, and in
-whole runs."""
+"""Test the Triton kernels of the loss under Triton's interpreter. Compare them with torch in float64, and use them in
+full runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What attention asks of a GPU's kernels. The tests use fake CUDA tensors, and a CPU that computes as a GPU would."""
+"""Test how attention calls a GPU's kernels. The tests use fake CUDA tensors, and CPU kernels that replace the GPU's
+kernels."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def core_and_inputs(device: str, dtype: torch.dtype) -> tuple[AttentionCore, lis
     [("cuda", torch.float32, 8), ("cuda", torch.bfloat16, 4), ("cpu", torch.float32, 4)],
 )
 def test_float32_on_a_gpu_repeats_key_value_heads(device: str, dtype: torch.dtype, heads: int) -> None:
-    """torch's only GPU kernel for float32 does not support grouped heads. Without this kernel, every score is computed
-    and kept."""
+    """torch's only fused GPU kernel for float32 does not support grouped heads. So the key-value heads are repeated,
+    because without this kernel torch would store every score."""
     asked: list[tuple[int, bool]] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, **options: Any) -> Tensor:
@@ -75,7 +76,8 @@ def test_repeated_heads_change_no_number() -> None:
 
 
 def test_trace_and_planner_count_repeated_heads() -> None:
-    """In float32, a GPU keeps as much for grouped heads as for a key-value head per query head. A CPU keeps less."""
+    """In float32, a GPU stores as many bytes for grouped heads as for one key-value head per query head. A CPU stores
+    less."""
     traced, planned = [], []
     for device in ("cpu", "cuda"):
         for model in (LLAMA, LLAMA | {"num_key_value_heads": 8}):

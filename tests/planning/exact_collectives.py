@@ -1,7 +1,6 @@
-"""Bytes that one rank of fourfold's own grid sends in a step, in closed form.
-
-These are the formulas of docs/parallelism.md with every rounding. For any number of layers, micro-batches, and ranks,
-they equal ``fourfold trace`` byte for byte (tests/planning/test_exact.py).
+"""Compute the bytes that one rank sends in a step of fourfold, with closed formulas. These are the formulas of
+docs/parallelism.md, but exact: they include all rounding and padding. For any number of layers, micro-batches, and
+ranks, they equal ``fourfold trace`` byte for byte (tests/planning/test_exact.py).
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from fourfold.config.stages import rank_of_stage, stages_per_rank
 
 
 def collective_lines(run: RunConfig, pp_rank: int = 0) -> list[Line]:
-    """Return every collective of a step, with its count and the bytes of its full tensors, on the first rank of a pp
-    stage. Collectives of a single rank are left out."""
+    """Return every collective that the first rank of a pp stage runs in a step, with its count and the bytes of its
+    full tensors. Groups of one rank have no collectives."""
     merged: dict[tuple[str, str, str], list[int]] = {}
     for line in _all_lines(run, pp_rank):
         if line.count:
@@ -44,7 +43,7 @@ def collective_lines(run: RunConfig, pp_rank: int = 0) -> list[Line]:
 def _all_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
     stages = stages_of_rank(run, pp_rank)
     parts = run.overlap.batch_parts if run.parallel.x * run.parallel.y > 1 else 1
-    attended = 1 if run.training.micro_batch_size % parts else parts  # parts that split tokens share one attention call
+    attended = 1 if run.training.micro_batch_size % parts else parts  # parts of sequences share one attention call
     for stage in stages:
         of_attention = [*_head_norm_lines(run, stage), *_key_lines(run, stage), *_context_lines(run, stage)]
         dense, rest = stage.parts()
@@ -62,7 +61,7 @@ def _all_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
 
 
 class _Sizes:
-    """Bytes and counts that several lines share."""
+    """Bytes and counts that several formulas use."""
 
     def __init__(self, run: RunConfig) -> None:
         model, grid, training = run.model, run.parallel, run.training
@@ -70,7 +69,7 @@ class _Sizes:
         self.tokens = training.micro_batch_size * training.seq_length // grid.cp
         self.queries, self.keys = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
         self.residual = self.item * self.tokens * model.hidden_size // grid.y
-        # Bytes of the statistics of a norm for each token, forward and backward (parallel.norm).
+        # Bytes per token of a norm's statistics, in the forward and in the backward (parallel.norm).
         self.sums, self.sums_back = (4, 4) if model.norm == "rmsnorm" else (16, 8)
         self.split = attention_split(run)
         mode, modules = run.activation_checkpoint.mode, run.activation_checkpoint.modules
@@ -81,7 +80,8 @@ class _Sizes:
 
 
 def _times(run: RunConfig, stage: Stage, again: bool) -> int:
-    """Return how often the stage's blocks run a forward in a step. With ``again``, recomputed blocks count twice."""
+    """Return how many forward passes of blocks the stage runs in a step. With ``again``, a recomputed block counts
+    twice."""
     repeated = stage.recomputed(run.activation_checkpoint.every) if again else 0
     return (stage.layers + repeated) * run.gradient_accumulation_steps
 
@@ -109,7 +109,7 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     if inner:
         yield from line("x", "all_gather", f"{up}: tokens", residual, gathers)
         are_read = model.norm_placement != "before" or (model.num_experts and model.shared_expert_gate)
-        # In a recomputed block, only an output norm and the gate of a shared expert read these outputs.
+        # A recomputed block needs these outputs only for an output norm and for the gate of a shared expert.
         yield from line("x", "reduce_scatter", f"{down}: outputs", residual, forward if are_read else once)
         yield from line("x", "all_gather", f"{down}: output gradient", residual, once)
         yield from line("x", "reduce_scatter", f"{up}: input gradient", residual, once)
@@ -124,7 +124,7 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
 
 
 def _head_lines_of(run: RunConfig, once: int, forward: int, gathers: int) -> Iterator[Line]:
-    """The projections to queries, keys, and values, with the latents of latent attention."""
+    """Yield the collectives of the projections to queries, keys, and values, including latents."""
     model, grid, sizes = run.model, run.parallel, _Sizes(run)
     line, item, tokens = partial(_line, grid), sizes.item, sizes.tokens
     groups = {"qkv": (model.hidden_size, sizes.queries + 2 * sizes.keys)}
@@ -150,13 +150,13 @@ def _head_lines_of(run: RunConfig, once: int, forward: int, gathers: int) -> Ite
 
 
 def _norms(run: RunConfig, inputs: int, outputs: int) -> int:
-    """Return the runs of a block's norms, given the runs of input norms and output norms."""
+    """Return how often a block's norms run, given how often its input norms and its output norms run."""
     placement = run.model.norm_placement
     return 2 * (inputs * (placement != "after") + outputs * (placement != "before"))
 
 
 def _head_norm_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
-    """Norms over all heads of the queries, and over all heads of the keys, which ranks share."""
+    """Yield the collectives of norms over all heads of the queries or keys, if several ranks share the heads."""
     if not run.model.qk_norm or run.model.qk_norm_over == "head":
         return
     sizes = _Sizes(run)
@@ -171,7 +171,7 @@ def _head_norm_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
 
 
 def _expert_lines(run: RunConfig, once: int, forward: int) -> Iterator[Line]:
-    """A router and its experts, with the same number of rows each."""
+    """Yield the collectives of a router and its experts, if every expert gets the same number of rows."""
     model, grid, sizes = run.model, run.parallel, _Sizes(run)
     line, item, experts = partial(_line, grid), sizes.item, model.num_experts
     tokens, hidden = sizes.tokens // grid.x, model.hidden_size // grid.y
@@ -197,7 +197,7 @@ def _expert_lines(run: RunConfig, once: int, forward: int) -> Iterator[Line]:
 
 
 def _key_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
-    """Keys and values that ranks of x and y share in the attention."""
+    """Yield the collectives for keys and values that several ranks of x and y use in attention."""
     model, grid, sizes = run.model, run.parallel, _Sizes(run)
     x, item, tokens, keys, once = grid.x, sizes.item, sizes.tokens, sizes.keys, _times(run, stage, False)
     line = partial(_line, grid)
@@ -217,7 +217,7 @@ def _key_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
 
 
 def _context_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
-    """The attention over cp: ``parallel.ring`` and ``parallel.context``."""
+    """Yield the collectives of attention over cp (``parallel.ring`` and ``parallel.context``)."""
     model, grid, sizes = run.model, run.parallel, _Sizes(run)
     if grid.cp == 1:
         return
@@ -228,7 +228,7 @@ def _context_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     method = context_method(run)
     if method == "ulysses":
         parts = sizes.item * tokens * (queries + 2 * sizes.keys // ranks)
-        # Nothing in a recomputed core reads its output.
+        # A recomputed attention core does not need its output.
         back, block = sizes.item * tokens * queries, _times(run, stage, sizes.block_again)
         for purpose, size, again in (("heads for tokens", parts, forward), ("tokens for heads", back, block)):
             yield Line("cp", "all_to_all", f"attention: {purpose}", once + again, (once + again) * size)
@@ -240,7 +240,8 @@ def _context_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
 
 
 def key_value_heads(run: RunConfig, ranks: int) -> int:
-    """Return the key-value heads that the first of ``ranks`` attends to: one per query if they do not divide evenly."""
+    """Return the number of key-value heads that the first of ``ranks`` uses. If the heads do not divide evenly over the
+    ranks, it uses one for each of its query heads."""
     heads, kv_heads = run.model.num_attention_heads, run.model.num_key_value_heads
     if kv_heads % ranks == 0:
         return kv_heads // ranks
@@ -265,7 +266,7 @@ def _embedding_lines(run: RunConfig) -> Iterator[Line]:
 
 
 def _head_lines(run: RunConfig) -> Iterator[Line]:
-    """The last norm, the head, and the loss."""
+    """Yield the collectives of the last norm, the head, and the loss."""
     model, grid, sizes = run.model, run.parallel, _Sizes(run)
     x, y, tokens, steps = grid.x, grid.y, sizes.tokens, run.gradient_accumulation_steps
     columns = model.padded_vocab_size // x
@@ -288,7 +289,7 @@ def _head_lines(run: RunConfig) -> Iterator[Line]:
 
 
 def _transfer_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
-    """Hidden states and their gradients sent from a stage to its neighbors on other ranks."""
+    """Yield the transfers of hidden states and their gradients from a stage to its neighbors on other ranks."""
     grid, sizes, steps = run.parallel, _Sizes(run), run.gradient_accumulation_steps
     last, here = grid.pp * stages_per_rank(grid) - 1, rank_of_stage(stage.number, grid)
     size = steps * sizes.residual // grid.x
@@ -299,7 +300,8 @@ def _transfer_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
 
 
 def _once_a_step_lines(run: RunConfig, stages: list[Stage]) -> Iterator[Line]:
-    """Gradients of parameters that several ranks of x, y, or pp hold, and the numbers of a step."""
+    """Yield the collectives that run once per step: for gradients of parameters that several ranks of x, y, or pp
+    store, and for the step's loss and gradient norm."""
     grid, shards = run.parallel, weight_shards(run)
     item = gradient_item(run)
     shares: dict[str, int] = {}
@@ -334,7 +336,7 @@ def _once_a_step_lines(run: RunConfig, stages: list[Stage]) -> Iterator[Line]:
 
 
 def _optimizer_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
-    """Matrices that Muon's owners orthogonalize."""
+    """Yield the all-to-alls that bring Muon's matrices to their owners and the updates back."""
     axes = ("dp", "cp", "z", "y", "x")
     if run.optimizer.name == "muon" and any(getattr(run.parallel, axis) > 1 for axis in axes):
         (rounds, *sent), axis = exchanged(run, layers_of(run, pp_rank)), axis_name(run, axes)

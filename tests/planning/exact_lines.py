@@ -1,4 +1,4 @@
-"""A line of collectives in a step, and the names of the groups that have them."""
+"""Define a line of the trace (all collectives of one kind in a step), and name the group of ranks that run them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fourfold.config.run import RunConfig
 
 FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
-"""Sets of axes that together have one group and one name (parallel.grid)."""
+"""Sets of axes whose ranks together form one group with its own name (parallel.grid)."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Line:
 
 
 def axis_name(run: RunConfig, axes: tuple[str, ...]) -> str:
-    """Return the name of the group over ``axes``. This is the only axis longer than 1, or else the first name that has
-    all longer axes."""
+    """Return the name of the group over ``axes``. If only one axis has more than one rank, this is the axis's name.
+    Otherwise, it is the first name that includes all axes with more than one rank."""
     longer = {axis for axis in axes if getattr(run.parallel, axis) > 1}
     if len(longer) <= 1:
         return next(iter(longer), axes[-1])

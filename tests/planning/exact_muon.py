@@ -1,9 +1,11 @@
-"""Bytes of Muon's matrices on their way to their owners, and of the updates on their way back, in closed form.
+"""Compute the bytes of Muon's two all-to-alls: matrices to their owners, and updates back, with closed formulas.
 
-A stage's matrices are dealt to its N ranks. n matrices of one shape with e entries each form units of ceil(n/(N·t)),
-with t = ceil(n/(N·floor(E/e))), and E is the largest number of entries of any matrix. Units are dealt in the order of
-their sizes, one to each rank in each round. Rank 0 sends its part of a matrix if no other rank with that part is nearer
-to the owner. An owner returns its matrices once to every copy.
+A stage's matrices are assigned to its N ranks in units. Suppose that n matrices have the same shape, with e entries
+each, and that the largest matrix has E entries. A unit then has ceil(n/(N·t)) of the n matrices, with t =
+ceil(n/(N·floor(E/e))). In each round, every rank takes one unit, and larger units come first.
+
+Rank 0 sends its part of a matrix if no other rank with that part is nearer to the owner. An owner returns its matrices
+once to every copy.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from fourfold.config.stages import rank_of_stage, stage_layers
 
 
 class Kind(NamedTuple):
-    """A matrix, and how it is cut. ``part`` is the number of entries that rank 0 holds, if it holds some."""
+    """A matrix, and how ranks split it. ``part`` is the number of entries that rank 0 stores, if it stores some."""
 
     rows: int
     columns: int
@@ -25,14 +27,14 @@ class Kind(NamedTuple):
     """Number of ranks with the same (x, y) that share the matrix or, for experts, the stack of matrices."""
     ep: int = 1
     first: bool = True
-    """Whether rank 0 holds some of it."""
+    """Whether rank 0 stores a part of the matrix."""
     over_x: int = 1
-    """Number of ranks of x with copies."""
+    """Number of ranks of x that store a copy."""
 
 
 def exchanged(run: RunConfig, layers: list[int]) -> tuple[int, int, int]:
-    """Return the rounds, and the bytes of matrices and of updates that the first rank of a stage with these layers
-    sends."""
+    """Return, for the first rank of a stage with these layers: the number of rounds, the bytes of matrices that it
+    sends, and the bytes of updates that it sends."""
     grid = run.parallel
     ranks, plane = grid.dp * grid.cp * grid.z * grid.y * grid.x, grid.x * grid.y
     by_shape: dict[tuple[int, int], list[Kind]] = {}
@@ -59,8 +61,8 @@ def exchanged(run: RunConfig, layers: list[int]) -> tuple[int, int, int]:
 
 
 def _nearest(run: RunConfig, owner: int, kind: Kind) -> int:
-    """Return the rank of (dp, cp, z) that shares the most outer axes with the owner, among ranks that hold what rank 0
-    holds."""
+    """Return the rank that is nearest to the owner, among the ranks of (dp, cp, z) that store the same part as rank 0.
+    The nearest rank shares the most outer axes with the owner."""
     grid = run.parallel
 
     def place(rank: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The order of the stages of a rank: 1F1B, plain and interleaved (Narayanan et al., arXiv 2104.04473)."""
+"""Compute the order of a rank's operations in 1F1B, plain and interleaved (Narayanan et al., arXiv 2104.04473)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fourfold.config.stages import FORWARDS_FIRST
 
 def stage_order(stage: int, stages: int, micro_batches: int, interleave: int) -> list[tuple[int, int, bool]]:
     """Return (chunk, micro-batch, backward) for a rank's operations, in the order of torch's lists."""
-    # An interleaved schedule runs ``at_once`` micro-batches through a chunk before it turns to the next chunk.
+    # An interleaved schedule runs ``at_once`` micro-batches through a chunk, and then continues with the next chunk.
     total, at_once = micro_batches * interleave, micro_batches // max(micro_batches // stages, 1)
     assert interleave == 1 or micro_batches % at_once == 0
     if interleave == 1:
@@ -30,8 +30,8 @@ def stage_order(stage: int, stages: int, micro_batches: int, interleave: int) ->
 
 
 def directions(schedule: str, stage: int, stages: int, micro_batches: int, interleave: int) -> list[bool]:
-    """Return for each operation of a stage, in order, whether it is a backward. There are stages · interleave stages.
-    This is for schedules that do not split the backward."""
+    """For each operation of a stage, in order, return whether it is a backward. The pipeline has stages · interleave
+    stages. Use it only for schedules that do not split the backward."""
     if schedule in FORWARDS_FIRST:
         return [False] * micro_batches + [True] * micro_batches
     chunk, rank = divmod(stage, stages)

@@ -1,6 +1,5 @@
-"""Parameters that one rank of fourfold's own grid stores, in closed form, as FSDP2 groups them.
-
-The formulas have every rounding, so bytes equal ``fourfold trace`` (tests/planning/test_exact.py).
+"""Compute the parameters that one rank of fourfold stores, grouped as in FSDP2, with closed formulas. The formulas
+include all rounding and padding, so the bytes equal ``fourfold trace`` (tests/planning/test_exact.py).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Part(NamedTuple):
     partial_over: tuple[str, ...] = ()
 
     def chunk(self, shards: int) -> int:
-        """Return the entries of the first of ``shards``. FSDP2 cuts rows as torch.chunk does."""
+        """Return the number of entries in the first of ``shards`` shards. FSDP2 splits rows like torch.chunk."""
         return math.ceil(self.rows / shards) * self.width
 
 
@@ -37,40 +36,41 @@ class Stage(NamedTuple):
     is_first: bool
     is_last: bool
     dense: int = 0
-    """How many layers have a dense MLP in a mixture of experts. These are the first layers."""
+    """Number of layers with a dense MLP in a mixture of experts. They come first."""
     before: int = 0
-    """Number of layers of the stage that come before these layers, if these are only a part of the stage."""
+    """Number of layers of the stage that come before these layers. It is above 0 if this object describes only a part
+    of the stage."""
 
     def parts(self) -> tuple[Stage, Stage]:
-        """Return the layers with a dense MLP, which come first, and all further layers."""
+        """Split the stage into its layers with a dense MLP, which come first, and its remaining layers."""
         dense = Stage(self.number, self.dense, self.is_first, self.is_last)
         rest = Stage(self.number, self.layers - self.dense, self.is_first, self.is_last, before=self.dense)
         return dense, rest
 
     def recomputed(self, every: int) -> int:
-        """Return how many of its layers recompute."""
+        """Return how many layers of the stage recompute."""
         return math.ceil((self.before + self.layers) / every) - math.ceil(self.before / every)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The parameters of one stage on an (x, y) rank, in the groups that FSDP2 gathers together. An empty group is left
-    out."""
+    """The parameters of one stage on an (x, y) rank. Each group holds the parameters that FSDP2 gathers together. Empty
+    groups are left out."""
 
     block: tuple[Part, ...]
     layers: int
     dense_block: tuple[Part, ...]
     dense_layers: int
-    """Number of blocks with a dense MLP, which come first in a mixture of experts. Each has the parts of
+    """Number of blocks with a dense MLP in a mixture of experts. They come first, and each has the parameters in
     ``dense_block``."""
     last: tuple[Part, ...]
     embedding: tuple[Part, ...]
     positions: tuple[Part, ...]
     experts: tuple[Part, ...] = ()
-    """Experts of one block, if ep divides them. Otherwise they are in ``block``."""
+    """The experts of one block, if ep divides the experts. Otherwise, ``block`` includes them."""
 
     def parts(self) -> list[Part]:
-        """All but ``experts``."""
+        """All parameters except ``experts``."""
         return [
             *self.dense_block * self.dense_layers,
             *self.block * self.layers,
@@ -91,18 +91,18 @@ def stages_of_rank(run: RunConfig, pp_rank: int) -> list[Stage]:
 
 
 def dense_layers(run: RunConfig, layers: range) -> int:
-    """Return how many of some layers have a dense MLP in a mixture of experts."""
+    """Return how many of these layers have a dense MLP in a mixture of experts."""
     return len(range(layers.start, min(layers.stop, run.model.first_k_dense_replace)))
 
 
 def without_experts(run: RunConfig) -> RunConfig:
-    """Return a run whose model is the dense layers of a mixture of experts."""
+    """Return a run whose model has only the dense layers of a mixture of experts."""
     keys = {"num_experts": 0, "shared_expert_intermediate_size": 0, "shared_expert_gate": False}
     return run.model_copy(update={"model": run.model.model_copy(update=keys)})
 
 
 def tiles_of(run: RunConfig, stage: Stage) -> Tiles:
-    """Return the parameters of a stage as one rank of (x, y) holds them."""
+    """Return the tiles that one (x, y) rank has of a stage's parameters."""
     model, grid = run.model, run.parallel
     hidden = model.hidden_size // grid.y
     table = Part(model.padded_vocab_size // grid.x, hidden)
@@ -125,7 +125,8 @@ def _norm(run: RunConfig) -> list[Part]:
 
 
 def _latents(run: RunConfig) -> list[Part]:
-    """The projections of latent attention to latents and to heads, and the latents' norms."""
+    """Return the parameters of latent attention: the projections to latents and from latents to heads, and the latents'
+    norms."""
     model, x, y = run.model, run.parallel.x, run.parallel.y
     heads, of_queries = model.num_attention_heads // x, model.q_lora_rank or model.hidden_size
     down = [rank for rank in (model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim) if rank]
@@ -182,7 +183,8 @@ def _block(run: RunConfig) -> tuple[Part, ...]:
 
 
 def _experts(run: RunConfig) -> tuple[Part, ...]:
-    """Return gate, up, and down of a rank's experts, and their biases. A row is a whole expert."""
+    """Return the gate, up, and down matrices of a rank's experts, and their biases. One row of these tensors is one
+    full expert."""
     model, grid = run.model, run.parallel
     if not model.num_experts:
         return ()
@@ -205,8 +207,8 @@ def weight_shards(run: RunConfig) -> int:
 
 
 def stored_bytes(run: RunConfig, pp_rank: int = 0) -> tuple[int, int, int]:
-    """Return the bytes of the parameters, of the gradients at the step, and of the optimizer's states together with the
-    averages, on the first rank of a place on pp."""
+    """Return three numbers for the first rank of a pp position: the bytes of its parameters, of its gradients at the
+    optimizer step, and of its optimizer states together with the averages."""
     item = 4 if run.training.master_weights == "fp32" else 2
     shards = weight_shards(run)
     tiles = [tiles_of(run, stage) for stage in stages_of_rank(run, pp_rank)]
@@ -223,5 +225,5 @@ def stored_bytes(run: RunConfig, pp_rank: int = 0) -> tuple[int, int, int]:
 
 
 def gradient_item(run: RunConfig) -> int:
-    """Return the bytes of an entry of a complete gradient."""
+    """Return the number of bytes of one entry of a summed gradient."""
     return 4 if "fp32" in (run.training.master_weights, run.training.reduce_dtype) else 2

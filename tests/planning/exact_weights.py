@@ -1,5 +1,5 @@
-"""Bytes of the weights that are gathered, and of the gradients that are summed, over dp, cp, and z in a step, in closed
-form."""
+"""Compute the bytes of the weights that a step gathers over dp, cp, and z, and of the gradients that it sums, with
+closed formulas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fourfold.config.stages import splits_backward, stages_per_rank
 
 
 def weight_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
-    """The gathers of weights and the sums of gradients over z, dp, and cp (``parallel.replicated`` and
+    """Yield the gathers of weights and the sums of gradients over z, dp, and cp (``parallel.replicated`` and
     ``parallel.fully_sharded``)."""
     grid, training, tiles = run.parallel, run.training, tiles_of(run, stage)
     reduced = 4 if training.reduce_dtype == "fp32" else 2
@@ -53,7 +53,7 @@ def weight_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
 
 
 def _expert_weight_lines(run: RunConfig, tiles: Tiles, gathers: _Gathers, item: int, reduced: int) -> Iterator[Line]:
-    """The same for experts that ep divides, over the ranks that have the same experts."""
+    """Yield the same for experts that ep divides. The groups are the ranks that have the same experts."""
     grid, shards, steps = run.parallel, expert_shards(run), run.gradient_accumulation_steps
     of_z, (from_all, from_z) = max(grid.z // grid.ep, 1), gathers.block
     padded = sum(part.chunk(shards) for part in tiles.experts) * shards
@@ -68,8 +68,8 @@ def _expert_weight_lines(run: RunConfig, tiles: Tiles, gathers: _Gathers, item: 
 
 
 def _levels(run: RunConfig, axis: str, ranks: int) -> list[tuple[str, int]]:
-    """Return the groups over which an axis communicates, and by what factor their full tensors are smaller. Across
-    nodes, each rank of a node has the part for its own place (``parallel.fsdp_in_levels``)."""
+    """Return the groups over which an axis communicates, each with a divisor for the size of its full tensors. Across
+    nodes, each rank of a node handles only its own part of the tensor (``parallel.fsdp_in_levels``)."""
     per_node = run.overlap.shards_per_node
     if not 1 < per_node < ranks:
         return [(axis, 1)]
@@ -77,7 +77,8 @@ def _levels(run: RunConfig, axis: str, ranks: int) -> list[tuple[str, int]]:
 
 
 class _Gathers(NamedTuple):
-    """How often FSDP2 gathers a unit's weights in a step: from all shards, and from the z shards that it has kept."""
+    """How often FSDP2 gathers a unit's weights in a step: from all shards, and from the shards over z that it kept
+    after a forward."""
 
     block: tuple[int, int]
     last: tuple[int, int]
@@ -89,12 +90,13 @@ def _gathers(run: RunConfig, stage: Stage) -> _Gathers:
     order = [False, True] * steps
     if grid.pp > 1 and not splits_backward(grid):
         order = directions(grid.schedule, stage.number, grid.pp, steps, stages_per_rank(grid))
-    if grid.zero in (1, 2) and grid.z == 1:  # gathered once, for the whole step
+    if grid.zero in (1, 2) and grid.z == 1:  # gathered once per step
         return _Gathers((1, 0), (1, 0), (1, 0))
-    last = (steps, 0)  # the head stays gathered from its forward to its backward
+    last = (steps, 0)  # the head's weights stay gathered from its forward to its backward
     if not (0 < grid.zero < 3 and grid.dp * grid.cp > 1):
         return _Gathers((2 * steps, 0), last, (steps, 0))
-    # A forward keeps the shards of z, and the next use gathers from these shards. A backward keeps none.
+    # After a forward, each rank keeps its shard over z, and the next use gathers from these shards. After a backward,
+    # it keeps none.
     blocks, tables = [0, 0], [0, 0]
     for i, backward in enumerate(order):
         from_z = i > 0 and not order[i - 1]

@@ -1,4 +1,5 @@
-"""The search counts time for the bytes that a run sends. These machines send a byte a second, and nothing hides it."""
+"""The planner's search counts the time of all bytes that a run sends. The machines in these tests send one byte per
+second, and no computation hides the transfers."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def test_seconds_are_of_the_bytes_of_the_collectives(
         kind = "states" if line.purpose in ("weights", "gradients") else kind
         if kind in sent:
             share = 1 if line.op == "send" else (size - 1) / size
-            both_ways = line.op == "all_reduce" or kind == "pp"  # the planner counts sent and received bytes
+            both_ways = line.op == "all_reduce" or kind == "pp"  # here, the planner counts both sent and received bytes
             sent[kind] += (2 if both_ways else 1) * share * line.bytes / places
     for kind, seconds in told.items():
         assert float(seconds) == pytest.approx(sent[kind], rel=0.025), kind

@@ -1,4 +1,5 @@
-"""The fit finds the constants that made the data, keeps the prior if there is no data, and resists outliers."""
+"""The fit finds the constants that the data was made with, keeps the prior if there is no data, and is robust to
+outliers."""
 
 from __future__ import annotations
 
@@ -181,7 +182,7 @@ def test_a_name_is_quoted_and_rows_of_another_machine_are_refused(tmp_path: Path
     assert parse_machine(machine_toml(replace(laptop, name='a"b'), "mine", laptop), "mine.toml").name == 'a"b'
     table = tmp_path / "t.csv"
     table.write_text("\n".join([HEADER, row_text()]), encoding="utf-8")
-    with pytest.raises(UserError, match="the rows are of dgx-a100, and --machine is laptop"):
+    with pytest.raises(UserError, match="the rows are from dgx-a100, and --machine is laptop"):
         fit_machine([table], laptop, "mine")
     own = replace(load_machine("dgx-a100"), name="our cluster")
     assert fit_machine([table], own, "mine").machine.peak == own.peak

@@ -1,4 +1,5 @@
-"""For attention with capped scores, the planner's memory equals the trace, and its bytes equal the bytes moved."""
+"""For attention with capped scores, the planner's memory equals the trace, and the planner counts the bytes that the
+operations really move."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ from fourfold.verification.trace import trace
 
 QUERIES, KEYS = 512, 2048
 SEEN_OF_LOG_SUM_EXP, MOVED_BY_LOG_SUM_EXP = 4, 24
-"""Bytes of the log-sum-exp for each score, as this file counts them and as they really move. It is one operation, which
-reads the scores three times and writes them twice."""
+"""Bytes per score of the log-sum-exp operation: as ``MovedScores`` counts them, and as they really move. The operation
+reads the scores three times and writes them twice, but ``MovedScores`` sees only one read."""
 
 
 class MovedScores(TorchDispatchMode):
-    """Counts the bytes of all operands and results that are as large as the scores."""
+    """Count the bytes of all operands and results that have as many entries as the scores."""
 
     moved = 0
 
@@ -76,7 +77,7 @@ def test_pieces_are_those_of_the_attention() -> None:
     ids=str,
 )
 def test_memory_equals_the_trace(grid: dict[str, int], mode: str, more: dict[str, int]) -> None:
-    """Most of the memory is the scores of a piece."""
+    """Most of this memory is the scores of one piece of 512 queries."""
     ranks = grid.get("z", 1)
     training = {"precision": "bf16", "global_batch_size": ranks, "micro_batch_size": 1, "seq_length": 1024}
     capped, plain = (

@@ -1,5 +1,5 @@
-"""The planner's closed formulas equal the trace: bytes of every collective and of states exactly, and activations
-nearly."""
+"""Compare closed formulas with the trace. The bytes of every collective and of all states must be equal, and
+activations must be close."""
 
 from __future__ import annotations
 
@@ -75,9 +75,8 @@ EVERY = [(model, grid, mode) for grid in GRIDS for model in models_on(grid) for 
 
 
 def in_some_pair(case: Case) -> bool:
-    """Return whether this is one of the cases that together have every pair of model, grid, and mode.
-
-    Modes take turns along grids and models. If a grid has fewer models than there are modes, its last model has two.
+    """Choose cases such that every pair of model, grid, and mode occurs in some case. Modes alternate along grids and
+    models. If a grid has fewer models than there are modes, its last model has two modes.
     """
     model, grid, mode = case
     models = models_on(grid)
@@ -103,7 +102,7 @@ def run_of(model: str, grid: dict[str, Any], mode: str, layers: int = 3, every: 
 
 
 def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
-    """Compare everything that is sent and stored, on a rank of every place on pp."""
+    """Compare everything that a rank sends and stores, for one rank of every pp position."""
     traced = trace(run, whole=True)
     for place, told in enumerate(traced.pipeline or [traced]):
         counted = {(c.axis, c.op, c.purpose): (c.count, c.bytes) for c in told.collectives}
@@ -114,9 +113,9 @@ def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
 
 
 def assert_activations_too(run: RunConfig, within: float | None = None) -> None:
-    """At sizes this small, memory peaks in the head, or nearly. If it peaks in a block's backward, the planner
-    counts up to 8 % more than the trace, and up to 20 % more if attention caps its scores. It counts up to 7 % less if
-    attention with norms of heads is recomputed."""
+    """Compare everything, also the peak of the activations. In such small models, memory peaks in or near the head. If
+    it peaks in a block's backward, the planner counts up to 8 % more than the trace, and up to 20 % more if attention
+    caps its scores. If attention with norms per head is recomputed, the planner counts up to 7 % less."""
     memory = assert_equal_to_the_trace(run).memory
     work = workload_of(run)
     in_block = 0.25 if run.model.attn_logit_softcapping else 0.1
@@ -167,7 +166,7 @@ def test_formulas_equal_the_trace_with_other_steps(model: str, grid: dict[str, i
 def test_formulas_equal_the_trace_of_parts_in_turn(
     model: str, parts: int, sequences: int, grid: dict[str, int], mode: str
 ) -> None:
-    """A part's backward needs less memory than the backward of the whole block, which the formulas count."""
+    """The formulas count the backward of a full block, but the backward of one batch part needs less memory."""
     run = run_of(model, grid, mode, micro_batch_size=sequences)
     run = run.model_copy(update={"overlap": run.overlap.model_copy(update={"batch_parts": parts})})
     memory, work = assert_equal_to_the_trace(run).memory, workload_of(run)
@@ -215,7 +214,7 @@ def test_formulas_equal_the_trace_with_inputs_on_the_cpu(model: str, grid: dict[
 
 @pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_formulas_equal_the_trace_of_wide_recomputed_blocks(offload: bool) -> None:
-    """At these sizes, one tensor of the residual stream is 1.6 % of the peak."""
+    """For scale: one tensor of the residual stream is 1.6 % of the peak."""
     run = run_of("llama", {"x": 2}, "full", micro_batch_size=1, seq_length=512)
     wide = {"hidden_size": 2048, "intermediate_size": 7168, "num_attention_heads": 16, "head_dim": 128}
     recompute = run.activation_checkpoint.model_copy(update={"offload": offload})
@@ -325,8 +324,8 @@ def test_pipelines_and_contexts_equal_the_trace(
                              bool(work.layout.v_shaped), 0.0, None)  # fmt: skip
     head = 0 if work.layout.v_shaped else len(places) - 1
     told = [peak_bytes(work, layers[rank].number, in_flight(work, rank), rank == head) for rank in range(len(places))]
-    # The planner treats stages of a rank as alike, even if some have more blocks. It does the same with the ranks of a
-    # zero bubble, though the later ranks have freed some memory with the input gradients. For the first rank of an
-    # interleaved pipeline this small, the planner counts 7 % less than the trace.
+    # The planner assumes that all stages of a rank are equal, even if some have more blocks. It also assumes that all
+    # ranks of a zero-bubble schedule are equal, but later ranks free some memory with the input gradients. For the
+    # first rank of such a small interleaved pipeline, the planner counts 7 % less than the trace.
     alike = work.layout.stages_per_rank > 1 or grid.get("schedule") == "InterleavedZeroBubble"
     assert max(told) == pytest.approx(max(places), rel=0.1 if alike else 0.05)

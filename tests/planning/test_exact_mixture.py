@@ -67,8 +67,8 @@ MORE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 def totals(lines: list[Line] | list[Collective]) -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Return count and bytes by axis, operation, and purpose. The group of the ranks with the same experts may equal an
-    axis and have its name, so all traffic of weights counts as one."""
+    """Return count and bytes by axis, operation, and purpose. The group of ranks with the same experts may be an axis
+    and then has the axis's name. So all traffic of weights is added up."""
     found: dict[tuple[str, str, str], tuple[int, int]] = {}
     for line in lines:
         key = ("data" if line.purpose in OF_WEIGHTS else line.axis, line.op, line.purpose)
@@ -105,7 +105,8 @@ def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
     ("model", "grid", "mode"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)], ids=str
 )
 def test_formulas_equal_the_trace(model: dict[str, Any], grid: dict[str, Any], mode: str) -> None:
-    """With an even load, all that is sent and stored is equal, and the peak of the activations is within 7 %."""
+    """With an even load, the bytes sent and stored are equal, and the peaks of the activations differ by at most 7
+    %."""
     run = run_of(model, grid, mode)
     memory, work = assert_equal_to_the_trace(run).memory, workload_of(run)
     assert peak_bytes(work, work.model.num_hidden_layers, 1) == pytest.approx(memory.activations_peak, rel=0.07)

@@ -1,5 +1,5 @@
-"""The planned memory peak equals the peak of the trace, also in a step with one micro-batch, whose gradients come
-late."""
+"""The planner's memory peak is close to the trace's peak, also in a step with one micro-batch, whose gradients are
+allocated late."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYOUTS = {
     "zero 3": {"dp": 4, "zero": 3},
 }
 OFTEN = {("zero 0", "full", 1), ("zero 2", "none", 2)}
-"""Cases that run every time. All further cases are slow tests."""
+"""Cases of the fast tests. All other cases are slow tests."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Plans: which layout is best, what is said about it, and what is said if no layout fits."""
+"""Check plans: which layout is best, what the plan says about it, and what it says if no layout fits."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_memory_is_that_of_the_fullest_stage(plan: Plan) -> None:
 
 @pytest.mark.parametrize("layers_per_stage", [(1, 2, 9, 10, 10), (2, 2, 13, 14, 1), (8, 8, 8, 4, 4)])
 def test_memory_of_a_split_that_a_run_file_says(layers_per_stage: tuple[int, ...]) -> None:
-    """The fullest rank may be any of them."""
+    """Any rank may be the one that needs the most memory."""
     work = base("llama3-8b", 8192, 256).but(x=8, pp=5, micro_batch_size=4, layers_per_stage=layers_per_stage)
     told = predict(work, H100, PRIOR)
     assert told.memory_bytes == pytest.approx(max(sum(stage.values()) for stage in told.stages))
@@ -91,7 +91,7 @@ def test_memory_of_a_split_that_a_run_file_says(layers_per_stage: tuple[int, ...
 
 @pytest.mark.parametrize("master_weights", ["fp32", "bf16"])
 def test_states_are_those_of_the_exact_formulas(master_weights: str) -> None:
-    """They are equal to within a thousandth, which is due to norms and to the rounding of shards."""
+    """The difference is at most 0.1 %. It comes from norms and from the rounding of shards."""
     training = {"train_steps": 1, "precision": "bf16", "global_batch_size": 8, "seq_length": 512}
     table = {
         "name": "run",
@@ -132,7 +132,7 @@ def test_a_plan_is_written_in_the_precision_that_was_asked(tmp_path: Path) -> No
 
 
 def test_a_plan_is_written_with_the_checkpoint_interval_that_it_recommends(tmp_path: Path) -> None:
-    """If the run file has an interval, it keeps it."""
+    """If the run file already has an interval, the written file keeps this interval."""
     asked = request_from_options("gpt2", None, [], 8, 1024, 8)
     found = plan_record.plan_request(asked, "dgx-h100", ["pp=1"], 1, 1e9, False)
     assert found.costs is not None and found.costs.checkpoint_interval_seconds is not None
@@ -145,7 +145,7 @@ def test_a_plan_is_written_with_the_checkpoint_interval_that_it_recommends(tmp_p
 
 
 def test_a_much_slower_layout_of_the_run_file_is_in_no_chart(tmp_path: Path) -> None:
-    """It would make all remaining layouts look alike. It is in the table."""
+    """In a chart, it would make all other layouts look the same. The table still shows it."""
     path = tmp_path / "run.toml"
     for gpus, drawn in ((8, True), (1, False)):
         asked = request_from_options("gpt2", None, [], gpus, 1024, 64)
@@ -167,8 +167,8 @@ def test_stages_of_1f1b_hold_fewer_micro_batches_towards_the_end() -> None:
 
 
 def test_p_out_of_memory_is_a_distribution() -> None:
-    """The probability is one half if a step needs exactly the memory that there is. The allocator may be told to
-    reserve more than that and still fit, because it gives cached blocks back."""
+    """If a step needs exactly the device's memory, the probability is one half. The allocator may reserve more than the
+    step needs and still fit, because it frees cached blocks."""
     work = base("llama3-8b", 8192, 8)
     runtime = float(runtime_bytes(work, H100))
 
@@ -204,7 +204,7 @@ def test_the_explanation_adds_up(plan: Plan) -> None:
 
 
 def test_several_machines_and_constants_at_once_are_each_alone(plan: Plan) -> None:
-    """Some of the layouts have parts that take turns, and some recompute a fraction of their blocks."""
+    """Some layouts have batch parts, and some recompute only a fraction of their blocks."""
     work = plan.found.work.take(plan.found.order[:40]).but(
         batch_parts=np.tile([1, 2, 2, 4], 10),
         recompute=np.tile([0, 1, 2, 1], 10),
@@ -241,7 +241,7 @@ def test_two_levels_are_explained_where_they_change_something(plan: Plan) -> Non
 
 
 def test_layouts_that_are_too_close_are_all_in_the_proposed_search(plan: Plan) -> None:
-    """The limits keep the fastest of them in their order, and add few further layouts."""
+    """The proposed limits include the fastest of these layouts, in the same order, and few other layouts."""
     close = layouts_within_error(plan, 1.1)
     seconds = plan.found.seconds[plan.found.order]
     assert close.count == (seconds < 1.1 * seconds[0]).sum() > 1 and close.ranked == min(close.count, len(plan.ranked))
@@ -253,7 +253,7 @@ def test_layouts_that_are_too_close_are_all_in_the_proposed_search(plan: Plan) -
 
 
 def test_nothing_fits_says_what_would() -> None:
-    with pytest.raises(UserError, match=r"nothing fits: .*; 128 GPUs would do"):
+    with pytest.raises(UserError, match=r"nothing fits: .*; 128 GPUs would be enough"):
         make_plan(base("llama3-405b", 8192, 8), H100, PRIOR, 64)
     with pytest.raises(UserError, match=r"nothing fits: .* would hold [\d.]+ GB of the 85 GB .* GPUs"):
         make_plan(base("llama3-405b", 8192, 64), H100, PRIOR, 8)

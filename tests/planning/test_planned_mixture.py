@@ -66,8 +66,8 @@ GRIDS: list[dict[str, int]] = [
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_exchanges_are_those_of_every_choice_of_a_token(grid: dict[str, int], again: bool) -> None:
-    """There are two exchanges forward, two backward, and two more with full recompute. Each has K rows a token and 2
-    bytes an entry."""
+    """There are two exchanges in the forward, two in the backward, and two more with full recompute. Each exchange
+    sends K rows per token, with 2 bytes per entry."""
     mode = {"activation_checkpoint": {"mode": "full" if again else "none"}}
     work = work_of(grid, **mode)
     seconds = step_parts(work, ONE_LINK, PLAIN)["ep"]
@@ -78,8 +78,8 @@ def test_exchanges_are_those_of_every_choice_of_a_token(grid: dict[str, int], ag
 
 
 def test_rows_are_gathered_and_summed_over_x_and_y() -> None:
-    """In comparison with the dense MLP, K times the tokens move over x, and over y gate and up of K times the
-    tokens."""
+    """Compared with the dense MLP, K times as many tokens move over x. Over y, the outputs of gate and up are summed
+    for K times as many tokens."""
     for axis, size in (("x", 2), ("y", 2)):
         work = work_of({axis: size})
         attention = work_of({axis: size}, {"num_experts": 0, "moe_intermediate_size": 0}).but(
@@ -151,7 +151,7 @@ def test_dense_first_layers_and_shared_experts_count_once() -> None:
     ids=str,
 )
 def test_the_fullest_rank_of_a_pipeline_with_dense_first_layers(schedule: str, more: dict[str, int]) -> None:
-    """The fullest rank may have any number. The blocks of each rank follow the run file."""
+    """Any rank may need the most memory. Each rank has the blocks that the run file says."""
     cases, peaks = [], []
     for pp, layers, dense, vocab in (
         (2, 8, 1, 512),
@@ -182,8 +182,8 @@ def test_a_middle_rank_is_the_fullest_where_the_first_has_the_dense_layers() -> 
 
 
 def test_rows_of_a_rank() -> None:
-    """A rank has the mean load. If the load is uneven, the fullest rank counts, but with no more rows than the
-    capacity."""
+    """With an even load, a rank has the mean number of rows. If the load is uneven, the rank with the most rows counts,
+    up to the capacity."""
     work = work_of({"dp": 4, "ep": 4})
     rows = rows_of(work)
     assert rows.on_rank == rows.sent == 2 * SEQ * CHOSEN and rows.experts == 2 and rows.each == SEQ * CHOSEN
@@ -194,7 +194,7 @@ def test_rows_of_a_rank() -> None:
 
 
 def test_a_mixture_of_one_expert_is_a_dense_mlp() -> None:
-    """It has the same products, the same sums over x, and the same weights."""
+    """Both have the same matmuls, the same sums over x, and the same weights."""
     dense = work_of({"x": 2}, {"num_experts": 0, "moe_intermediate_size": 0, "intermediate_size": INNER})
     one = work_of({"x": 2}, {"num_experts": 1, "num_experts_per_tok": 1})
     assert step_parts(one, ONE_LINK, PLAIN)["x"] == pytest.approx(step_parts(dense, ONE_LINK, PLAIN)["x"], rel=0.3)
@@ -231,7 +231,7 @@ def test_the_search_divides_experts_in_every_legal_way() -> None:
 
 
 def test_a_step_with_experts_in_a_stack_of_dense_ones_is_the_same() -> None:
-    """Steps with and without experts are predicted together."""
+    """The planner predicts steps with and without experts in one call, and each step gets the same result as alone."""
     mixture, dense = work_of({"dp": 4, "ep": 2}), work_of({"dp": 4}, {"num_experts": 0, "moe_intermediate_size": 0})
     machine, constants = stack([H100, H100]), constants_for(H100)
     together = step_parts(stack([mixture, dense]), machine, constants)

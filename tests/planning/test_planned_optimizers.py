@@ -56,7 +56,8 @@ def run_of(model: dict[str, Any], grid: dict[str, Any], name: str, seq_length: i
     ids=str,
 )
 def test_states_are_those_of_the_closed_formula(model: dict[str, Any], grid: dict[str, Any], name: str) -> None:
-    """The planner may also count what Lion makes for the largest shard, if activations leave no room for it."""
+    """The planner may also count Lion's temporary tensors for the largest shard, if they do not fit into the memory
+    that the activations free."""
     run = run_of(model, grid, name)
     work, stored = workload_of(run), stored_bytes(run)[2]
     planned = float(stage_memory(work, ONE_LINK, 0)["optimizer"])
@@ -81,8 +82,8 @@ def test_states_are_those_of_the_closed_formula(model: dict[str, Any], grid: dic
 def test_averages_of_the_weights_equal_the_trace(
     model: dict[str, Any], grid: dict[str, Any], training: dict[str, Any], optimizer: dict[str, Any]
 ) -> None:
-    """Averages take 4 bytes a weight and are cut as the weights are. The trace counts as many bytes, and the planner
-    includes them in its peak."""
+    """Averages take 4 bytes per weight and are sharded like the weights. The trace counts the same bytes, and the
+    planner includes them in its peak."""
     ranks = grid.get("z", 1) * grid.get("dp", 1)
     training = {"precision": "bf16", "global_batch_size": 4 * ranks} | training
     tables = {"training": training, "optimizer": optimizer}
@@ -124,7 +125,7 @@ def test_flops_are_those_of_the_products(rows: int, columns: int) -> None:
 
 @pytest.mark.parametrize("grid", [{"dp": 4}, {"dp": 4, "zero": 1}, {"x": 2, "y": 2}, {"z": 4}], ids=str)
 def test_seconds_are_of_the_bytes_that_are_sent(grid: dict[str, Any]) -> None:
-    """One byte takes a second. The first of four ranks sends as much as each of its peers."""
+    """On this machine, each byte takes a second. The first of four ranks sends as much as every other rank."""
     run = run_of(LLAMA, grid, "muon")
     sent = sum(line.bytes for line in collective_lines(run) if line.purpose.startswith("optimizer: "))
     seconds = muon_seconds(workload_of(run), replace(ONE_LINK, achieved=1e40), PLAIN)

@@ -1,4 +1,5 @@
-"""Measured rows are read as they were run. A mistake is an error, and a row that cannot be predicted has a reason."""
+"""The planner reads measured rows as the source describes them. A mistake in the file is an error, and for a row that
+cannot be predicted, the reader gives the reason."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def row(**cells: object):
 
 
 def held(work: Workload, *names: str) -> float:
-    """Return the bytes of some categories on the first rank."""
+    """Return the bytes of some kinds of memory on the first rank."""
     return sum(float(bytes_) for name, bytes_ in stage_memory(work, A100, 0).items() if name in names)
 
 
@@ -59,7 +60,7 @@ def test_what_ranks_shard() -> None:
 
 
 def test_no_text_changes_a_prediction() -> None:
-    """These words had a meaning once: FSDP=0 was read as FSDP, and made a step five times slower."""
+    """Free text once changed predictions: FSDP=0 in a note was read as FSDP, and made a step five times slower."""
     told = "FSDP=0; torch.compile; DeepSpeed; AsyncTP; CUDA_LAUNCH_BLOCKING=1; MoE; OOM; NVIDIA/NeMo"
     plain, worded = row(tp=2), row(tp=2, notes=told)
     assert plain.work == worded.work and plain.machine == worded.machine and plain.sweep == worded.sweep
@@ -85,8 +86,8 @@ def test_recompute() -> None:
 
 
 def test_what_deepspeed_keeps() -> None:
-    """In bf16, DeepSpeed shards the optimizer's state at any stage, sums fp32 gradients in all-reduces, and keeps them
-    in addition to 16-bit gradients. A pipeline stage keeps what it has sent."""
+    """In bf16, DeepSpeed shards the optimizer's state in every ZeRO stage. It sums fp32 gradients in all-reduces, and
+    keeps them in addition to 16-bit gradients. A pipeline stage keeps the activations that it has sent."""
     bf16 = row(program="deepspeed", pp=2).work
     assert (bf16.layout.zero, bf16.program.all_reduces_gradients, bf16.program.gradient_bytes) == (1, True, 6)
     fp16 = row(program="deepspeed", precision="fp16", pp=2).work
@@ -111,8 +112,8 @@ def test_the_optimizers_copy_of_gradients_is_made_when_activations_are_gone() ->
 
 
 def test_what_nvidias_recipes_keep() -> None:
-    """They have gradients in bf16, a fused SwiGLU, and a fused loss. In FP8 they keep the inputs of matmuls in one
-    byte."""
+    """NVIDIA's recipes have bf16 gradients, a fused SwiGLU, and a fused loss. In FP8, they store the inputs of matmuls
+    in one byte per entry."""
     cells = {"program": "nemo", "sharding": "zero1", "recompute": "none", "mlp": "swiglu", "tp": 2, "seq_parallel": ""}
     work = row(**cells).work
     assert work.step.reduce_bytes == 2 and not work.model.tie_word_embeddings
@@ -129,7 +130,7 @@ def test_what_nvidias_recipes_keep() -> None:
 
 
 def test_parts_of_the_memory_of_long_sequences() -> None:
-    """Tiles and offload each remove the memory that they are for, and nothing else."""
+    """Tiles and offload each remove exactly the memory that they should remove."""
     cells = {"program": "deepspeed", "sharding": "zero3", "cp": 8, "cp_method": "ulysses", "seq_len": 131072,
              "global_batch": 1, "micro_batch": 1, "mlp": "swiglu", "vocab": 128256}  # fmt: skip
 
@@ -171,8 +172,8 @@ def test_a_row_can_name_its_kernels() -> None:
 
 
 def test_separate_operations_add_the_biases_of_experts() -> None:
-    """In Megatron-LM they make 14 passes over the rows, and one over the gradients of gate and up. Fused kernels add
-    biases for free."""
+    """In Megatron-LM, adding biases takes 14 passes over the rows, and one pass over the gradients of gate and up.
+    Fused kernels add biases without extra passes."""
     sizes = {"layers": 4, "experts": 8, "experts_per_token": 2, "expert_ffn_hidden": 512, "recompute": "none"}
     run = {"architecture": "moe", "program": "nemo", "gpus": 1, "tp": 1, "pp": 1, "cuda_graph": "step", **sizes}
 
@@ -354,7 +355,7 @@ def test_out_of_memory_rows() -> None:
 
 
 def test_whatever_ran_fitted() -> None:
-    """A row that has only a time counts as a run that fit, if it names its recompute."""
+    """If a row has a step time but no memory, the run fit into memory. Such a row counts if it names its recompute."""
     scored = predict_rows([row(), row(recompute=""), row(hidden=20480, heads=128)], Calibration())
     memory = memory_of(scored)
     assert memory["fitting_rows"] == 2 and memory["fit_recall"] == 0.5

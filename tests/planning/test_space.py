@@ -1,4 +1,4 @@
-"""The space has every legal layout, and its legality equals the run file's."""
+"""The search space has every legal layout, and the planner and the run file agree on what is legal."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from fourfold.verification.trace import trace
 
 
 def all_layouts(base: Workload, gpus: int, limits: SearchLimits) -> Workload:
-    """``base`` with every choice that the search has, and with the first number of parts."""
+    """Return ``base`` with every choice of the search, but with only the first number of batch parts."""
     return with_recomputes(choices_of(base, all_grids(base, gpus, limits), limits), limits)
 
 
@@ -56,7 +56,8 @@ def base(preset: str, seq: int, batch: int, **changes: object) -> Workload:
 
 
 def test_memory_in_a_search_is_the_memory_of_each_layout() -> None:
-    """The search computes blocks once for layouts that share them. Split backwards keep more of a block."""
+    """The search computes a block only once for all layouts that have the same block. With a split backward, a block
+    stores more."""
     work, machine = all_layouts(base("gpt2", 1024, 64), 8, parse_limits(["pp=2,4"])), load_machine("dgx-h100")
     assert np.unique(np.broadcast_to(work.layout.split_backward, np.shape(work.layout.x))).tolist() == [False, True]
     memory, _, _ = evaluate(work, machine, prior_constants())
@@ -143,7 +144,7 @@ def test_the_split_of_the_layers_is_that_of_the_run_file(schedule: tuple[str, in
 
 @pytest.mark.slow
 def test_random_legal_points_are_run_files_that_train(tmp_path: Path) -> None:
-    """They are written, loaded, and traced. What they send and store is what the plan's formulas say."""
+    """Write, load, and trace the run files. They send and store what the planner's formulas say."""
     machine = load_machine("dgx-h100")
     found = search(base("llama-tiny", 64, 32), machine, prior_constants(), 8, SearchLimits(micro_batches=(1, 2)))
     for index in np.random.default_rng(1).permutation(found.order)[:24]:
@@ -228,7 +229,8 @@ def test_every_rejected_point_keeps_its_reason() -> None:
 
 
 def test_of_layouts_with_tied_times_the_one_less_likely_to_run_out_of_memory_is_first() -> None:
-    """In one plan for A100s, the best layout of a 7B model was 0.06 % faster than the second, at twice the risk."""
+    """Without this rule, a plan for A100s put a layout of a 7B model first that was 0.06 % faster than the second
+    layout, but twice as likely to run out of memory."""
     seconds, p_oom = np.array([33.72, 33.74, 33.73, 34.5, 34.6, 30.0]), np.array([0.046, 0.02, 0.0203, 0.04, 0, 0.3])
     reason = np.array([0, 0, 0, 0, 0, OUT_OF_MEMORY], dtype=np.uint8)
     scores = SearchScores(seconds, seconds, np.zeros(6), p_oom, reason)

@@ -86,8 +86,8 @@ def test_one_level_where_a_node_has_the_whole_group() -> None:
 
 
 def test_groups_of_one_node_share_its_adapters() -> None:
-    whole_node = group_of(16, 1, A100, PRIOR)  # both nodes' 8 GPUs in one ring
-    one_gpu_a_node = group_of(2, 8, A100, PRIOR)  # eight rings through the same adapters
+    whole_node = group_of(16, 1, A100, PRIOR)  # the 16 GPUs of two nodes in one ring
+    one_gpu_a_node = group_of(2, 8, A100, PRIOR)  # eight rings share the network adapters
     assert whole_node.bandwidth == pytest.approx(0.75 * 200e9)
     assert one_gpu_a_node.bandwidth == pytest.approx(0.75 * 200e9 / 8)
     assert (whole_node.nodes, one_gpu_a_node.nodes, one_gpu_a_node.inside) == (2, 2, 1)
@@ -174,9 +174,9 @@ def test_the_optimizer_reads_and_writes_every_state_once() -> None:
 
 
 def test_memory_moved_for_weights() -> None:
-    """Count the bytes for bf16 weights with gradients in fp32. The gradient of the first micro-batch is cast or copied
-    (2 + 4 bytes), and every later gradient is added (2 + 4 + 4). A sharded gradient is copied each time. Gathered
-    weights (2 + 2) move twice."""
+    """Count the bytes for bf16 weights with fp32 gradients. The gradient of the first micro-batch is cast or copied (2
+    + 4 bytes), and each later gradient is added to it (2 + 4 + 4). A sharded gradient is copied in every micro-batch.
+    Gathered weights are copied twice (2 + 2 bytes each)."""
     work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq_length=8192, global_batch_size=16, dp=8)
     machine = load_machine("dgx-h100")
 
@@ -253,7 +253,7 @@ def test_attention_kernels_of_each_generation(machine: str, flash2: bool, measur
 
 
 def test_rings_of_wide_heads_and_windows_have_an_older_kernel() -> None:
-    """Only these cannot call cuDNN. An A100 has no newer kernel."""
+    """Only a ring with wide heads or windows cannot use cuDNN's kernel. For an A100, there is no newer kernel."""
 
     def share(machine: str, **changes: object) -> float:
         work = workload_of_model(ModelConfig(**PRESETS["llama3-70b"])).but(
@@ -302,7 +302,8 @@ def test_terms_take_arrays() -> None:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_zero_is_charged_to_the_axis_that_sends(zero: int) -> None:
-    """If z has one rank, dp is charged for all of it. If z has several ranks, z's part is the same as without dp."""
+    """If z has one rank, the planner counts all this communication under dp. If z has several ranks, the part under z
+    is the same as without dp."""
     work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(
         seq_length=8192, global_batch_size=64, zero=zero, overlap_z=False
     )

@@ -43,11 +43,11 @@ APART = (
     "zeros",
     "detach",
 )
-"""Operations that are not counted: matmuls and attention, the optimizer, and operations that move nothing."""
+"""Operations that ``Traffic`` ignores: matmuls, attention, the optimizer, and operations that move no bytes."""
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the bytes that operations read and write, apart for forward and backward."""
+    """Count the bytes that operations read and write, separately for forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,8 +78,8 @@ def traffic(run: RunConfig) -> Counter[str]:
 def of_a_block(
     model: dict[str, Any], grid: dict[str, int], sequences: int, parts: int = 1
 ) -> tuple[Workload, float, float]:
-    """Return the bytes of a block's forward and of its backward: half the difference between models with two and four
-    layers. They include casts of weights, which do not grow with the tokens."""
+    """Return the bytes that a block moves in its forward and in its backward. The result is half the difference between
+    models with two and four layers. It includes casts of weights, which do not grow with the number of tokens."""
     training = {"precision": "bf16", "seq_length": 1 << 15, "micro_batch_size": sequences}
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "head_dim": 64,
              "max_position_embeddings": 1 << 15, "num_key_value_heads": 4}  # fmt: skip
@@ -128,8 +128,8 @@ def test_parts_of_a_micro_batch_move_little_more(grid: dict[str, int], sequences
 
 
 def test_a_norm_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A LayerNorm is one kernel on a CPU too. Its backward reads the input and the output's gradient once. A GPU's
-    backward reads them again for the weights."""
+    """A LayerNorm is one kernel, also on a CPU. The CPU's backward reads the input and the output's gradient once. The
+    GPU's backward reads them again for the gradient of the weights."""
     monkeypatch.setattr(Norm, "forward", Norm.fused)
     work, forward, backward = of_a_block(GPT, {}, 1)
     told_forward, told_backward = pointwise_traffic(work)
@@ -139,7 +139,7 @@ def test_a_norm_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_sum_of_gate_is_hidden() -> None:
-    """What remains is the share of communication during computation that the calibration calls exposed."""
+    """Only the fraction of the time that overlapped communication still costs (the constant ``exposed``) remains."""
     machine, constants = load_machine("dgx-h100"), prior_constants()
     work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq_length=8192, global_batch_size=1, y=4)
     block = block_time(work, machine, constants)

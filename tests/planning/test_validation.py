@@ -1,5 +1,5 @@
-"""Evidence: what is left out of a fit stays out, intervals cover what they claim, and the page is what the script
-writes."""
+"""Check how the planner is validated: rows that are left out do not affect the fit, intervals have the coverage that
+they claim, and the page is what the script writes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from validation_page.published_runs import figures, weak_scaling  # noqa: E402
 
 
 def table_of(path: Path, sources: dict[str, float]) -> Path:
-    """Write rows of several sources. Each source is slower than the priors predict by its factor."""
+    """Write rows of several sources. Each source has a factor by which its steps are slower than the priors predict."""
     texts, slower = [], []
     for source, factor in sources.items():
         for i in range(8):
@@ -76,8 +76,8 @@ def errors(scored: list[Scored], source: str) -> np.ndarray:
 
 
 def test_a_source_left_out_is_predicted_from_the_others(tmp_path: Path) -> None:
-    """Its own rows do not help: the prediction is too fast by as much as this source is slow. In a fit with its rows,
-    the error is small."""
+    """The source's own rows do not affect the prediction, so the prediction is too fast by the source's factor. If its
+    rows are in the fit, the error is small."""
     rows, _ = read_rows([table_of(tmp_path / "t.csv", {"a": 1.0, "b": 1.0, "slow": 1.5})])
     left_out = predict_left_out(rows, "source")
     assert len(left_out) == len(rows)
@@ -89,7 +89,8 @@ def test_a_source_left_out_is_predicted_from_the_others(tmp_path: Path) -> None:
 
 
 def test_many_rows_of_one_source_do_not_speak_for_all(tmp_path: Path) -> None:
-    """Copies of one source's rows change the constants of all sources less than as many further sources would."""
+    """Many copies of one source's rows change the fitted constants less than the same number of rows from other
+    sources."""
     few, _ = read_rows([table_of(tmp_path / "few.csv", {"a": 1.0, "slow": 1.5})])
     one = fit_rows([*few, *[row for row in few if row.source == "slow"] * 3], known=False)
     many, _ = read_rows([table_of(tmp_path / "many.csv", {"a": 1.0, "b": 1.5, "c": 1.5, "d": 1.5, "e": 1.5})])
@@ -125,8 +126,8 @@ def test_intervals_weigh_sources_alike(tmp_path: Path) -> None:
 
 
 def test_the_factor_that_decides_an_order(tmp_path: Path) -> None:
-    """Errors that all rows of a sweep share decide nothing. Of the remaining errors, the 90th percentile near the best
-    layout counts."""
+    """An error that all rows of a sweep share does not affect their order. The factor is the 90th percentile of the
+    remaining errors, for layouts close to the best layout."""
     row = read_rows([table_of(tmp_path / "t.csv", {"a": 1.0})])[0][0]
 
     def sweep(source: str, ratios: list[float]) -> list[Scored]:
@@ -156,7 +157,7 @@ def test_the_interval_of_a_machine() -> None:
 
 
 def same_text(found: list[str], expected: list[str]) -> None:
-    """Check that texts are equal but for the last digits of numbers, which differ between processors."""
+    """Check that texts are equal, except for the last digits of numbers, which differ between processors."""
     number = re.compile(r"-?\d+\.\d+")
     assert [number.sub("#", line) for line in found] == [number.sub("#", line) for line in expected]
     values = [[float(n) for line in text for n in number.findall(line)] for text in (found, expected)]

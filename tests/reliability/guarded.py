@@ -1,4 +1,4 @@
-"""Run one command with limits of time and memory, and report anything that no command may do."""
+"""Run one command with limits on time and memory, and report everything that it does but must not do."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def finding(arguments: Sequence[object], codes: Sequence[int] = (0, 2)) -> str |
 
 
 def _where(error: BaseException) -> str:
-    """Return the last place in the program and the last place of all."""
+    """Return the innermost line of fourfold and the innermost line of all in an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(PROGRAM)] or frames
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in (frames[-1], own[-1]))

@@ -40,7 +40,7 @@ def test_what_an_empty_chart_says_is_escaped() -> None:
 
 
 def test_a_page_has_the_scripts_of_what_it_says_that_it_has() -> None:
-    """What the page's text looks like does not matter."""
+    """The scripts depend only on what the page contains, not on the text of the page."""
     scripts = {name: f"<script>{asset(name)}</script>" for name in ("charts.js", "table.js")}
     text = '<p class="rows search">"keep"</p>'
     plain, whole = html.page("A", "B", [text]), html.page("A", "B", [], has_search=True)

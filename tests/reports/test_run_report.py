@@ -262,7 +262,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
 
 
 def test_a_run_that_is_called_like_the_validation_of_another(tmp_path):
-    """A name is a button of the legend. If two curves had one name, the button would hide both."""
+    """Each name is a button in the legend. If two curves had the same name, the button would hide both curves."""
     names = ("x", "x, validation", "x, validation loss")
     runs = [make_run(tmp_path / name, [record(1, loss=n, validation_loss=9)]) for n, name in enumerate(names)]
     write_comparison(runs, tmp_path / "page.html")

@@ -1,4 +1,4 @@
-"""Fixtures of whole jobs: one job that nothing disturbed, and real processes."""
+"""Define fixtures for full jobs: an uninterrupted run to compare with, and real processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fourfold.training.outcome import Outcome
 
 @pytest.fixture(scope="module")
 def finished(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Outcome]:
-    """Train a run that nothing disturbs. Tests compare with it."""
+    """Train a run without interruption. Tests compare other runs with it."""
     folder = tmp_path_factory.mktemp("finished")
     changes = {"validation__interval": 4, "validation__steps": 2, "checkpoint__interval": 2, "sample__prompt": "the "}
     run = make(folder, prefix, **changes, sample__max_new_tokens=12)

@@ -1,4 +1,4 @@
-"""Flip single bits on one rank, in one of the two passes of a replayed step, and collect what is said about them."""
+"""Flip single bits on one rank, in one of the two passes of a replayed step, and collect the error messages."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Trial(NamedTuple):
     bit: int
     rank: int
     named: tuple[int, ...]
-    """The ranks that the sentence names. There are none if nothing was found."""
+    """The ranks that the error message names. It is empty if replay found nothing."""
     sentence: str
     is_harmless: bool
-    """Whether nothing was found and this rank's gradients equal those of a healthy step."""
+    """Whether replay found nothing, and this rank's gradients equal the gradients of a healthy step."""
 
 
 @dataclass
@@ -121,8 +121,8 @@ class FaultyJob:
         return flipped
 
     def attempt(self, fault: Fault, step: int) -> tuple[str, bool]:
-        """Replay a step with a fault. Return the sentence, which is empty if there is none, and whether the gradients
-        are right."""
+        """Replay a step with a fault. Return the error message (empty if there is none) and whether the gradients are
+        right."""
         weights = [shard.local.clone() for shard in self.job.shards]
         self.passes, self.fault = 0, fault
         if self._is_due("stale weight"):

@@ -22,11 +22,12 @@ LARGE_LOSS, LARGE_GRADIENT, KILL = "large loss", "large gradient", "kill"
 
 
 class Killed(Exception):
-    """Stands for the kill of a process, and leaves the same files."""
+    """Simulates the kill of a process: it leaves the same files."""
 
 
 def poison(patched: pytest.MonkeyPatch, faults: Mapping[int, str], on_this_rank: bool = True) -> None:
-    """Spoil these steps, counted from 1, in the given ways whenever their batch comes."""
+    """Make the loss or gradients of some steps bad, whenever the batch of the step is trained. Steps are counted from
+    1."""
     current = [0]
     assemble, clip, mean_loss = Loader.step, Job.clip, Job.mean_loss
 

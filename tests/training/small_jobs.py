@@ -1,4 +1,4 @@
-"""Whole jobs in small, and the files that they have written."""
+"""Run small jobs, and read the files that they write."""
 
 from __future__ import annotations
 

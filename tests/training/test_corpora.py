@@ -1,4 +1,4 @@
-"""From [data] to micro-batches: data that does not fit the model is refused before the first step."""
+"""Check the path from [data] to micro-batches: a run refuses data that does not fit the model before its first step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def make(data: dict[str, Any], **sections: Any) -> RunConfig:
 
 
 def opened(run: RunConfig, rank: int = 0, size: int = 1) -> Corpora:
-    """Open the corpora as one of ``size`` processes that split the batch. Only a built-in corpus needs a group."""
+    """Open the corpora as rank ``rank`` of ``size`` processes that split the batch. Only a built-in corpus needs a
+    process group."""
     return open_corpora(run, Axis("dp_z", size, rank, cast("dist.ProcessGroup", None)))
 
 
@@ -127,7 +128,7 @@ def test_vocabulary_larger_than_the_models(prefix: str) -> None:
 def test_a_model_of_the_hub_is_asked_for_its_tokenizer_alone_and_only_if_the_vocabulary_is_larger(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would take hours if every process downloaded the weights."""
+    """Otherwise every process would download the weights, which could take hours."""
     asked = []
 
     def download(name: str, allow_patterns: list[str], ignore_patterns: str) -> str:
@@ -238,7 +239,7 @@ def foreign(folder: Path, tokens: list[int], vocab_size: int = 100_000) -> str:
     [(5, 257, "has token 257"), (5, -3, "has token -3"), (32, 99_999, "has token 99999"), (0, 256, None)],
 )
 def test_tokens_that_the_model_does_not_know(tmp_path: Path, place: int, token: int, said: str | None) -> None:
-    """This holds even if only a label is such a token, as the last token of a window can be."""
+    """The run is refused even if such a token is only a label, like the last token of a window."""
     tokens = list(range(33))
     tokens[place] = token
     sizes = {"global_batch_size": 1, "micro_batch_size": 1}

@@ -1,4 +1,4 @@
-"""Jobs that hang, crash, run out of time, or do not stop, with real processes."""
+"""Test real jobs that hang, crash, run out of time, or do not stop."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def change(module):
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", ["stop", "skip"])
 def test_a_step_that_always_fails_is_found(tmp_path: Path, prefix: str, start: Start, pool: Pool, answer: str) -> None:
-    """The job either ends and names the step, or continues to the bit as a job without the step's batch would."""
+    """The job either ends with an error that names the step, or skips the step's batch. Then it is bit-identical to a
+    job without this batch."""
     changes = {"parallel__x": 2, "checkpoint__interval": 2, "fault_tolerance__max_restarts": 1}
     path = run_file(tmp_path, prefix, fault_tolerance__failing_step=answer, **changes)
     process = start(path, environ=with_change(tmp_path, "fourfold.training.job", FAIL_IN_STEP_4))
@@ -228,7 +229,7 @@ def test_the_limit_of_time_before_the_first_step(tmp_path: Path, prefix: str, cl
 def test_a_step_that_leaves_the_program_is_a_crash(
     tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, code: object
 ) -> None:
-    """The exit code does not matter, because a library in the step knows nothing about the job."""
+    """This holds for every exit code, because the code that exits may be a library that does not know about the job."""
 
     def update(*_: object) -> None:
         sys.exit(code)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""The FLOP formula equals arithmetic by hand and PyTorch's own counter. The table of peaks is tested here too."""
+"""The FLOP formula agrees with counting by hand and with PyTorch's counter. This file also tests the table of peak
+rates."""
 
 from typing import Any
 

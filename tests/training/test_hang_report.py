@@ -1,4 +1,4 @@
-"""The report of a hang names the rank that has done less than the ranks that wait for it."""
+"""The hang report names the rank that is behind the ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def test_a_rank_that_waits_is_not_named_although_others_wait_for_it() -> None:
 
 
 def test_a_receiver_waits_for_the_sender_and_not_the_sender_for_it() -> None:
-    """Stage 1 waits for the third activation. It has sent its second gradient, which nobody has received yet."""
+    """Stage 1 waits for the third activation. It has also sent its second gradient, which stage 0 has not received
+    yet."""
     forward, backward = "pp of 0-1 from 0", "pp of 0-1 from 1"
     reports = [report(0, 41.0, entered={forward: 2, backward: 2}), report(1, 40.0, entered={forward: 3, backward: 2})]
     assert find_awaited(reports).rank == 0
@@ -141,7 +142,7 @@ EXPERTS = {
 def test_ranks_of_a_group_enter_equally_many_collectives(
     tmp_path: Path, prefix: str, pool: Pool, changes: dict[str, Any]
 ) -> None:
-    """The report compares these numbers, so they may differ only for a rank that hangs."""
+    """The hang report compares these counts. So without a hang, they must be equal."""
     checks = {"validation__interval": 2, "validation__steps": 1, "checkpoint__interval": 2}
     steps = {"training__train_steps": 4, "training__micro_batch_size": 1, "fault_tolerance__timeout": 0}
     run = load_run(run_file(tmp_path, prefix, **checks, **steps, **changes))

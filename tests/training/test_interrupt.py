@@ -1,4 +1,5 @@
-"""Ctrl-C, a closed terminal, and launchers: real processes save at the first signal, and stop at the second."""
+"""After Ctrl-C, a closed terminal, or a launcher's signal, real processes save. After a second signal, they stop
+without saving."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ Job.update = update
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{}, {"parallel__x": 2}], ids=["one process", "two local workers"])
 def test_the_second_interrupt_stops(tmp_path: Path, prefix: str, start: Start, parallel: dict[str, object]) -> None:
-    """It comes in the middle of a step, which is not finished."""
+    """The second interrupt comes in the middle of a step. The step is not finished."""
     path = endless(tmp_path, prefix, checkpoint__interval=2, **parallel)
     in_step_4 = tmp_path / "in step 4"
     process = start(path, environ=run_at_start(tmp_path, STAY_IN_STEP_4) | {"IN_STEP_4": str(in_step_4)})

@@ -1,5 +1,5 @@
-"""Runs are killed at seeded moments, and before every file operation of a save. They end as if they had never been
-killed."""
+"""Kill runs at seeded moments, and before every file operation of a save. The resumed runs are bit-identical to a run
+that was never killed."""
 
 from __future__ import annotations
 
@@ -95,8 +95,7 @@ def kill(process: subprocess.Popen[str], victim: str) -> None:
 
 
 def test_a_kill_of_one_process_costs_no_bit(tmp_path: Path, prefix: str, start: Start, cli: Cli) -> None:
-    """This is the short form of the sweep. The second attempt, and the run that nobody kills, need no process of their
-    own."""
+    """This is a short version of the sweep. Only the killed attempt runs in its own process."""
     folders = tmp_path / "killed", tmp_path / "whole"
     paths = [killable(folder, prefix, 16) for folder in folders]
     process = start(paths[0])
@@ -114,8 +113,8 @@ def test_a_kill_of_one_process_costs_no_bit(tmp_path: Path, prefix: str, start: 
 def test_a_kill_at_any_moment_costs_no_bit(
     tmp_path: Path, prefix: str, whole: Whole, start: Start, cli: Cli, seed: int
 ) -> None:
-    """Kill each setting and victim three times. Every fifth kill comes during the start, and all further kills come
-    between steps or in a save."""
+    """Kill each victim three times in each setting. Every fifth kill comes during the start. All other kills come
+    between steps or during a save."""
     steps, chance = 40, random.Random(seed)
     setting, victim = list(SETTINGS)[seed % 3], VICTIMS[seed % 4]
     path = killable(tmp_path, prefix, steps, **SETTINGS[setting])
@@ -182,8 +181,8 @@ def change(module):
 def test_a_kill_before_a_file_operation_costs_no_bit(
     tmp_path: Path, prefix: str, whole: Whole, start: Start, cli: Cli, rank: int, every: bool
 ) -> None:
-    """These are the file operations of a save that removes an older checkpoint: directories, opens, writes, fsync,
-    renames, and removals."""
+    """The save also removes an older checkpoint. Its file operations are: create a directory, open, write, fsync,
+    rename, and remove."""
     environ = with_change(tmp_path, "fourfold.models.tensor_files", KILL_BEFORE) | {"KILL_RANK": str(rank)}
 
     def run(folder: Path, operation: int) -> str:

@@ -1,4 +1,4 @@
-"""A whole job in small: what it writes, what it samples, and what it refuses."""
+"""Test a small job: what it writes, what it samples, and what it refuses."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def test_nan_gradients_are_told_before_they_are_saved(
 
 
 def test_a_step_without_a_token_to_learn(tmp_path: Path) -> None:
-    """All documents have one token, so the loss is 0 / 0. The learning rate is not to blame."""
+    """All documents have only one token, so no token is trained and the loss is 0 / 0. The error must not blame the
+    learning rate."""
     with IndexedWriter(tmp_path / "empty", 257) as writer:
         writer.add_documents(np.full(500, 256), np.ones(500, dtype=np.int64))
     run = make(tmp_path, str(tmp_path / "empty"), data__validation=[])
@@ -185,7 +186,7 @@ def test_sample_at_any_temperature(tmp_path: Path, prefix: str, temperature: flo
 
 
 def test_a_goldfish_run_says_what_it_trains(tmp_path: Path, prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The fraction is in the record and in the log, and the loss is the mean of the remaining tokens."""
+    """The metrics and the log show the fraction of trained tokens, and the loss is the mean over these tokens."""
     mask = {"masks.goldfish__strategy": "hash", "masks.goldfish__h": 4, "masks.goldfish__start_step": 4}
     run = make(tmp_path, prefix, **mask)
     train(run)

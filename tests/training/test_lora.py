@@ -1,5 +1,5 @@
-"""LoRA on the grid: it computes peft's numbers and does not change the base. Its adapters are exported, and continue on
-another grid."""
+"""LoRA on the grid computes the same numbers as peft and does not change the base model. You can export its adapters,
+and resume on another grid."""
 
 from __future__ import annotations
 

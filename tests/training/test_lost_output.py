@@ -1,4 +1,4 @@
-"""Output after its reader has gone: training continues, and all further commands end silently."""
+"""If nothing reads a job's output anymore, training continues, and all other commands end silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW on local shards, and the learning rate at its edges."""
+"""Test optimizers on local shards, and the learning-rate schedule in edge cases."""
 
 from __future__ import annotations
 
@@ -330,7 +330,8 @@ def test_defaults_are_those_of_the_run_file() -> None:
 
 
 def refuse_moved_memory(rank: int, world_size: int, run: RunConfig) -> str:
-    """FSDP2 can give a parameter new memory. An optimizer that steps the old memory would train nothing, silently."""
+    """FSDP2 can move a parameter to new memory. An optimizer that still updates the old memory would silently train
+    nothing, so it must refuse."""
     job = Job(run, Grid(run.parallel, "cpu"), CPU)
     job.initialize(0)
     shard = job.optimizer.parameters[0]

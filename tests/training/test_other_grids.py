@@ -1,4 +1,5 @@
-"""Runs that stop and continue on another grid have the model, optimizer, and data of a run that never stopped."""
+"""A run that stops and continues on another grid has the same model, optimizer states, and data as a run that never
+stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from fourfold.training import trainer
 from fourfold.training.metrics import EXPERTS_FILE, read_metrics
 
 CHANGES = {"model__num_hidden_layers": 4, "training__micro_batch_size": 1, "optimizer__eps": 1e-3}
-"""With a smaller eps, Adam would make whole steps of the rounding noise in gradients that are nearly zero."""
+"""With a smaller eps, Adam would turn rounding noise in near-zero gradients into updates of full size."""
 PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"x": 2, "z": 2}),
     ({"x": 2, "z": 2}, {"pp": 2, "dp": 2, "zero": 1}),

@@ -1,5 +1,5 @@
-"""Training does not depend on the amount of padding, with dense models and experts, conversations and pairs, on every
-axis."""
+"""Training does not depend on the amount of padding. This holds for dense models and experts, for conversations and
+pairs, and on every axis."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Kind = Literal["sft", "preferences"]
 
 STEPS = 3
 LENGTHS: dict[Kind, tuple[int, int]] = {"sft": (40, 48), "preferences": (24, 56)}
-"""Two sequence lengths that both hold all tokens, and into which the same conversations are packed."""
+"""Two sequence lengths per kind of data. With both lengths, the same conversations are packed into each sequence."""
 
 SHORT = DEEPSEEK | {"num_hidden_layers": 2}
 LOSSES = {"load_balancing_loss": 0.5, "z_loss": 0.1}
@@ -201,7 +201,7 @@ def test_prompts_and_ends_of_documents_are_data(kind: Kind, corpora: dict[Kind, 
 
 
 def test_experts_count_the_data_alone(pool: Pool, corpora: dict[Kind, str]) -> None:
-    """Each layer's rows are only those of the data, and means are over the data alone. An even router shows this."""
+    """Experts get only rows of real tokens, and means cover only real tokens. A router with even scores shows this."""
     run = run_of(corpora, "sft", SHORT, {}, 48, moe=BIAS)
     records, _ = pool.run(1, steps_body, run)[0]
     rows = records[0]["rows"]

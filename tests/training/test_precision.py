@@ -1,5 +1,4 @@
-"""bf16 and fp16: rounding, loss scaling, and the difference between the numbers that a step computes with and the
-stored ones."""
+"""Test bf16 and fp16: rounding, loss scaling, and the working copies of weights."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def test_stochastic_rounding_keeps_what_bfloat16_can_hold() -> None:
 
 @pytest.mark.parametrize("value", [1.001, -1.001, 3.14159, -2.5e-5, 1.2e20])
 def test_stochastic_rounding_is_right_on_average(value: float) -> None:
-    """Only the two neighbors occur, each so often that the mean is the value."""
+    """Each result is one of the two neighbors of the value, and the mean of the results is the value."""
     draws = 200_000
     rounded = stochastically_rounded(torch.full((draws,), value), seeded(7)).float()
     exact = torch.tensor(value)
@@ -149,7 +148,7 @@ def tables_body(rank: int, world_size: int, run: RunConfig) -> tuple[set[str], s
 
 @pytest.mark.parametrize("grid", [{}, {"z": 2}, {"cp": 2}, {"pp": 2}], ids=str)
 def test_rotary_tables_stay_float32_in_bf16_runs(pool: Pool, grid: dict[str, int]) -> None:
-    """In bf16, a position beyond 256 would become another position."""
+    """bf16 cannot represent all integers above 256, so such positions would be rounded to other positions."""
     run = tiny_run(LLAMA, grid, training={"precision": "bf16"})
     for kinds, tables, hidden in pool.run(run.parallel.world_size, tables_body, run):
         assert kinds == {"FullySharded" if "z" in grid else "Replicated"}
@@ -184,7 +183,8 @@ def masters_body(rank: int, world_size: int, run: RunConfig) -> tuple[bool, dict
 
 @pytest.mark.parametrize("model", [LLAMA, GPT | {"num_hidden_layers": 2}], ids=["llama", "gpt"])
 def test_working_copies_are_the_stored_weights_rounded(pool: Pool, model: dict[str, Any]) -> None:
-    """Replicas and shards also train alike, because gradients are summed over two ranks in float32 and in one order."""
+    """Replicas and shards also get bit-identical weights, because gradients are summed over two ranks in float32 and in
+    the same order."""
     weights = []
     for grid in ({"dp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 3}, {"z": 2}):
         run = tiny_run(model, grid, training={"precision": "bf16", "global_batch_size": 4})

@@ -40,7 +40,7 @@ ROWS = [
     {"prompt": f"{i} is ", "chosen": "even" if i % 2 == 0 else "odd", "rejected": "odd" if i % 2 == 0 else "even, no"}
     for i in range(10, 21)
 ]
-"""Eleven pairs: a global batch of four pairs does not divide them."""
+"""Eleven pairs, a number that is not divisible by the global batch of four pairs."""
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def test_chats_become_pairs(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_prompt", [True, False], ids=["prompt of its own", "what both begin with"])
 def test_only_the_last_answer_of_a_longer_talk_is_trained(cli: Cli, tmp_path: Path, has_prompt: bool) -> None:
-    """The prompt contains answers of the assistant, which sft would train."""
+    """The prompt contains earlier answers of the assistant. With sft, these would be trained too."""
     pytest.importorskip("transformers")
     folder = make_chat_tokenizer(tmp_path / "tokenizer", CHATML)
     prompt, last = TALK[:3], TALK[3]

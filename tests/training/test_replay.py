@@ -46,8 +46,8 @@ def copies(grid: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize(("grid", "times"), CASES)
 def test_flipped_bits_are_found_and_the_rank_is_named(pool: Pool, grid: dict[str, Any], times: int) -> None:
-    """Every flip is found that changed a gradient or a copy. All further flips hit tokens without a label, or were
-    rounded away."""
+    """Replay finds every flip that changes a gradient or a copy. The remaining flips hit tokens without a label, or
+    disappear in rounding."""
     run = tiny_run(LLAMA, grid, checks={"replay_interval": 1})
     kinds = tuple(kind for kind in KINDS if kind != "stale weight" or copies(grid))
     everyone: list[list[Trial]] = pool.run(run.parallel.world_size, flip_bits, run, kinds, times)
@@ -150,8 +150,8 @@ def test_one_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
 
 
 def test_a_victim_is_not_named() -> None:
-    """Rank 1 contributes something else to the sum of ranks 0 and 1. As a consequence, rank 0 does so in its sum with
-    rank 2."""
+    """Rank 1 contributes a wrong value to the sum of ranks 0 and 1. So rank 0 then contributes a wrong value to its sum
+    with rank 2. Only rank 1 may be named."""
 
     def log(*checksums: int, members: tuple[tuple[int, ...], ...]) -> list[Given]:
         return [Given(ranks, "sum", value) for ranks, value in zip(members, checksums, strict=True)]

@@ -95,7 +95,7 @@ def test_a_finished_run_has_nothing_to_do(tmp_path: Path, prefix: str) -> None:
 
 
 def test_resume_never_starts_afresh_in_the_same_folder(tmp_path: Path, prefix: str) -> None:
-    """Its own checkpoints are kept, although the earlier run came further."""
+    """The new run's checkpoints are kept, although the earlier run had reached a later step."""
     train(make(tmp_path, prefix, training__train_steps=4))
     run = make(tmp_path, prefix, training__train_steps=2, checkpoint__resume="never", checkpoint__keep_latest_k=1)
     outcome = train(run)
@@ -115,7 +115,7 @@ def test_the_outcome_names_no_checkpoint_of_an_earlier_run(tmp_path: Path, prefi
 
 
 def test_a_run_that_starts_again_never_resumes_from_a_step_of_the_earlier_run(tmp_path: Path, prefix: str) -> None:
-    """It is stopped before its first checkpoint, and saves another one after a step that the earlier run has saved."""
+    """The new run is stopped before its first checkpoint. Later it saves a step that the earlier run had also saved."""
     train(make(tmp_path, prefix, training__train_steps=4, checkpoint__interval=2))
     again = {"checkpoint__resume": "never", "checkpoint__interval": 0, "checkpoint__save_last": False}
     run = make(tmp_path, prefix, training__train_steps=2, **again)
@@ -187,7 +187,7 @@ VALIDATED = {"validation__interval": 2, "validation__steps": 1}
 def test_a_resumed_run_warns_of_other_validation_data(
     tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is told apart from other training data. Another path to the same data is no change."""
+    """The warning distinguishes validation data from training data. Another path to the same data is not a change."""
     other = make_corpus(tmp_path, "other", documents=50)
     (tmp_path / "moved").mkdir()
     moved = make_corpus(tmp_path / "moved", "other", documents=50)
@@ -311,7 +311,7 @@ def warnings_in(printed: str) -> list[str]:
 def test_a_resumed_run_names_every_changed_key_of_the_optimization(
     finished: tuple[RunConfig, Outcome], pool: Pool, tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each is named once, on one process and on another grid. Keys of the layout are not named."""
+    """The warning names each key once, on one process and on another grid. It does not name keys of the layout."""
     named = (
         'training.precision = "fp32" → "bf16", optimizer.betas = [0.9, 0.95] → [0.5, 0.6], '
         'optimizer.weight_decay = 0.1 → 0.5, lr_scheduler.decay_style = "cosine" → "linear"'

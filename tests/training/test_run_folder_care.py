@@ -1,4 +1,4 @@
-"""A run's folder in bad circumstances: other jobs, files that are missing or torn, and checkpoints that cannot be
+"""Test a run's folder in bad conditions: other jobs use it, files are missing or cut off, and checkpoints cannot be
 removed."""
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def test_what_cannot_be_removed_is_warned_of(
 
 
 def test_bad_steps_do_not_prune_what_was_saved_before_them(cli: Cli, tmp_path: Path, prefix: str) -> None:
-    """The first step spoils all weights, so no later step is good, and no older checkpoint is removed."""
+    """The first step ruins all weights, so all later steps are bad. Then the run removes no older checkpoint."""
     changes = {"optimizer__lr": 1e30, "lr_scheduler__warmup_steps": 0, "checks__non_finite": "skip"}
     path = run(tmp_path, prefix, 30, checks__max_in_a_row=8, **changes)
     assert cli("train", path)[0] == 2

@@ -1,4 +1,4 @@
-"""Bad numbers are found before the update, recorded, and answered by a stop, a skip, or a return to a checkpoint."""
+"""The run finds bad numbers before the update and records them. Then it stops, skips the update, or rolls back."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def figures_of(run: RunConfig) -> list[tuple[int, float, float, bool]]:
 def test_a_skipped_step_is_as_one_whose_gradients_never_reached_the_optimizer(
     pool: Pool, tmp_path: Path, prefix: str, grid: dict[str, Any]
 ) -> None:
-    """Equal to the bit are the weights and moments of every later checkpoint, and the losses of all other steps."""
+    """The weights and moments of every later checkpoint, and the losses of all other steps, are bit-identical."""
     healthy = make(tmp_path / "healthy", prefix, **grid)
     run = make(tmp_path / "run", prefix, checks__non_finite="skip", **grid)
     ranks = run.parallel.world_size
@@ -99,7 +99,8 @@ def test_a_skipped_step_is_as_one_whose_gradients_never_reached_the_optimizer(
 def test_a_run_that_went_back_is_as_one_without_the_bad_batch(
     pool: Pool, tmp_path: Path, prefix: str, grid: dict[str, Any]
 ) -> None:
-    """It goes back once from step 5 to 4, and once from 8 to 6, and then skips 7 and 8. No step is recorded twice."""
+    """The run rolls back from step 5 to 4, and from step 8 to 6. Then it skips steps 7 and 8. No step is recorded
+    twice."""
     healthy = make(tmp_path / "healthy", prefix, **grid)
     checks = {"checks__non_finite": "roll_back", "checks__roll_back_batches": 2}
     run = make(tmp_path / "run", prefix, **checks, **grid)
@@ -272,7 +273,7 @@ def test_fp16_ends_after_overflows_in_a_row(
 def test_a_loss_that_is_not_finite_is_no_overflow(
     tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
-    """No loss scale helps, because the loss itself is not scaled."""
+    """A smaller loss scale would not help, because the loss itself is not finite."""
     mean_loss = Job.mean_loss
     monkeypatch.setattr(Job, "mean_loss", lambda *args: mean_loss(*args) * torch.tensor(value))
     with pytest.raises(UserError, match=f"the loss is {value} at step 1; lower"):

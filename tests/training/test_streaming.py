@@ -79,7 +79,7 @@ def test_a_run_that_stops_and_changes_its_grid_sees_what_one_process_sees(tmp_pa
 def test_a_run_that_went_back_in_its_stream_is_as_one_without_the_bad_batch(
     tmp_path: Path, pool: Pool, grid: dict[str, int], shuffled: int
 ) -> None:
-    """It goes back once from step 5 to 4, and once from 8 to 6, and then skips 7 and 8."""
+    """The run rolls back from step 5 to 4, and from step 8 to 6. Then it skips steps 7 and 8."""
     dataset = make_dataset(tmp_path / "tales", documents=400)
     changes: dict[str, Any] = {f"parallel__{axis}": size for axis, size in grid.items()}
     changes |= {"checkpoint__interval": 2, "checkpoint__keep_latest_k": 0, "data__shuffle_buffer": shuffled}

@@ -1,4 +1,4 @@
-"""Trackers: each client's own files show what was logged, and no failure of a client reaches the run."""
+"""Test trackers: the files that each client writes show what was logged, and a failing client never stops the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fourfold.training.tracking import InBackground, Tracking, check_trackers
 
 
 class Tracked(NamedTuple):
-    """What a tracker's own files say about the only run that they have."""
+    """The contents of a tracker's files, which have exactly one run."""
 
     project: str | None
     name: str | None
@@ -95,7 +95,7 @@ def whole_log(file: Path) -> list[bytes]:
 
 
 def leveldb_records(content: bytes) -> Iterator[bytes]:
-    """Yield the records of a log in LevelDB's format, as W&B writes it. Behind each header is a part of a record."""
+    """Yield the records of a log in LevelDB's format, which W&B uses. A part of a record follows each header."""
     assert content[:4] == b":W&B"
     at, whole = 7, b""
     while at + 7 <= len(content):
@@ -121,7 +121,7 @@ READERS: dict[str, Callable[[RunConfig], Tracked]] = {
 def test_a_tracker_has_one_run_with_every_step_and_the_run_file(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Steps after the last checkpoint come twice. TensorBoard hides the first copy, and W&B shows both."""
+    """Steps after the last checkpoint are logged twice. TensorBoard shows only the second copy, and W&B shows both."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     pytest.importorskip(name)
     run = run_tracked_by(name, tmp_path)

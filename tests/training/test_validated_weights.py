@@ -1,5 +1,5 @@
-"""A validation decides on the best checkpoint and on the end of a run. This file also tests the moving average of the
-weights."""
+"""Validations decide which checkpoint is the best and when a run ends early. This file also tests the moving average of
+the weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def folder_of_checkpoints(run: RunConfig) -> Path:
 
 @pytest.fixture
 def losses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the list of the validation losses that a run will find. After these it finds 9."""
+    """Return a list of losses. Each validation of the run takes the next loss from the list, and gets 9 when the list
+    is empty."""
     planned: list[float] = []
     monkeypatch.setattr(trainer, "validate", lambda *_: {"validation_loss": planned.pop(0) if planned else 9.0})
     return planned

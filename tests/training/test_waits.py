@@ -1,6 +1,5 @@
-"""Once per step, the host reads values from tensors, and on a GPU waits for them.
-
-Inside ``Job.train_step`` it reads none. Otherwise ``trace`` could not run this function on tensors without values.
+"""The host reads values from tensors only once per step, because on a GPU it must wait for them. Inside
+``Job.train_step``, it reads none, because ``trace`` runs this function on tensors without values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real processes of ``fourfold train``, and what they have written so far."""
+"""Start real processes of ``fourfold train``, and read what they have written so far."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 def heed_hangup() -> None:
-    """Undo nohup, because the tests may run under it."""
+    """React to SIGHUP again, in case the tests run under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 

@@ -1,5 +1,5 @@
-"""Candidates for tests, and trials that only pretend to run: they write what `fourfold train` would write, and take no
-time."""
+"""Make candidates for tests, and fake trials: they write the files that `fourfold train` would write, without
+training."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def tiny_candidates(memory: float | None = None, folder: Path | None = None) -> 
     with tempfile.TemporaryDirectory() as temporary:
         base = request(folder or Path(temporary)).base
     machine = MACHINE if memory is None else replace(MACHINE, memory=memory)
-    # As on a CPU, memory rules out no layout. The doubt is the doubt of a GPU.
+    # As on a CPU, no layout is ruled out by its memory. The uncertainty of the predictions is the uncertainty on a GPU.
     return replace(search_candidates(base, machine, prior_constants(), 8, LIMITS, on_gpu=False), doubt=1.0)
 
 
@@ -87,8 +87,8 @@ class FakeTrial:
     polls: int = field(default=0)
 
     def has_started(self) -> bool:
-        """Return whether it has started. A hanging trial starts at once. All further trials start when they end, so
-        that no time limit ends them early on a busy machine."""
+        """Return whether the trial has started. A hanging trial starts at once. Every other trial starts only when it
+        ends, so no time limit can end it early on a busy machine."""
         return self.what == "hang" or self.polls > 0
 
     def exit_code(self) -> int | None:

@@ -1,4 +1,5 @@
-"""Layouts of dense models that compute what one process computes: cases of the parity suite."""
+"""List layouts of dense models for the parity suite. On each layout, the grid must compute the same results as one
+process."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tiny_runs import (
 from fourfold.config.run import Schedule
 
 Case = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
-"""The model, the grid, and what else is on."""
+"""The model, the grid, and further sections of the run file."""
 
 PACKED = {"data": {"source": "python-stdlib", "mask_documents": True}}
 GOLDFISH = {"masks": {"goldfish": {"strategy": "hash"}}}

@@ -1,4 +1,4 @@
-"""Layouts of mixtures of experts that compute what one process computes: cases of the parity suite."""
+"""List layouts of mixtures of experts for the parity suite."""
 
 from __future__ import annotations
 

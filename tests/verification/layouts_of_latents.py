@@ -1,4 +1,4 @@
-"""Layouts of latent attention that compute what one process computes: cases of the parity suite."""
+"""List layouts of models with latent attention for the parity suite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts of linear attention that compute what one process computes: cases of the parity suite."""
+"""List layouts of models with linear attention for the parity suite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIX_HEADS = HYBRID | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_
 WINDOWS = HYBRID | {"layer_types": ["linear_attention", "sliding_attention"], "sliding_window": 5, "norm": "layernorm"}
 WINDOWS |= {"zero_centered_norm": False, "linear_conv_kernel_dim": 3, "linear_num_value_heads": 4}
 LONG = {"training": {"seq_length": 96}}
-"""More tokens than a chunk has, and packed documents that begin in one chunk and end in the next."""
+"""Sequences that are longer than a chunk, so packed documents begin in one chunk and end in the next."""
 BF16 = {"training": {"precision": "bf16"}}
 
 CASES: dict[str, Case] = {

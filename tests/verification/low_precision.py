@@ -1,4 +1,4 @@
-"""How far training in the run file's own precision is from float64: a statistic, for one process or any grid."""
+"""Measure how far training in the run file's precision is from float64, on one process or on any grid."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ LIMIT = 1.5
 the grid also rounds partial sums."""
 
 FP16_SCALE = 64.0
-"""The loss scale of fp16 runs. Small models do not overflow with it. fp16 rounds few of their gradients to zero."""
+"""The loss scale of fp16 runs. With it, gradients of small models do not overflow, and few of them are rounded to
+zero."""
 
 
 class PrecisionError(NamedTuple):

@@ -1,4 +1,4 @@
-"""Faults that parity must catch. Each is a change of a line or two, with a run that it makes wrong."""
+"""Define a fault that parity must catch: a change of a line or two, and a run that computes wrong results with it."""
 
 from __future__ import annotations
 

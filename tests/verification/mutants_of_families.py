@@ -1,4 +1,5 @@
-"""Faults in what only some families have: windows, norms of outputs, two kinds of rotary tables, soft caps."""
+"""List faults in features that only some model families have: windows, norms of outputs, two kinds of rotary tables,
+and soft caps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults in what GPT-OSS adds: sinks, biases of experts and routers, the clamped activation, and its files."""
+"""List faults in GPT-OSS's features: sinks, biases of experts and routers, the clamped activation, and its files."""
 
 from __future__ import annotations
 
@@ -179,4 +179,4 @@ FILES = [
 ]
 
 GPT_OSS_FAULTS = [*SINKS, *BIASES, *ACTIVATION, *FILES]
-"""Parity catches every fault of the list."""
+"""All faults of this file. Parity must catch each of them."""

@@ -1,4 +1,4 @@
-"""Faults in Muon and Lion, and in how Muon's matrices are put together."""
+"""List faults in Muon and Lion, and in the code that gathers Muon's matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults in how ranks share work: batch parts in turn, data parallel, pipeline, context."""
+"""List faults in how ranks divide work: batch parts, data parallelism, pipelines, and context parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults in what surrounds the step: how the data gets there, resuming, validation, the record of a run, and audits."""
+"""List faults outside of the training step: in the data path, resuming, validation, metrics, and audits."""
 
 from __future__ import annotations
 

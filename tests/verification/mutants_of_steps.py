@@ -1,4 +1,4 @@
-"""Faults in the model, the data, the optimizer, and the checkpoint, which all grids share."""
+"""List faults in code that every grid uses: the model, the data, the optimizer, and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs that other programs have published, each with the planted fault that is the same bug in fourfold."""
+"""List published bugs of other programs, each with the planted fault that is the same bug in fourfold."""
 
 from __future__ import annotations
 
@@ -40,4 +40,4 @@ PUBLISHED = {
         "batches in which only some tokens are answers",
     ),
 }
-"""By program and issue: the fault of our lists, and the batch that reveals it."""
+"""Maps a program and issue to the planted fault and to the batch that reveals it."""

@@ -1,4 +1,5 @@
-"""Random run files over every setting that changes results, and the smallest run file that still fails."""
+"""Draw random run files that cover every setting that affects results, and shrink a failing run file to the smallest
+one that still fails."""
 
 from __future__ import annotations
 
@@ -118,7 +119,7 @@ def _draw(draw: random.Random) -> Table:
 
 
 def _add_experts(draw: random.Random, table: Table) -> None:
-    """Make the model a mixture of experts. Its experts are split over none, some, or all ranks that can have them."""
+    """Make the model a mixture of experts. ep is 1, or divides the experts over some or all of the possible ranks."""
     model, grid = table["model"], table["parallel"]
     experts = draw.choice((2, 4, 6, 8))
     model |= {"mlp": draw.choice(("swiglu", "geglu")), "mlp_bias": False, "num_experts": experts}
@@ -257,7 +258,7 @@ def _grid(draw: random.Random) -> dict[str, Any]:
 
 
 def _per_node(draw: random.Random, grid: dict[str, Any]) -> int:
-    """Draw how many ranks of a shard group a node has. If possible, a node mostly has several ranks, but not all."""
+    """Draw how many ranks of a shard group are in one node. If possible, this is usually more than one but not all."""
     ranks = grid["z"] * (grid["dp"] * grid["cp"] if grid["zero"] else 1)
     return draw.choice([1, ranks, *(2 * [n for n in range(2, ranks) if ranks % n == 0])])
 

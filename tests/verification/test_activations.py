@@ -19,7 +19,7 @@ MODEL = GPT | {"max_position_embeddings": S}
 
 
 def kept(blocks: tuple[int, int], precision: str, **recompute: Any) -> int:
-    """Return how many more bytes a model with more blocks keeps."""
+    """Return how many more bytes a model stores with more blocks."""
     training = {"global_batch_size": B, "micro_batch_size": B, "seq_length": S, "precision": precision}
     few, more = (
         trace(
@@ -50,7 +50,7 @@ def test_every_second_block_recomputed_keeps_half_of_both() -> None:
 
 
 def test_working_copies_of_weights_are_no_activations() -> None:
-    """With few tokens, the copies are larger than everything that is kept."""
+    """With few tokens, the working copies are larger than all stored activations."""
     training = {"global_batch_size": 1, "micro_batch_size": 1, "precision": "bf16"}
     run = tiny_run(GPT, training=training, activation_checkpoint={"mode": "full"})
     memory = trace(run, whole=True).memory

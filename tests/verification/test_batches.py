@@ -1,4 +1,4 @@
-"""Random samples of parity: every legal run has something to compare in every step."""
+"""Parity's random samples give every legal run something to compare in every step."""
 
 from __future__ import annotations
 

@@ -91,7 +91,8 @@ def test_parts_of_a_micro_batch_hide_each_others_collectives(parts: int) -> None
         if name.split()[2].rstrip(":") in blocks:
             exposed = name in IN_PARTS or name == "x all_gather down: output gradient"
             assert share == (1 / parts if exposed else 0), name
-    # The recomputation of a block hides the all-gather of its output gradient. It ends before the block's last matmul.
+    # The recompute of a block hides the all-gather of its output gradient, although recompute leaves out the block's
+    # last matmul.
     assert recomputed["x all_gather down: output gradient"] == 0
     assert recomputed["y all_reduce up: outputs"] == 1 / parts / 2
     for name in IN_PARTS:
@@ -100,8 +101,8 @@ def test_parts_of_a_micro_batch_hide_each_others_collectives(parts: int) -> None
 
 @pytest.mark.parametrize(("mode", "blocks"), [("none", 1), pytest.param("full", 2, marks=pytest.mark.slow)])
 def test_three_parts_over_x_alone_run_ahead(mode: str, blocks: int) -> None:
-    """Nothing hides the first gather. With full recompute, this is so in each block, and otherwise only in the
-    first."""
+    """Nothing hides the first gather. With full recompute, each block has such a gather. Without it, only the first
+    block has one."""
     sections = {"training": {"micro_batch_size": 3, "global_batch_size": 3}, "overlap": {"batch_parts": 3}}
     shares = exposed_of(GPT, {"x": 2}, **sections, activation_checkpoint={"mode": mode})
     assert [shares[name] for name in IN_PARTS] == [1 / 3 * blocks / 2, 0, 0, 1 / 3 * blocks / 2]
@@ -168,7 +169,7 @@ def test_two_levels_of_a_gather_land_together() -> None:
 
 
 def test_the_levels_of_a_sum_take_turns() -> None:
-    """Each level's collective has its own line as its key, as in FSDP2's sums."""
+    """Each level has its own collective, with its own line in the trace, as in FSDP2's sums."""
     flights = Flights()
     for line in (("z inside nodes", "reduce_scatter", "gradients"), ("z across nodes", "reduce_scatter", "gradients")):
         flights.issue(line, line, 8, 10)

@@ -23,8 +23,9 @@ FIGURES = "step_checks.py:figures_of_all_ranks: reads numbers"
 """The only wait of a step, for the loss, the gradient norm, and the flags of all ranks."""
 
 COUNTS = "grouped.py:read: waits for an event"
-"""The wait for the counts of an exchange of rows, which NCCL takes from the host. Their copy began before the rows were
-taken. There is one for each layer with experts and each micro-batch, and none when the layer runs again."""
+"""The wait for the row counts of an exchange, because NCCL takes them from the host. The copy of the counts to the host
+starts earlier, before the rows are collected. There is one wait per layer with experts and micro-batch. A recomputed
+layer does not wait again."""
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine with a GPU the step itself shows it")
 
@@ -35,11 +36,13 @@ FAST = {
     "experts, y2 ep2 z2": 4,
     "experts, x2 ep2 dp2": 4,
 }
-"""Cases, with the number of waits for counts. There are two layers with experts and two micro-batches."""
+"""Cases of the fast test, with their number of waits for row counts. There are two layers with experts and two
+micro-batches."""
 
 
 def waits(*names: str) -> dict[str, dict[str, int]]:
-    """Return the lines that make the host wait in a step of each case. Without names, this is for all cases."""
+    """Return the lines that make the host wait in a step, for each named case, or for all cases if no names are
+    given."""
     done = subprocess.run([sys.executable, str(SCRIPT), *names], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, dict[str, int]] = json.loads(done.stdout)

@@ -1,5 +1,5 @@
-"""In low precision, a grid is about as far from float64 as one process is. The limit has room for the rounding of
-partial sums."""
+"""In low precision, a grid's error relative to float64 is about the error of one process. The limit allows slightly
+more, because the grid also rounds partial sums."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ from fourfold.verification.trace import fake_processes, trace
 
 
 def tracked_peak(run: RunConfig) -> int:
-    """Return the bytes of everything that is alive at once in one training step, without inputs, as torch counts
-    them."""
+    """Return the peak memory of one training step without its inputs, in bytes, as torch's tracker counts it."""
     with fake_processes(run.parallel.world_size):
         grid = Grid(run.parallel, "cpu")
         stages = meta_stages(run, grid)

@@ -55,7 +55,7 @@ def run_of(mutant: Mutant, folder: Path) -> RunConfig:
 
 @pytest.mark.parametrize("mutant", FAULTS, ids=lambda mutant: mutant.fault)
 def test_a_fault_changes_the_function_that_it_names(mutant: Mutant) -> None:
-    """If this fails, the program works in another way now. Write the fault anew for it."""
+    """If this fails, the code that the fault changes was rewritten. Define the fault for the new code."""
     module, _, function = mutant.module.partition(":")
     with mutated(f"fourfold.{mutant.module}", mutant.old, mutant.new) as changed:
         assert changed == [function], f"write the place as {module}:{changed[0]}"

@@ -1,4 +1,4 @@
-"""Parity names the parts of a run file that it replaces or leaves out."""
+"""Parity's output names the keys of a run file that it replaces or ignores."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def pairs_of(settings: Settings) -> set[Pair]:
 
 
 def makes_no_sense(pair: Pair) -> bool:
-    """Return whether the pair gives the same run as another, or is refused."""
+    """Return whether this pair of settings is refused, or gives the same run as another pair."""
     values = dict(pair)
     split_backward = values.get("schedule") in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     return (
@@ -187,7 +187,7 @@ def test_every_setting_is_in_some_case_of_each_precision() -> None:
     ids=[" ".join(map(str, (p, *case))) for p, case in zip(PRECISIONS, CASES, strict=True)],
 )
 def test_lower_precision_only_rounds(pool: Pool, settings: Settings, precision: str, tmp_path: Path) -> None:
-    """A grid is at most half as much again as far from float64 as one process in the same precision."""
+    """The grid's error relative to float64 is at most 1.5 times the error of one process in the same precision."""
     run = run_of(settings, str(tmp_path), precision)
     alone = run.model_copy(update={"parallel": ParallelConfig()})
     grid, one = (pool.run(r.parallel.world_size, precision_body, r)[0] for r in (run, alone))

@@ -1,4 +1,4 @@
-"""The backbone of the tests: every layout computes what one process computes."""
+"""Every layout computes the same results as one process. These are the most important tests."""
 
 from __future__ import annotations
 
@@ -157,7 +157,8 @@ def test_a_model_that_transformers_does_not_have_is_refused(pool: Pool, tmp_path
 
 @pytest.mark.parametrize("strategy", ["hash", "hash-table", "static", "random"])
 def test_the_references_own_masks_are_the_loaders(strategy: str) -> None:
-    """Two programs follow one rule, on samples with documents and with tokens before the sequence."""
+    """Parity's reference has its own code for masks. On samples with documents and with tokens before the sequence, it
+    must give the loader's masks."""
     goldfish = {"strategy": strategy, "k": 3, "h": 3, "exempt": [5, 9], "seed": 7}
     run = tiny_run(LLAMA, masks={"goldfish": goldfish})
     samples = RandomSamples(run)
@@ -194,8 +195,8 @@ def test_a_gradient_that_is_missing_is_the_largest_deviation() -> None:
 
 
 def test_what_is_zero_in_theory_is_measured_in_the_rounding_of_one_process() -> None:
-    """An example is the gradient of a key bias. The grid's rounding is no error, however large it is relative to the
-    exact value."""
+    """For example, the gradient of a key bias is zero in theory, so it consists of rounding noise. Parity compares the
+    grid's noise with the noise of one process, not with the exact value."""
     exact = torch.full((4,), 1e-18, dtype=torch.float64)
     assert deviation("k_proj.bias", torch.full((4,), 3e-10), torch.full((4,), 1e-10), exact).ratio < 10
     assert deviation("k_proj.bias", torch.full((4,), 3e-8), torch.full((4,), 1e-10), exact).ratio > 10

@@ -1,4 +1,4 @@
-"""Mixtures of experts: what is refused, what grids they resume on, and how large the errors of lower precision are."""
+"""Test mixtures of experts: what parity refuses, resuming on other grids, and errors in lower precision."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ ONE_GROUP = {"n_group": 1, "topk_group": 1}
 def test_lower_precision_only_rounds(
     pool: Pool, model: dict[str, Any], grid: dict[str, int], precision: str, tmp_path: Path
 ) -> None:
-    # Every token goes to all experts, and no gate reaches the limit. Otherwise rounding would change a choice of
-    # experts, or which gates are cut, on one of the two grids.
+    # Every token goes to all experts, and no gate reaches its limit. Otherwise, rounding could change the choice of
+    # experts, or which gates are clamped, on one of the two grids.
     model = model | {"num_experts_per_tok": model["num_experts"]}
     if "swiglu_limit" in model:
         model["swiglu_limit"] = 7.0

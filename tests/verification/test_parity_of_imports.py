@@ -228,7 +228,7 @@ def test_a_fault_in_reading_the_configuration_is_seen(pool: Pool, tmp_path: Path
 
 @pytest.mark.parametrize("place", [fault[-1] for fault in [*CONFIG_FAULTS.values(), *WEIGHT_FAULTS.values()]], ids=str)
 def test_a_fault_changes_the_function_that_it_names(place: tuple[str, str, str]) -> None:
-    """If this fails, the program works in another way now. Write the fault anew for it."""
+    """If this fails, the code that the fault changes was rewritten. Define the fault for the new code."""
     with mutated(*place) as changed:
         assert changed == [place[0].partition(":")[2]]
 

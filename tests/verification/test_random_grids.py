@@ -1,4 +1,5 @@
-"""No run file of legal settings is computed wrongly, and none that is right is called wrong."""
+"""Parity passes for random legal run files. If it fails, either fourfold computes wrong results or parity raises a
+false alarm."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def check(pool: Pool, table: Table, folder: Path) -> ParityReport:
 
 
 def is_wrong(pool: Pool, table: Table, folder: Path) -> bool:
-    """Return whether parity fails. It may refuse a smaller run that leaves nothing to compare, which says nothing about
-    its numbers."""
+    """Return whether parity fails. If parity refuses a shrunk run because nothing is left to compare, this does not
+    count as a failure."""
     try:
         return not check(pool, table, folder).ok
     except UserError:

@@ -1,4 +1,4 @@
-"""Random rounding moves results as far as float32 does, and stays where float32 is exact."""
+"""Random rounding changes results about as much as float32 rounding, and changes nothing if float32 is exact."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def wire_bytes(report: TraceReport, run: RunConfig) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4, 8, 16])
 def test_the_best_grid_never_sends_more_than_one_tensor_axis_with_fsdp(ranks: int) -> None:
-    """The weights are large compared with the batch, so that a tensor axis saves traffic."""
+    """The batch is small compared with the weights. Otherwise a tensor-parallel axis would save no traffic."""
     model = LLAMA | {"num_key_value_heads": 8, "hidden_size": 128, "head_dim": 16, "intermediate_size": 512}
     sent: dict[tuple[int, int, int], float] = {}
     for x in (1, 2, 4, 8):
@@ -322,8 +322,8 @@ def test_a_pipeline_of_175b_has_the_memory_that_was_measured() -> None:
     for rank in report.pipeline:
         memory = rank.memory
         assert 28e9 < memory.total_peak < 34e9
-        # Per parameter of the stage, 12 bytes of fp32 weights and AdamW's moments are split over 2 ranks. Whole are
-        # 2 bytes of fp16 weights and 2 bytes of gradients.
+        # For each parameter of the stage, 12 bytes (fp32 weight and AdamW's moments) are sharded over 2 ranks. Each
+        # rank also has the fp16 weight and its gradient, 2 bytes each.
         parameters = memory.parameters / 4 * 2
         assert memory.optimizer == 2 * memory.parameters
         assert memory.total_peak == pytest.approx((12 / 2 + 2 + 2) * parameters + memory.activations_peak, rel=0.06)

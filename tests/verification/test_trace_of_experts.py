@@ -128,8 +128,8 @@ def test_continuing_from_few_layers_is_exact(
     "data", [{"source": "python-stdlib"}, {"format": "sft", "train": [{"path": "nowhere"}]}], ids=["text", "sft"]
 )
 def test_a_real_run_sends_what_the_trace_says(pool: Pool, data: dict[str, Any], grid: dict[str, int]) -> None:
-    """Every token chooses all experts, so the load is even. If data has padding, a run also needs the number of its
-    tokens."""
+    """Every token chooses all experts, so the load is even. If the data has padding, a run also exchanges the number of
+    real tokens."""
     run = tiny_run(MIXTURE | {"num_experts_per_tok": 4}, grid, data=data, training={"device": "cpu"})
     traced = trace(run)
     for collectives, parameters in pool.run(4, recorded_body, run):

@@ -53,7 +53,8 @@ NEVER_NULL = (
     "swiglu_limit", "num_experts_per_tok", "norm_topk_prob", "first_k_dense_replace", "n_group", "topk_group",
     "routed_scaling_factor", "kv_lora_rank", "linear_conv_kernel_dim",
 )  # fmt: skip
-"""Keys that must not be null, unless null is the family's default. transformers refuses null, or reads it as false."""
+"""Keys that must not be null, unless null is the family's default. transformers refuses null for these keys, or reads
+it as false."""
 
 NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 """Keys that mean "none" with the value null in config.json, and with the value 0 in [model]."""
@@ -142,7 +143,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise UserError(f"{where}: {family.keys[ours]} is missing")
     _check_head_dim(keys, family, given.get("head_dim"), where)
     _check_zeros(given, keys, family, where)
-    # In these families, attention_bias also determines whether the output projection has a bias.
+    # In these families, attention_bias is also for the output projection.
     if "attention_bias" in family.keys and "attention_output_bias" not in {**family.keys, **family.fixed}:
         keys["attention_output_bias"] = keys.get("attention_bias", False)
     keys |= expert_keys(given, family, where)
@@ -216,7 +217,7 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
         return none
     layers = count_layers(given, family, where)
     if kinds is not None and not family.lists_layer_types and kinds != [SLIDING] * layers:
-        # Refuse such a Mistral file, because transformers reads it as a Ministral model.
+        # transformers reads such a Mistral file as a Ministral model.
         raise UserError(
             f"{where}: layer_types = {kinds!r}; with a sliding_window every layer of model_type "
             f"'{given['model_type']}' slides here; set sliding_window = null if no layer does"

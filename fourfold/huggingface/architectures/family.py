@@ -20,8 +20,8 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
 """The keys that determine the rotary frequencies, by type of scaling."""
 
 TOPK_METHOD = "topk_method"
-"""Key of config.json that says whether experts are chosen by groups. The first of its required values means without
-groups."""
+"""Key of config.json that says whether experts are chosen by groups. The first of its allowed values means "without
+groups"."""
 
 REQUIRED: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None, {})}
 """Keys that, in every family, must have one of these values, because the decoder cannot compute any other."""
@@ -69,12 +69,19 @@ class Family:
     reads_local_theta: bool = False
     """Whether the key rope_local_base_freq sets the rotary base of sliding-window layers."""
     rotating_layers: Literal["all", "sliding", "only_sliding", "listed", "with_theta"] = "all"
-    """Layers with rotary embeddings: all of them, only sliding-window layers if there is a window, only sliding-window
-    layers in any case, the layers that no_rope_layers lists, or the layers for which layer_rope_theta is not 0."""
+    """Which layers have rotary embeddings:
+
+    - "all": all layers
+    - "sliding": only sliding-window layers, or all layers if there is no window
+    - "only_sliding": only sliding-window layers
+    - "listed": the layers that no_rope_layers lists
+    - "with_theta": the layers for which layer_rope_theta is not 0
+    """
     reciprocals: tuple[str, ...] = ()
     """Keys of [model] whose reciprocals are in config.json."""
     published_as: str | None = None
-    """Another name of the class, in published files whose own code has been replaced by a class of transformers."""
+    """Another name of the class in published files. Such files came with their own code before transformers had the
+    class."""
     quantization: Mapping[str, Any] = field(default_factory=dict)
     """Keys and values of the quantization_config of files whose quantized weights can be read."""
 

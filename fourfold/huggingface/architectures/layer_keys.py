@@ -31,7 +31,8 @@ def rotating_layers(given: Mapping[str, Any], family: Family, where: str) -> dic
 
 
 def types_of_gpt_neo(given: Mapping[str, Any], where: str) -> list[str]:
-    """Return the attention types of the layers. GPT-Neo's files have lists of types and how often each repeats."""
+    """Return the attention types of the layers of a GPT-Neo model. Its config.json lists groups of types, and how often
+    each group repeats."""
     kinds = {"global": FULL, "local": SLIDING}
     try:
         names = [name for listed, count in given["attention_types"] for name in count * list(listed)]

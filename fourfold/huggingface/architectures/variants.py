@@ -28,7 +28,7 @@ def with_variants(families: Mapping[str, Family]) -> dict[str, Family]:
 
 
 _SLIDES = {"never": "llama", "all_but_patterns_last": "gemma3_text", "from_the_nth_on": "qwen2"}
-"""Maps names in variants.toml to the architecture whose ``slides`` they stand for."""
+"""Maps names in variants.toml to architectures. A variant with such a name uses the ``slides`` of the architecture."""
 
 
 _OWN_SLIDES: dict[str, Callable[[int, Mapping[str, Any]], bool]] = {

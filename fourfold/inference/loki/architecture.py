@@ -88,10 +88,10 @@ def key_shape(attention: AttentionModule) -> tuple[int, int]:
 
 
 def window_of(attention: AttentionModule) -> int | None:
-    """Return a layer's sliding window, or None if the layer sees the whole context. Loki keeps layers with a window
-    dense.
+    """Return a layer's sliding window, or None if the layer sees the whole context. Loki is not used in layers with a
+    window.
 
-    A window that is as long as the model's positions hides nothing. Phi-3 and StarCoder2 can declare such a window.
+    A window that is as long as the model's longest context does not count. Phi-3 and StarCoder2 can have such a window.
     """
     kinds = getattr(attention.config, "layer_types", None)
     if kinds is not None and kinds[attention.layer_idx] == "full_attention":

@@ -14,8 +14,8 @@ from fourfold.inference.loki.select import DecodeStep, choose_keys, combine_head
 from fourfold.inference.loki.settings import LokiConfig
 
 GATHER_BYTES = 1 << 21
-"""Number of bytes of keys that a CPU gathers at a time, which is about the size of an L2 cache. If one head's keys take
-more, they are still gathered together."""
+"""Number of bytes of keys that a CPU gathers at a time, about the size of an L2 cache. The keys of one head are always
+gathered together, even if they take more."""
 
 
 def decode(
@@ -39,13 +39,13 @@ def decode(
         query_BND: Queries of one token.
         key_BKSD: Cached keys.
         value_BKSD: Cached values.
-        proxy_BKSd: Leading dims of the keys after rotation by the basis, which are used to rank the keys.
-        basis_KDd: The leading components of the basis, which project the queries in the same way.
+        proxy_BKSd: The keys, rotated by the basis and cut to the leading d dims. They rank the keys.
+        basis_KDd: The leading d components of the basis. They project the queries in the same way.
         k: Number of keys to attend to.
         config: Loki's settings.
         scaling: Factor on the scores.
         visible_B1S: True for keys that a sequence may see. None if it may see all keys.
-        k_B: Number of keys that each sequence attends to, at most k, if this differs between sequences.
+        k_B: Number of keys that each sequence attends to, at most k. None if all sequences attend to k keys.
     """
     query_BKGD = query_BND.unflatten(1, (key_BKSD.shape[1], -1))
     query_BKGd = (project(query_BKGD, basis_KDd) * scaling).to(proxy_BKSd.dtype)

@@ -1,5 +1,4 @@
-"""Define a model's basis, which holds the principal components of the keys of each layer and KV head. Save it to a
-file, and load it."""
+"""Define a model's Loki basis: the principal components of the keys, for each layer and KV head. Save and load it."""
 
 from __future__ import annotations
 
@@ -58,8 +57,8 @@ class LokiBasis:
     tokens: int
     """Number of calibration tokens."""
     recall: dict[str, list[float]] = field(default_factory=dict)
-    """For each kind, one recall per layer: the fraction of the best quarter of the keys that a ranking with a quarter
-    of the dims finds. Empty for a random basis."""
+    """Recall of each layer, by kind. It is measured with a ranking that uses a quarter of the dims: the fraction of the
+    truly best quarter of the keys that this ranking finds. Empty for a random basis."""
 
     @property
     def layers(self) -> int:
@@ -77,7 +76,7 @@ class LokiBasis:
         return next(iter(self.components.values())).vectors_LKDD.shape[1]
 
     def of_layer(self, layer: int, config: LokiConfig) -> Tensor:
-        """Return the leading components of one layer [K, D, d], of the kind and the number that the settings select.
+        """Return the leading components of one layer [K, D, d]. The settings select their kind and their number d.
 
         Args:
             layer: Index of the layer.
@@ -200,8 +199,8 @@ class LokiBasis:
 
 
 def _check(components: Components, where: str) -> None:
-    """Raise ``UserError`` if the vectors are not a finite orthonormal basis. With a wrong basis, the choice of keys
-    would silently be random."""
+    """Raise ``UserError`` if the vectors are not a finite orthonormal basis. With a wrong basis, Loki would choose
+    random keys without any error."""
     vectors_LKDD = components.vectors_LKDD.double()
     if vectors_LKDD.ndim != 4 or vectors_LKDD.shape[-1] != vectors_LKDD.shape[-2]:
         raise UserError(f"{where}: directions of shape {tuple(vectors_LKDD.shape)} are not a basis; {AGAIN}")

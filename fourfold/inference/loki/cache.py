@@ -1,5 +1,4 @@
-"""Define Loki's cache layers, whose storage grows by doubling. Layers with a basis also store the keys' leading dims
-after rotation by the basis.
+"""Define Loki's cache layers. In addition to keys and values, they store what is needed to rank the keys.
 
 ``replace_cache`` replaces the layers of a transformers cache with these layers, with the same contents.
 """
@@ -97,7 +96,7 @@ class LokiLayer(GrowingLayer):
         self.proxy_buffer = GrowingTensor(capacity)
         self.proxy_BKSd: Tensor | None = None
         """The proxy during an attention pass, on the device of the keys that ``update`` returned. The attention reads
-        this attribute, because the buffers of an offloaded cache have already moved to the CPU at that time."""
+        this attribute instead of the buffer, because the buffers of an offloaded cache are back on the CPU by then."""
 
     @property
     def buffers(self) -> tuple[GrowingTensor, ...]:

@@ -64,8 +64,8 @@ def enable_loki(
 
         compile_for(parameter.dtype)
     disable_loki(model)
-    # Without a mask function under the same name, transformers would pass no mask, which would drop both causality and
-    # padding.
+    # The mask function needs the same name. Otherwise transformers would pass no mask, and queries would see padding
+    # and later tokens.
     AttentionInterface.register(NAME, loki_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     before = text_config(model)._attn_implementation
@@ -85,7 +85,7 @@ def disable_loki(model: PreTrainedModel) -> PreTrainedModel:
     """Restore a model's original attention, and return the model.
 
     If the program has set another attention since Loki was enabled, this attention is kept. Models that share a
-    configuration object share the choice of attention. So another model with this object becomes dense too.
+    configuration object share their attention, so Loki is disabled for all of them.
     """
     before = None
     for module in model.modules():

@@ -81,7 +81,7 @@ def sample_matrix(parameter: Tensor) -> Tensor:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether values are equal up to the rounding of a change of dtype. The absolute tolerance is for tiny
-    values, which such a change can round to zero."""
+    """Return whether values are equal up to the rounding of a change of dtype. Such a change can round tiny values to
+    zero, so there is also an absolute tolerance."""
     small = 1e-6 + 1e-4 * a.abs().mean()
     return bool(((a - b).abs() <= TOLERANCE * a.abs() + small).all())

@@ -39,7 +39,7 @@ class LayerState:
     layer: GrowingLayer | None = None
     """The layer of the cache during a pass."""
     probe: Probe | None = None
-    """Records, for evaluation, which keys the simulated rows choose."""
+    """Records the quality of the chosen keys, if quality is measured."""
 
     def release(self) -> None:
         """Drop the references to the cache layer and its proxy, so that the model does not keep them in memory after a
@@ -62,11 +62,12 @@ def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: di
     hidden_states = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
     recipe = state.recipe
     if recipe.basis_KDd is not None and recipe.basis_KDd.device != hidden_states.device:
-        # Leave inference mode, in which the first pass may run. Tensors that are made in it cannot be used outside it.
+        # The first pass may run in inference mode. A tensor made in this mode cannot be used outside of it, so leave
+        # the mode.
         with torch.inference_mode(False):
             recipe.basis_KDd = recipe.basis_KDd.to(hidden_states.device)
     state.release()
-    cache = keywords.get("cache", keywords.get("past_key_values"))  # Before 5.24, transformers used the second name.
+    cache = keywords.get("cache", keywords.get("past_key_values"))  # Before 5.24: past_key_values.
     if isinstance(cache, Cache):
         attention = cast(AttentionModule, module)
         is_loki = attention.config._attn_implementation == NAME
@@ -74,7 +75,7 @@ def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: di
 
 
 def after_attention(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-    """Release the state after a pass, even if the pass has failed."""
+    """Drop the module's references to the cache after a pass, even if the pass has failed."""
     state = state_of(module)
     assert state is not None
     state.release()
@@ -111,7 +112,7 @@ def loki_attention(
     state = state_of(module)
     basis_KDd = None if state is None else state.recipe.basis_KDd
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # Either the layer stays dense, or its model only shares a configuration with a model that uses Loki.
+    # The layer stays dense, or its model does not use Loki but shares its configuration with a model that does.
     if state is None or basis_KDd is None:
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     for name in ("softcap", "s_aux"):

@@ -1,9 +1,10 @@
 """Run one decoding step on a CPU, compiled by Numba. Each thread computes whole heads, from scores to output.
 
-Keys are ranked while they are read. Nothing is sorted, and no chosen row is copied. The selection is the same radix
-search as in the Triton kernels. It maps each key's combined score to an unsigned integer with the same order. Then it
-finds the k-th largest integer: first its leading 11 bits, then the next 11 bits, and then the last 10 bits. All sums
-are float32. A key with a NaN score is always chosen, so the NaN shows in the output.
+The best k keys are selected without sorting, by the same radix search as in the Triton kernels. Each key's combined
+score becomes an unsigned integer with the same order. The search then finds the k-th largest integer: first its leading
+11 bits, then the next 11 bits, and then the last 10 bits.
+
+All sums are float32. A key with a NaN score is always chosen, so the NaN shows in the output.
 
 Shape letters as in attend.py. R = B · K rows, each a KV head of a sequence. H is the number of its G query heads,
 padded to a multiple of four, because four heads are multiplied at a time.
@@ -35,7 +36,8 @@ NAN_BITS = np.uint32(0x7F800000)
 LAST_RANK = np.uint32(0xFFFFFFFF)
 
 NEAR = 256
-"""Number of keys in a block. A block stays in the first-level cache until the next four query heads multiply it."""
+"""Number of keys in a block. Four query heads at a time multiply a block, and it stays in the first-level cache
+meanwhile."""
 
 AHEAD = 6
 """Number of rows to prefetch ahead. Chosen rows are scattered, so the processor cannot predict them."""
@@ -86,7 +88,7 @@ def decode(step: DecodeStep) -> Tensor:
         set_num_threads(threads)
         try:
             _decode(threads, *task)
-        except OSError:  # The compiled step works, but it could not be cached on disk.
+        except OSError:  # The compiled step works, even if it cannot be cached on disk.
             _decode(threads, *task)
         finally:
             set_num_threads(before)
@@ -129,10 +131,11 @@ def _decode(
     threads, query_RHd, query_RHD, proxies, proxy_R, keys, key_R, values, value_R,
     heads, length, group, k_B, largest_k, visible_BS, kept_BS, out_RHD,
 ):  # fmt: skip
-    """Let each thread compute its rows one after another in the same workspace. Threads synchronize once, at the end.
+    """Divide the rows among threads. Each thread computes its rows one after another, and threads wait for each other
+    only at the end.
 
-    Splitting rows would keep more threads busy, but the threads would have to synchronize after every pass. On a busy
-    processor, each thread then waits for the slowest one, and such a step took ten times as long.
+    Splitting rows would keep more threads busy, but the threads would have to wait for the slowest one after every
+    pass. On a busy processor, such a step took ten times as long.
     """
     rows, H, _ = query_RHd.shape
     for thread in prange(threads):

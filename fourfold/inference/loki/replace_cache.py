@@ -32,15 +32,15 @@ class LayerRecipe:
 
 
 def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool) -> GrowingLayer | None:
-    """Replace a layer of the cache with a layer with the same contents that fits ``recipe``, unless the layer already
-    fits or cannot be replaced.
+    """Make a layer of the cache fit ``recipe``. If it does not fit yet, replace it by a new layer with the same
+    contents, if possible.
 
     Args:
         number: Index of the layer.
         is_loki: Whether the model's current attention is Loki's.
 
     Returns:
-        The layer that is now in the cache, or None if it is a layer of transformers, for which attention is dense.
+        The layer that is now in the cache. None if it is still a layer of transformers. Attention is then dense.
     """
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= number:
@@ -58,8 +58,8 @@ def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool)
 
 
 def _is_replaceable(layer: object, recipe: LayerRecipe, is_loki: bool) -> bool:
-    """Return whether a layer can and must be replaced: it holds all keys and values, and ``recipe`` asks for another
-    type of layer. (A layer with a sliding window holds all keys and values until the window is full.)"""
+    """Return whether a layer must and can be replaced. It must be if ``recipe`` asks for another type of layer. It can
+    be if it holds all keys and values, which a layer with a sliding window does only until the window is full."""
     if not is_loki:
         return False
     if type(layer) is DynamicLayer:

@@ -52,9 +52,8 @@ def combine_heads(scores_BKG_S: Tensor, visible_B1_S: Tensor | None = None) -> T
     """Return each key's combined score for its whole KV group: the sum of the heads' softmaxes, or the score itself if
     there is one head. Invisible keys have the score -inf.
 
-    A NaN score becomes the highest combined score, so that the NaN shows in the output. The whole group shares one
-    choice of keys, so each key is read only once. If each of its G heads had its own choice, up to G times as many keys
-    would be read.
+    The whole group shares one choice of keys, because G separate choices would read up to G times as many keys. A NaN
+    score becomes the highest combined score, so that the NaN shows in the output.
     """
     if visible_B1_S is not None:
         scores_BKG_S = scores_BKG_S.masked_fill(~visible_B1_S[:, :, None], NEVER)
@@ -65,7 +64,7 @@ def combine_heads(scores_BKG_S: Tensor, visible_B1_S: Tensor | None = None) -> T
 
 
 def _summed_softmax(scores_BKG_S: Tensor) -> Tensor:
-    if scores_BKG_S.device.type == "cpu":  # Only test this on a CPU. On a GPU, the test would make the host wait.
+    if scores_BKG_S.device.type == "cpu":  # On a GPU, this test would make the host wait.
         worth_BK_S = torch.softmax(scores_BKG_S, -1, dtype=torch.float32).sum(2)
         if not worth_BK_S[..., :1].isnan().any():  # A single NaN or infinity would spread over its whole row.
             return worth_BK_S
@@ -89,8 +88,8 @@ def choose_keys(
     """Return the positions of the k best keys, [B, K, …, k]. They include the first ``sink`` keys and the last
     ``recent`` keys.
 
-    The positions are unordered. But if ``k_B`` gives the number of keys for each sequence, the best keys come first. If
-    fewer than k keys are visible, the remaining positions are of invisible keys, and attention must mask them.
+    The positions are unordered, except that with ``k_B`` the best keys come first. If fewer than k keys are visible,
+    the remaining positions are of invisible keys, and attention must mask them.
     """
     kept_B1_S = always_chosen(config, visible_B1_S, worth_BK_S.shape[-1], worth_BK_S.device)
     if kept_B1_S is not None:

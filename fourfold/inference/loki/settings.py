@@ -71,9 +71,9 @@ class LokiConfig(BaseModel):
     """Use components of the keys before ("pre") or after ("post") their rotary embedding. "best" uses, for each
     layer, the kind that ranked held-out keys better."""
     kernels: Literal["auto", "torch", "triton", "numba"] = "auto"
-    """"torch" uses torch's operations, "triton" compiled kernels on a GPU, and "numba" compiled kernels on a CPU
-    (float32 and bfloat16). "auto" uses compiled kernels if they are installed and support the caches. While
-    autograd records, torch's operations are used."""
+    """What runs a decoding step: torch's operations ("torch"), compiled kernels on a GPU ("triton"), or compiled
+    kernels on a CPU for float32 and bfloat16 ("numba"). "auto" uses compiled kernels if they are installed and support
+    the caches. While autograd records, torch's operations are always used."""
 
     if not TYPE_CHECKING:  # Type checkers know the constructor's arguments from the fields.
 

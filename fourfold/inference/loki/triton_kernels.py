@@ -1,9 +1,10 @@
 """Run one decoding step with Triton kernels: score → rank → choose → attend. Each kernel is split over the sequence.
 
-Selection needs no sort. Each key's combined score becomes an unsigned integer with the same order. A radix search finds
-the k-th largest integer by its leading 11 bits, the next 11 bits, and the last 10 bits, with a histogram for each. One
-more pass writes the positions of all keys that reach this integer. Among ties, it takes the leftmost. Launch grids do
-not depend on the data, so a step can be captured in a CUDA graph.
+The best k keys are selected without sorting. Each key's combined score becomes an unsigned integer with the same order.
+A radix search finds the k-th largest integer with three histograms: of the leading 11 bits, the next 11 bits, and the
+last 10 bits. One more pass writes the positions of all keys that reach this integer, and takes the leftmost among ties.
+
+Launch grids do not depend on the data, so a step can be captured in a CUDA graph.
 
 Shape letters as in attend.py. R = B · K rows, P splits of a row. GP, DP, PP: G, D, P rounded up to a power of two.
 """
@@ -26,8 +27,8 @@ MOST_SPLITS = 256
 splits."""
 
 CHOSEN_SPLIT, CHOSEN_BLOCK = 128, 64
-"""Number of chosen keys per program, and largest number per iteration, when attending to the chosen keys. They are
-small, because the rows of chosen keys are scattered."""
+"""Limits for attending to the chosen keys: keys per program, and largest number of keys per iteration. Both are small,
+because chosen rows are scattered in memory."""
 
 MERGED_BLOCK = 16
 """Number of partial outputs of one query head to merge per iteration. A fixed number keeps register use constant,
@@ -49,7 +50,7 @@ def decode(step: DecodeStep) -> Tensor:
     assert key_BKSD.stride(3) == value_BKSD.stride(3) == 1, "rows must be contiguous"
     rows, k, device = batch * heads, step.k, query_BKGD.device
     visible_BS, always_BS = step.visible_BS, step.always_BS
-    # A sequence that sees no keys also gets one key, because the search must find something. Attention masks this key.
+    # The search must find at least one key, so a sequence that sees no keys also gets one. Attention masks this key.
     k_of_B = torch.full((batch,), k, device=device) if step.k_B is None else step.k_B.clamp(1, k)
     k_of_B = k_of_B.to(torch.int32)
 

@@ -1,1 +1,1 @@
-"""Write job scripts for batch systems. Each site is described in a data file."""
+"""Write job scripts for batch systems. A data file describes the conventions of each cluster."""

@@ -1,4 +1,4 @@
-"""Write the batch script that trains the model of a run file on a SLURM cluster, from the template `slurm.sh` and the
+"""Write a batch script that trains a run on a SLURM cluster. The script is made from the template `slurm.sh` and the
 cluster's conventions."""
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from fourfold.errors import UserError
 from fourfold.launch.job_scripts.slurm_site import Options, Site, one_line
 
 WAIT_SECONDS = 120
-"""Number of seconds that a job's processes may keep running after the first of them has ended. In this time, rank 0
-writes the report of a hang."""
+"""Number of seconds that a job's processes may keep running after one of them has ended. Rank 0 needs this time to
+write a report if the job hangs."""
 
 TIME = r"(\d+-)?\d+(:\d+){0,2}"
-"""Pattern of SLURM's times: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, and DAYS-HOURS to
-DAYS-HOURS:MINUTES:SECONDS."""
+"""Pattern of times in SLURM: MINUTES, MINUTES:SECONDS, or HOURS:MINUTES:SECONDS. With days: DAYS-HOURS,
+DAYS-HOURS:MINUTES, or DAYS-HOURS:MINUTES:SECONDS."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class SlurmJob:
     srun: Sequence[str] = ()
     """Further options of srun, as NAME=VALUE or NAME. They override the site's options."""
     setup: str | None = None
-    """Shell file that the script sources to load modules and the Python environment."""
+    """A shell file that the script sources, to load modules and the Python environment."""
     wrapper: str | None = None
-    """Shell text before `fourfold`, such as a container's command."""
+    """Shell text to put before `fourfold`, such as a command that runs a container."""
     save_seconds: int = 300
     max_crashes: int = 3
     overrides: Sequence[str] = field(default=())
@@ -49,11 +49,11 @@ def render_slurm_script(run_file: str, run: RunConfig, site: Site, job: SlurmJob
     Args:
         run_file: Path of the run file.
         run: The run file's content.
-        site: Conventions of the site.
+        site: The cluster's conventions.
         job: Options of the job.
 
     Raises:
-        UserError: The job does not fit the grid or SLURM.
+        UserError: The nodes do not have as many GPUs as the grid needs, or an option is not valid in SLURM.
     """
     tasks = tasks_per_node(run, site, job.nodes)
     _check_time(job)
@@ -109,7 +109,7 @@ def tasks_per_node(run: RunConfig, site: Site, nodes: int) -> int:
 
 
 def _check_time(job: SlurmJob) -> None:
-    """Check that the wall time is valid in SLURM, and longer than the time reserved for saving."""
+    """Check that `--time` is valid in SLURM, and longer than the time that is reserved for saving."""
     if job.time is None:
         return
     if not re.fullmatch(TIME, job.time):
@@ -127,7 +127,7 @@ def _check_time(job: SlurmJob) -> None:
 
 
 def _parse(options: Sequence[str], where: str) -> Options:
-    """Parse the user's own options, NAME=VALUE or --NAME=VALUE."""
+    """Parse options of the form NAME=VALUE or --NAME=VALUE that the user has given."""
     given = {}
     for text in options:
         name, _, value = text.removeprefix("--").partition("=")
@@ -149,8 +149,10 @@ def _directive(name: str, value: str) -> str:
 
 
 def _setup(site: Site, job: SlurmJob) -> str:
-    """Return the user's setup, followed by the site's commands and variables. Variables that the setup has set are
-    kept."""
+    """Return the script's lines for the user's setup, followed by the site's commands and environment variables.
+
+    A variable that the user's setup has set keeps its value.
+    """
     lines = []
     if job.setup is not None:
         path = shlex.quote(one_line(job.setup, "--setup"))

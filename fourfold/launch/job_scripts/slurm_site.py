@@ -1,6 +1,6 @@
-"""Load the conventions of a SLURM site: nodes, options of sbatch and srun, and environment variables.
+"""Load the conventions of a SLURM cluster (a site): its nodes, options of sbatch and srun, and environment variables.
 
-Sites are TOML files in `fourfold/launch/job_scripts/sites`. Their comments name the sources of the values.
+Each site is a TOML file in `fourfold/launch/job_scripts/sites`. Comments in the file name the sources of the values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ FOLDER: Traversable = files("fourfold.launch.job_scripts").joinpath("sites")
 
 
 def one_line(text: str, what: str = "it") -> str:
-    """Return the text, after checking that it can be part of one line of the script. ``what`` names it in the error."""
+    """Check that a text has no line breaks or other control characters, and return it.
+
+    Args:
+        what: What to call the text in the error message.
+    """
     if re.search(r"[\x00-\x1f\x7f]", text):
         raise UserError(f"{what} must be text of one line, not {text!r}")
     return text
@@ -37,7 +41,7 @@ def _option_name(name: str) -> str:
 
 
 def _option_value(value: Any) -> Any:
-    """Return the text of an option's value in TOML. ``true`` means an option without a value."""
+    """Convert an option's value in TOML to text. ``true`` means an option without a value."""
     return "" if value is True else str(value) if type(value) is int else value
 
 
@@ -47,14 +51,17 @@ Options = dict[Annotated[str, AfterValidator(_option_name)], Annotated[Line, Bef
 
 
 class Site(Strict):
-    """The conventions of one site. Environment values are shell text between double quotes, so `$USER` works."""
+    """The conventions of one site.
+
+    The script puts values of environment variables between double quotes, so they can contain `$USER`.
+    """
 
     name: Line
     gpus_per_node: int | None = Field(None, ge=1)
-    """Number of GPUs per node. None means as many as the grid needs."""
+    """Number of GPUs per node. None requests as many GPUs as the grid needs."""
     cpus_per_task: int | None = Field(None, ge=1)
-    """Value that is passed to both sbatch and srun, because since SLURM 22.05 a step does not inherit it from the
-    job."""
+    """Number of CPUs per process. It is passed to both sbatch and srun, because srun does not inherit it from sbatch
+    since SLURM 22.05."""
     sbatch: Options = Field(default_factory=dict)
     srun: Options = Field(default_factory=dict)
     commands: list[Line] = Field([])
@@ -71,8 +78,11 @@ def site_names() -> list[str]:
 
 
 def load_site(name: str, given_as: str = "--site") -> Site:
-    """Load a site by its built-in name or from a TOML file. Messages begin with ``given_as``, the option that named the
-    site.
+    """Load a site.
+
+    Args:
+        name: The name of a built-in site, or the path of a TOML file.
+        given_as: The option that named the site. Error messages begin with it.
 
     Raises:
         UserError: The site is unknown or invalid.

@@ -1,1 +1,1 @@
-"""Attention on the grid, with context parallelism, sliding windows, and documents."""
+"""Attention on the grid, with context parallelism, sliding windows, and packed documents."""

@@ -1,5 +1,5 @@
-"""Attention between the tensor-parallel linear layers. Every rank computes its own heads, sequences, or queries, and no
-work is repeated."""
+"""Attention between the tensor-parallel linear layers. Each rank computes its own heads, sequences, or queries, so no
+rank repeats the work of another rank."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ OVER_Y: dict[AttentionSplit, OverY] = {"heads": "features", "batch": "batch", "s
 class SharedAttentionCore(AttentionCore, Tiled):
     """The attention core, for this rank's share of the work.
 
-    ``split`` sets how the ranks of the tensor axis y share the work. If x·y divides the number of heads, they share it
-    by "heads". Otherwise only x splits the heads, and the ranks of y share the work by "batch", or by "sequence" (each
-    has some of the queries). If the key-value heads cannot be divided evenly among the ranks that split the query
-    heads, these ranks gather the key-value heads and sum their gradients. ``method`` is the method of attention over
-    the context axis cp, which splits the sequence.
+    ``split`` says what the ranks of the tensor axis y split: "heads", the sequences of the "batch", or the queries of
+    each "sequence". The axis x always splits the heads. ``method`` says how the ranks of the context axis cp share
+    attention: "ring" or "ulysses".
+
+    The key-value heads may not be divisible by the number of ranks that split the query heads. In this case, these
+    ranks gather the key-value heads, and sum the heads' gradients.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class SharedAttentionCore(AttentionCore, Tiled):
         heads_here, heads_per_kv = heads // ranks, heads // kv_heads
         first = rank * heads_here
         needed = [(first + head) // heads_per_kv for head in range(heads_here)]
-        # torch's grouped attention needs the same number of consecutive query heads for each key-value head. If the
-        # numbers differ, repeat the key-value heads.
+        # In torch's grouped attention, all key-value heads must serve equally many consecutive query heads. If the
+        # numbers on this rank differ, pass one key-value head per query head.
         distinct = sorted(set(needed))
         regular = all(needed.count(kv) == heads_here // len(distinct) for kv in distinct)
         self.kv_needed = distinct if regular else needed
@@ -75,7 +76,7 @@ class SharedAttentionCore(AttentionCore, Tiled):
         return self.attend_share(*self.norm_all_heads(q, k), v, context)
 
     def attend_share(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        """Gather the tensors that this rank's heads, sequences, or queries need, and attend."""
+        """Gather what this rank's heads, sequences, or queries need from other ranks, and run attention for them."""
         if self.split == "sequence":
             context = replace(context, first_query=self.y.rank * q.shape[1])
             k, v = (gather(t, self.y, 1, "attention: keys and values") for t in (k, v))
@@ -90,7 +91,10 @@ class SharedAttentionCore(AttentionCore, Tiled):
         return rank_after_rank(out, self.token_ranks) if self.split == "heads" else out
 
     def attend_here(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        """Attend with this rank's heads. The only collectives here run over cp. Without cp, this method is compiled."""
+        """Run attention with this rank's heads.
+
+        The only collectives here run over cp. So if cp has size 1, this method can be compiled.
+        """
         return self.attend_heads(q, k, v, context)
 
     def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
@@ -111,8 +115,10 @@ class SharedAttentionCore(AttentionCore, Tiled):
         return scatter_sequence(out_BSnD, self.cp)
 
     def _attend_some_queries(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
-        """Attend with this rank's queries of each sequence, under a mask. With soft-capping or sinks, scores are not
-        kept for the backward pass."""
+        """Run attention under a mask, for this rank's queries of each sequence.
+
+        With soft-capping or sinks, the backward pass computes the scores again instead of keeping them.
+        """
         if not self.softcap and self.sinks is None:
             return super().attend(q_BSND, k_BSKD, v_BSKD, context)
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
@@ -122,7 +128,7 @@ class SharedAttentionCore(AttentionCore, Tiled):
         return attend_masked(q, k, v, mask_B1QS, scores, self.sinks).transpose(1, 2)
 
     def _my_kv_heads(self, kv: Tensor) -> Tensor:
-        """Gather the key or value heads that this rank's query heads read. ``kv`` has this rank's features."""
+        """Return the key or value heads that this rank's query heads read. ``kv`` has this rank's channels."""
         if self.split == "heads":
             kv = gather(kv, self.y, 2, "attention: keys and values")
         if not self.kv_inside_x:
@@ -132,18 +138,18 @@ class SharedAttentionCore(AttentionCore, Tiled):
         if self.kv_needed == list(range(first, first + count)):
             return heads[:, :, first : first + count].flatten(2)
         needed = torch.tensor(self.kv_needed)
-        if kv.is_cuda:  # With pinned memory, the host does not wait for the copy.
+        if kv.is_cuda:  # Copy from pinned memory, so that the host does not wait for the copy.
             needed = needed.pin_memory().to(kv.device, non_blocking=True)
         return heads[:, :, needed].flatten(2)
 
 
 def whole_sequences(t: Tensor, ranks: int) -> Tensor:
-    """Convert tokens that are ordered rank by rank to whole sequences: [n · B, T, …] to [B, n · T, …]."""
+    """Put tokens that are in rank order into sequence order: [n · B, T, …] → [B, n · T, …] for n ranks."""
     by_sequence_BnTf: Tensor = t.unflatten(0, (ranks, -1)).transpose(0, 1)
     return by_sequence_BnTf.flatten(1, 2)
 
 
 def rank_after_rank(t: Tensor, ranks: int) -> Tensor:
-    """Reverse ``whole_sequences``: return the tokens ordered rank by rank."""
+    """Reverse ``whole_sequences``: put tokens that are in sequence order into rank order."""
     by_rank_nBTf: Tensor = t.unflatten(1, (ranks, -1)).transpose(0, 1)
     return by_rank_nBTf.flatten(0, 1)

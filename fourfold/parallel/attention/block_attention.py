@@ -1,8 +1,10 @@
-"""Compute attention to one block of keys, and its gradients. The log-sum-exps let the caller merge the results of
-several blocks. The backward pass of each block starts from the merged result.
+"""Compute attention to one block of keys, and its gradients.
 
-torch's public attention does not return the log-sum-exps, so this module calls torch's kernels by name. No kernel
-soft-caps scores, so attention with soft-capping runs as separate operations. Queries are [B, N, Q, D], keys and values
+A query may have to attend to several blocks. The log-sum-exp of its scores lets the caller merge the results of these
+blocks. The backward pass of each block reads the merged outputs and log-sum-exps.
+
+torch's public attention does not return log-sum-exps, so this module calls torch's kernels by name. No kernel soft-caps
+scores, so attention with soft-capping runs as separate operations. Queries are [B, N, Q, D], keys and values
 [B, K, S, D], and K divides N.
 """
 
@@ -25,27 +27,29 @@ does not pad."""
 
 
 BIAS_MULTIPLE = 16
-"""CUDA's memory-efficient kernel requires that each row of a mask begins at a multiple of this many entries. torch's
-public attention pads the rows too."""
+"""CUDA's memory-efficient kernel requires that the rows of a mask start at multiples of this many entries. So this
+module pads the rows, as torch's public attention does."""
 
 WIDTH_MULTIPLE, WIDEST_FLASH, WIDEST_CUDNN = 8, 256, 128
-"""CUDA's kernels need a head dim that is a multiple of ``WIDTH_MULTIPLE``. torch's public attention pads to it too.
-FlashAttention supports head dims up to ``WIDEST_FLASH``. This module uses cuDNN for head dims up to ``WIDEST_CUDNN``.
+"""Limits on the head dim in CUDA's kernels.
 
-On Hopper, torch 2.11 uses cuDNN up to a head dim of 256, but later versions do so only with cuDNN 9.23 or newer. This
-module therefore uses FlashAttention above ``WIDEST_CUDNN``.
+- The head dim must be a multiple of ``WIDTH_MULTIPLE``. This module pads it, as torch's public attention does.
+- FlashAttention supports head dims up to ``WIDEST_FLASH``.
+- This module uses cuDNN up to ``WIDEST_CUDNN``, and FlashAttention above it. On Hopper, torch 2.11 uses cuDNN up to a
+  head dim of 256, but later versions do so only with cuDNN 9.23 or newer.
 """
 
 CUDNN = 91500
-"""torch's public attention prefers cuDNN above this version (``check_prefer_cudnn_attention`` in sdp_utils.cpp)."""
+"""torch's public attention prefers cuDNN if cuDNN's version is above this (``check_prefer_cudnn_attention`` in torch's
+sdp_utils.cpp)."""
 
 CAPPED_ROWS = 512
-"""Number of queries whose soft-capped scores are computed at once. The memory for scores therefore grows with the
-number of keys, but not with the number of queries."""
+"""Number of queries whose soft-capped scores are in memory at once. So the memory for scores does not grow with the
+number of queries."""
 
 
 class AttentionScores(NamedTuple):
-    """How scores are computed: scale · q·k, then softcap · tanh(score / softcap) if softcap is not 0."""
+    """Options of the scores: scale · q·k, and then softcap · tanh(score / softcap) if softcap is not 0."""
 
     scale: float
     softcap: float = 0.0
@@ -54,16 +58,15 @@ class AttentionScores(NamedTuple):
 def attend_block(
     q_BNQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, causal: bool, mask_B1QS: Tensor | None, scores: AttentionScores
 ) -> tuple[Tensor, Tensor]:
-    """Attend with some queries to a block of keys.
+    """Compute the attention of some queries to a block of keys.
 
     Args:
         q_BNQD: Queries.
         k_BKSD: Keys. K divides N.
         v_BKSD: Values.
-        causal: Whether query i sees only keys up to i. There must then be as many queries as keys.
-        mask_B1QS: True if a query may see a key. None means that a query sees all keys, or if ``causal``, all keys up
-            to itself.
-        scores: Scale and cap of the scores.
+        causal: Whether query i sees only keys up to i. The block must then have as many keys as there are queries.
+        mask_B1QS: True if a query may see a key. With None, only ``causal`` limits which keys a query sees.
+        scores: Scale and soft-cap of the scores.
 
     Returns:
         The outputs [B, N, Q, D] and the log-sum-exps [B, N, Q] in float32. If a query sees no key, its output is 0 and
@@ -103,15 +106,15 @@ def join_sinks(lse_NT: Tensor, sinks_N: Tensor) -> tuple[Tensor, Tensor]:
         sinks_N: The sink of each head.
 
     Returns:
-        The factors that the caller must multiply the outputs by, and the log-sum-exps with the sinks. With these
-        log-sum-exps and the multiplied outputs, ``attend_block_backward`` gives the exact gradients of q, k, and v.
+        The factors that the caller must multiply the outputs by, and log-sum-exps that include the sinks. Pass these
+        log-sum-exps and the multiplied outputs to ``attend_block_backward``, to get exact gradients of q, k, and v.
     """
     all_NT = torch.logaddexp(lse_NT, sinks_N.to(lse_NT.dtype)[:, None])
     return (lse_NT - all_NT).exp_(), all_NT
 
 
 def sink_gradient(grad_NTD: Tensor, out_NTD: Tensor, lse_NT: Tensor, sinks_N: Tensor) -> Tensor:
-    """Return the gradient of the sinks, given the outputs and log-sum-exps with the sinks."""
+    """Return the gradient of the sinks. The outputs and log-sum-exps must include the sinks (``join_sinks``)."""
     weights_NT = (sinks_N.to(lse_NT.dtype)[:, None] - lse_NT).exp_()
     projected_NT = (grad_NTD * out_NTD.to(lse_NT.dtype)).sum(-1)
     return (weights_NT * projected_NT).sum(-1).view(-1, len(sinks_N)).sum(0).neg().to(sinks_N.dtype)
@@ -131,18 +134,18 @@ def attend_block_backward(
     """Compute the gradients of attention to a block of keys.
 
     Args:
-        grad_BNQD: The gradient of the outputs over all keys.
+        grad_BNQD: The gradient of the merged outputs.
         q_BNQD: Queries.
-        out_BNQD: The merged outputs over all blocks of keys.
-        lse_BNQ: The merged log-sum-exps over all blocks of keys. They make the gradients of each block exact.
+        out_BNQD: The outputs, merged over all blocks of keys.
+        lse_BNQ: The log-sum-exps, merged over all blocks of keys.
         k_BKSD: Keys of the block.
         v_BKSD: Values of the block.
         causal: See ``attend_block``.
         mask_B1QS: See ``attend_block``.
-        scores: Scale and cap of the scores.
+        scores: Scale and soft-cap of the scores.
 
     Returns:
-        The gradients of q, k, and v. The gradient of q is this block's share of a sum over blocks.
+        The gradients of q, k, and v. The caller must sum the gradients of q over all blocks.
     """
     k, v = _per_query_head(q_BNQD, k_BKSD), _per_query_head(q_BNQD, v_BKSD)
     if scores.softcap:
@@ -176,10 +179,10 @@ def attend_block_backward(
 
 
 def kernel_for(q_BNQD: Tensor, k_BNSD: Tensor, is_masked: bool) -> Literal["cpu", "flash", "cudnn", "efficient"]:
-    """Return torch's kernel for a block of attention without soft-capping.
+    """Choose torch's kernel for a block of attention without soft-capping.
 
-    CUDA's flash kernel and cuDNN's kernel need half precision and, as called here, take no mask. cuDNN's kernel needs
-    more than one key.
+    CUDA's flash kernel and cuDNN's kernel need half precision, and this module never passes them a mask. cuDNN's kernel
+    needs more than one key.
     """
     width = q_BNQD.shape[-1]
     if q_BNQD.device.type == "cpu":
@@ -190,9 +193,9 @@ def kernel_for(q_BNQD: Tensor, k_BNSD: Tensor, is_masked: bool) -> Literal["cpu"
 
 
 def prefers_cudnn(device: torch.device) -> bool:
-    """Return whether torch's own attention prefers cuDNN on this GPU (Hopper and data center Blackwell).
+    """Return whether torch's public attention prefers cuDNN on this GPU (Hopper and data center Blackwell).
 
-    The backward pass of cuDNN is not deterministic. So this returns False if torch must use deterministic algorithms.
+    The backward pass of cuDNN is not deterministic. So return False if torch must use deterministic algorithms.
     """
     is_strict = (
         torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -205,7 +208,7 @@ def prefers_cudnn(device: torch.device) -> bool:
 
 
 def padded(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Pad the head dim with zeros to a multiple that CUDA's kernels support."""
+    """Pad the head dim with zeros to a multiple of ``WIDTH_MULTIPLE``."""
     missing = -tensors[0].shape[-1] % WIDTH_MULTIPLE
     return tuple(torch.nn.functional.pad(tensor, (0, missing)) for tensor in tensors) if missing else tensors
 
@@ -213,7 +216,7 @@ def padded(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _attend_capped(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scores: AttentionScores
 ) -> tuple[Tensor, Tensor]:
-    """Run ``attend_block`` as separate operations, with one key-value head per query head.
+    """Do the same as ``attend_block``, but with soft-capping, and with one key-value head per query head.
 
     The softmax is in float32, or in float64 if the queries are float64.
     """
@@ -290,8 +293,11 @@ def attend_masked(
     scores: AttentionScores,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Return the differentiable outputs of ``attend_block`` under a mask, [B, N, Q, D]. They include the heads' sinks,
-    if there are any."""
+    """Run attention under a mask, and return the outputs, [B, N, Q, D]. Autograd can differentiate them.
+
+    Args:
+        sinks_N: The sink of each head (``join_sinks``), if the model has sinks.
+    """
     out_BNQD: Tensor = _Masked.apply(q_BNQD, k_BKSD, v_BKSD, sinks_N, mask_B1QS, scores)
     return out_BNQD
 
@@ -318,8 +324,10 @@ class _Masked(Function):
 
 
 def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Convert the mask to the additive form that all kernels take: 0 for visible keys and −∞ for hidden keys, in the
-    queries' dtype. On a GPU, its rows are aligned (``BIAS_MULTIPLE``)."""
+    """Convert the mask to the form that kernels add to the scores: 0 for visible keys and −∞ for hidden keys.
+
+    On a GPU, the rows are aligned (``BIAS_MULTIPLE``).
+    """
     if mask is None:
         return None
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
@@ -330,7 +338,7 @@ def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
 
 
 def _per_query_head(q: Tensor, kv: Tensor) -> Tensor:
-    """Repeat keys or values for all query heads that share them."""
+    """Repeat each key or value head for all query heads that share it."""
     return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
 
 

@@ -1,8 +1,8 @@
-"""Split sequences over the context axis cp: each rank holds two chunks of every sequence, and attention computes the
-same result as on one rank.
+"""Split sequences over the context axis cp. Each rank holds two chunks of every sequence.
 
-In the head-tail layout with 2n chunks, rank r of n has chunks r and 2n − 1 − r, so all ranks have equal work under a
-causal mask. Everything except attention works token by token and needs no data from other ranks.
+A sequence is cut into 2n chunks for n ranks. Rank r has chunks r (the head chunk) and 2n − 1 − r (the tail chunk). In
+this head-tail layout, all ranks have equal work under a causal mask. Only attention needs data from other cp ranks,
+because all other layers process each token separately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
 
 
 def take_chunks(t_BS: Tensor, rank: int, ranks: int) -> Tensor:
-    """Return a rank's tokens of whole sequences, [B, S] → [B, S/ranks]."""
+    """Select a rank's tokens from whole sequences, [B, S] → [B, S/ranks]."""
     if ranks == 1:
         return t_BS
     chunks = t_BS.chunk(2 * ranks, dim=1)
@@ -35,9 +35,9 @@ def take_chunks(t_BS: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[Tensor]:
-    """Return this rank's tokens of a micro-batch.
+    """Select this rank's tokens from a micro-batch.
 
-    ``document_ends`` is not split, because attention compares the documents of all tokens.
+    ``document_ends`` is not split, because attention needs to know the documents of all tokens.
     """
     if cp.size == 1:
         return micro_batch
@@ -51,13 +51,11 @@ def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[
 
 @dataclass(frozen=True)
 class DocumentContext(AttentionContext):
-    """Attention tables for this rank's tokens. They have no mask. Instead, they say where the documents of the whole
-    sequence end."""
+    """Attention tables of this rank's tokens, with the document ends of the whole sequence instead of a mask."""
 
 
 def context_of_sequences(context: C, sequences: slice) -> C:
-    """Return the tables of some sequences of a batch. A table with only one row applies to every sequence, so it is
-    returned unchanged."""
+    """Select the tables of some sequences of a batch. A table with one row applies to all sequences and is kept."""
 
     def rows(table: Tensor | None) -> Tensor | None:
         return table if table is None or len(table) == 1 else table[sequences]
@@ -91,11 +89,12 @@ def gather_sequence(cp: Axis, *of_tokens: Tensor) -> tuple[Tensor, ...]:
 
     Args:
         cp: The context axis.
-        of_tokens: Tensors of this rank's tokens, such as queries, keys, and values. Each is [B, T, heads, D] or, with
-            the features of all heads joined, [B, T, f].
+        of_tokens: Tensors of this rank's tokens, such as queries, keys, and values. Each is [B, T, heads, D], or
+            [B, T, f] if the channels of all heads are joined.
 
     Returns:
-        The tensors of all tokens, in order, for this rank's share of the heads: [B, S, heads/cp, D] or [B, S, f/cp].
+        The same tensors for all tokens, in sequence order, and this rank's share of the heads: [B, S, heads/cp, D] or
+        [B, S, f/cp].
     """
     if cp.size == 1:
         return of_tokens
@@ -116,6 +115,6 @@ def scatter_sequence(out_BShD: Tensor, cp: Axis) -> Tensor:
 
 
 def in_order(parts_nBT: Tensor, ranks: int) -> Tensor:
-    """Put the tokens of all ranks, [n, B, T, …], in the order of the whole sequence, [B, S, …]."""
+    """Put the tokens of n ranks into sequence order, [n, B, T, …] → [B, S, …]."""
     heads, tails = parts_nBT.chunk(2, dim=2)
     return torch.cat([*heads, *tails.flip(0)], dim=1)

@@ -1,4 +1,4 @@
-"""Linear attention on the grid. Every rank runs its own heads, or its own sequences."""
+"""Linear attention on the grid. Each rank computes its own heads, or its own sequences."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fourfold.parallel.tensor.sharding import Tiled
 
 
 class SharedDeltaCore(DeltaCore, Tiled):
-    """The core of linear attention, for this rank's share of the work.
+    """The core of linear attention, for this rank's share of the heads or sequences.
 
-    ``split`` is the split of the attention layers: the ranks of the tensor axis y share the work by "heads" or by
-    "batch". The ranks of the context axis cp always exchange heads for tokens (Ulysses), because the state of a head
-    depends on all earlier tokens.
+    With ``split`` "heads", the ranks of the tensor axis y split the heads. With "batch", they split the sequences. The
+    state of a head depends on all earlier tokens. So the ranks of the context axis cp always use Ulysses' all-to-alls,
+    which give each rank all tokens of some heads.
     """
 
     def __init__(self, core: DeltaCore, grid: Grid, split: AttentionSplit) -> None:
@@ -47,7 +47,7 @@ class SharedDeltaCore(DeltaCore, Tiled):
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, a: Tensor, context: AttentionContext, *parameters: Tensor
     ) -> Tensor:
-        """Mix the tokens of whole sequences, with this rank's share of the heads."""
+        """Run ``DeltaCore.mix`` on whole sequences, with this cp rank's share of the heads."""
         q, k, v, b, a = gather_sequence(self.cp, q, k, v, b, a)
         mine = (parameter.chunk(self.cp.size)[self.cp.rank] for parameter in parameters)
         return scatter_sequence(super().mix(q, k, v, b, a, context, *mine), self.cp)

@@ -1,13 +1,14 @@
-"""Causal attention inside the documents of packed sequences and inside a sliding window, without a mask over whole
-sequences. It needs as much memory as plain causal attention. Its time depends on the lengths of the documents and of
-the window.
+"""Causal attention within the documents of packed sequences, and within a sliding window.
+
+This module needs no mask over whole sequences. So it needs only as much memory as plain causal attention, and with
+short documents or short windows it takes less time.
 
 On a GPU, one call of FlashAttention 2 (Dao 2023, arXiv 2307.08691) handles all documents if the kernel supports the
 inputs. Otherwise each document, or each piece of its queries, takes one call. torch.compile treats both variants as
 opaque operators.
 
-cuDNN's kernel is faster on Hopper, but torch's operators for it do not support windows. torch's own ``varlen_attn``
-(2.13) never calls these operators, and it refuses grouped heads on Hopper.
+cuDNN's kernel is faster on Hopper, but torch's operators for this kernel do not support windows. We do not use torch's
+public ``varlen_attn`` either: in torch 2.13, it never calls cuDNN, and it refuses grouped key-value heads on Hopper.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from fourfold.parallel.attention.block_attention import (
 Tensors = tuple[Tensor, ...]
 
 LEAST_QUERIES, MOST_QUERIES = 16, 512
-"""Smallest and largest number of queries in one piece, if there is a window or a soft-cap. The larger a piece is, the
-more scores it computes for keys that are outside a query's window."""
+"""Smallest and largest number of queries in one piece, if there is a window or a soft-cap. With a window, larger pieces
+compute more scores that the window hides."""
 
 
 class KeyLimits(NamedTuple):
-    """Limits on the keys that a query sees: the keys in its document and in its window."""
+    """Limits on which keys a query sees. A query sees only keys of its own document, within its window."""
 
     document_ends_BE: Tensor | None
     window: int
@@ -55,15 +56,18 @@ def attend_documents(
     softcap: float = 0.0,
     sinks_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend inside documents. Return outputs [B, S, N, D], and log-sum-exps [N, B·S] for the backward pass.
+    """Run causal attention within documents.
 
     Args:
-        document_ends_BE: the end of each document of a sequence, ascending. The last end is S, repeated in rows with
-            fewer documents. None means that each sequence is one document.
+        document_ends_BE: the position after the last token of each document, ascending. The last end in each row is S.
+            Rows with fewer documents repeat S. None means that each sequence is one document.
         window: the number of tokens that a query sees, including itself. 0 means no window.
-        scale: factor on the scores.
+        scale: the factor that the scores q·k are multiplied by.
         softcap: the soft-cap of the scores (``AttentionScores``). 0 means no soft-capping.
         sinks_N: the sink of each head (``join_sinks``), if there are sinks.
+
+    Returns:
+        The outputs [B, S, N, D], and the log-sum-exps [N, B·S] for the backward pass.
     """
     limits, scores = KeyLimits(document_ends_BE, window), AttentionScores(scale, softcap)
     attend = attend_at_once if _has_kernel(q_BSND, softcap) else attend_in_turn
@@ -92,10 +96,10 @@ def attend_documents_backward(
 
 
 def _has_kernel(q: Tensor, softcap: float) -> bool:
-    """Return whether one kernel call can handle all documents. The kernel needs half precision and a head dim of at
-    most ``WIDEST_FLASH``, and it cannot soft-cap scores.
+    """Return whether one kernel call can handle all documents.
 
-    AMD's kernel is not used. It pads its log-sum-exps to [documents, N, S], which can take more memory than a mask.
+    The kernel needs half precision and a head dim of at most ``WIDEST_FLASH``, and it cannot soft-cap scores. We never
+    use AMD's kernel. It pads its log-sum-exps to [documents, N, S], which can take more memory than a mask.
     """
     is_half, fits = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1] <= WIDEST_FLASH
     return q.is_cuda and torch.version.hip is None and is_half and fits and not softcap
@@ -104,7 +108,7 @@ def _has_kernel(q: Tensor, softcap: float) -> bool:
 def attend_at_once(
     q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, limits: KeyLimits, scores: AttentionScores
 ) -> tuple[Tensor, Tensor]:
-    """Attend to all documents in one call of a CUDA kernel."""
+    """Run attention for all documents in one call of a CUDA kernel."""
     length = q_BSND.shape[1]
     begins, tokens = begins_of(limits, q_BSND), [t.flatten(0, 1) for t in padded(q_BSND, k_BSKD, v_BSKD)]
     given = (*tokens, begins, begins, length, length, 0.0, True, False)
@@ -118,8 +122,8 @@ def differentiate_at_once(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, s
     Args:
         tensors: The output's gradient, q, k, v, and the output.
         lse_NT: The log-sum-exp of each query.
-        limits: The keys that each query attends to.
-        scores: How scores are computed.
+        limits: Which keys each query sees.
+        scores: Scale and soft-cap of the scores.
     """
     batch, length = tensors[0].shape[:2]
     begins, tokens = begins_of(limits, tensors[0]), [t.flatten(0, 1) for t in padded(*tensors)]
@@ -131,15 +135,14 @@ def differentiate_at_once(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, s
 
 
 def _options(limits: KeyLimits, scores: AttentionScores) -> dict[str, Any]:
-    """Return the kernel's keyword arguments: the scale and, if there is a window, how many earlier tokens a query
-    sees."""
+    """Return the kernel's keyword arguments. The kernel does not count the query's own token as part of the window."""
     return {"scale": scores.scale} | ({"window_size_left": limits.window - 1} if limits.window else {})
 
 
 def attend_in_turn(
     q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, limits: KeyLimits, scores: AttentionScores
 ) -> tuple[Tensor, Tensor]:
-    """Attend one piece of queries at a time."""
+    """Run attention for one piece of queries at a time."""
     out_BSND, lse_NT = _outputs(q_BSND)
     lse_BNS = _by_row(lse_NT, q_BSND)
     for row, queries, keys in pieces_of(limits, q_BSND, scores):
@@ -170,21 +173,24 @@ def differentiate_in_turn(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, s
 
 
 def _add_sinks(out_BSND: Tensor, lse_NT: Tensor, sinks_N: Tensor) -> Tensor:
-    """Scale the outputs in place, and return the log-sum-exps with the sinks."""
+    """Add the sinks to the softmax (``join_sinks``): scale the outputs in place, and return the new log-sum-exps."""
     share_NT, all_NT = join_sinks(lse_NT, sinks_N)
     out_BSND.mul_(_by_row(share_NT, out_BSND).transpose(1, 2)[..., None])
     return all_NT
 
 
 def _by_row(lse_NT: Tensor, q_BSND: Tensor) -> Tensor:
-    """View [N, B·S] as [B, N, S]."""
+    """View log-sum-exps [N, B·S] as [B, N, S]."""
     batch, length, heads, _ = q_BSND.shape
     return lse_NT.view(heads, batch, length).transpose(0, 1)
 
 
 def begins_of(limits: KeyLimits, q_BSND: Tensor) -> Tensor:
-    """Return the start of each document in the batch's flattened tokens, followed by the end of the last document, in
-    int32. The shape is [B·E + 1], or [B + 1] if each sequence is one document."""
+    """Return where each document starts among the tokens of all sequences, in int32, as the kernel needs it.
+
+    The last entry is the end of the last document. So the shape is [B·E + 1], or [B + 1] if each sequence is one
+    document.
+    """
     batch, length = q_BSND.shape[:2]
     row_begins_B1 = length * torch.arange(batch, device=q_BSND.device)[:, None]
     ends = length if limits.document_ends_BE is None else limits.document_ends_BE
@@ -192,10 +198,10 @@ def begins_of(limits: KeyLimits, q_BSND: Tensor) -> Tensor:
 
 
 def pieces_of(limits: KeyLimits, q_BSND: Tensor, scores: AttentionScores) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield each piece of work as rows of the batch, some queries of one document, and the keys that at least one of
-    these queries sees.
+    """Yield pieces of work. Each piece is three slices: sequences of the batch, some queries of one document, and the
+    keys that at least one of these queries sees.
 
-    The last query of a piece is at the same position as the last key.
+    The last query and the last key of a piece belong to the same token.
     """
     length, window = q_BSND.shape[1], limits.window
     size = length
@@ -210,8 +216,7 @@ def pieces_of(limits: KeyLimits, q_BSND: Tensor, scores: AttentionScores) -> Ite
 
 
 def _mask_of_piece(queries: slice, keys: slice, window: int, device: torch.device) -> Tensor | None:
-    """Return a mask [1, 1, Q, S] that is true if a query sees a key, or None if every query sees all keys up to
-    itself."""
+    """Return a mask [1, 1, Q, S] that is true if a query sees a key. Return None if plain causal attention suffices."""
     count, before = queries.stop - queries.start, queries.start - keys.start
     if before == 0 and not 0 < window < count:
         return None
@@ -220,7 +225,7 @@ def _mask_of_piece(queries: slice, keys: slice, window: int, device: torch.devic
 
 
 def _documents(document_ends_BE: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield the row and the tokens of each document."""
+    """Yield two slices for each document: its sequence in the batch, and its tokens."""
     for row, ends in enumerate(document_ends_BE.tolist()):
         begin = 0
         for end in ends:

@@ -1,8 +1,8 @@
 """Multi-head latent attention on the grid.
 
-The latents are placed like the residual stream: each x rank has its own tokens, and each y rank its own channels. So a
-rank projects only its own tokens to latents. Before the projections from the latents, the ranks gather latents instead
-of the much wider hidden states.
+Latents are split like the residual stream: tokens over x, and channels over y. So each rank projects only its own
+tokens to latents. The projections from latents to keys and values need the tokens of all x ranks. So the ranks gather
+latents here, which are much narrower than hidden states.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from fourfold.parallel.tensor.sharding import Tile
 
 
 class LatentLinear(Linear4D):
-    """Projects each x rank's own tokens to latents. The weight is [c, H/y], and the output [B, T, c/y]."""
+    """Projects this rank's own tokens to latents. The weight is [c, H/y], and the output [B, T, c/y]. c is the width of
+    the latents."""
 
     def token_axis(self, grid: Grid) -> Axis:
         return replace(grid.x, size=1, rank=0)
@@ -34,12 +35,12 @@ class LatentLinear(Linear4D):
 
 
 def latent_projections(linears: nn.ModuleDict, grid: Grid, overlap: OverlapConfig) -> LinearGroup:
-    """Replace the projections to the latents with parallel layers."""
+    """Replace the projections from hidden states to latents with parallel layers."""
     return LinearGroup(linears, grid, "features", "latents", overlap, LatentLinear)
 
 
 class SharedLatentCore(SharedAttentionCore):
-    """The core of latent attention, for this rank's share of the work. See ``SharedAttentionCore``."""
+    """The core of latent attention, for this rank's share of the work (see ``SharedAttentionCore``)."""
 
     def __init__(self, core: LatentCore, grid: Grid, split: AttentionSplit, method: ContextMethod, heads: int) -> None:
         super().__init__(core, grid, split, method, heads, heads)
@@ -55,9 +56,9 @@ class SharedLatentCore(SharedAttentionCore):
         return without_padding(self.attend_share(q, k, v, context), self.widths)
 
     def _for_my_heads(self, k_rope: Tensor) -> Tensor:
-        """Gather the rotary key channels, which all heads share, for the tokens of ``k_nope``.
+        """Gather the key channels with rotary embeddings for the tokens that this rank attends to.
 
-        The backward pass sums their gradients over the heads of all ranks.
+        All heads share these channels. So the backward pass sums their gradients over the heads of all ranks.
         """
         k_rope = gather(k_rope, self.y, 2, "attention: shared key")
         k_rope = gather(k_rope, self.x, self.token_dim, "attention: shared key")

@@ -1,9 +1,10 @@
 """Causal attention over sequences that are split over the context axis cp. The ranks of cp pass keys and values around
 a ring.
 
-This is ring attention (Liu et al. 2023, arXiv 2310.01889) with the head-tail layout of ``context``. Every rank attends
-to the keys and values of each rank in turn, while the next block is in flight. Partial results are merged with their
-log-sum-exps. The backward pass sends the blocks around the ring again, together with their gradients.
+This is ring attention (Liu et al. 2023, arXiv 2310.01889) with the head-tail layout of the module ``context``. In each
+step, a rank attends to the keys and values of one rank, and already receives the keys and values for the next step.
+Log-sum-exps let the rank merge the results of the steps. The backward pass sends keys and values around the ring again,
+together with their gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def ring_attention(
     window: int = 0,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Attend to the keys of all cp ranks.
+    """Run attention of this rank's queries to the keys of all cp ranks.
 
     Args:
         q_BTND: This rank's queries.
@@ -49,7 +50,7 @@ def ring_attention(
         document_ends_BE: The end of each document of the whole sequences (``attend_documents``). None means that
             each sequence is one document.
         cp: The context axis.
-        scores: Scale and cap of the scores.
+        scores: Scale and soft-cap of the scores.
         window: Number of tokens that a query sees, including itself. 0 means all.
         sinks_N: The sink of each head (``join_sinks``), if there are sinks.
 
@@ -64,7 +65,7 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class VisibleBlock:
-    """The visible part of one ring step: the queries and keys that take part, and their mask."""
+    """The queries and keys of one ring step that can see each other, and their mask."""
 
     queries: slice
     keys: slice
@@ -75,38 +76,38 @@ class VisibleBlock:
 def block_of_step(
     source: int, tokens: int, documents_BS: Tensor | None, cp: Axis, window: int, device: torch.device
 ) -> VisibleBlock | None:
-    """Return the part of a ring step that the mask leaves visible.
+    """Return the queries and keys of a ring step that can see each other.
 
     Args:
         source: The rank whose keys this rank has now.
         tokens: Number of queries of this rank, and of keys of ``source``.
-        documents_BS: Index of the document that each token of the whole sequence belongs to. None if attention is not
-            limited to documents.
+        documents_BS: Index of each token's document, for the tokens of the whole sequence. None if attention may cross
+            documents.
         cp: The context axis.
         window: Number of tokens that a query sees, including itself. 0 means all.
         device: Device of the mask.
 
     Returns:
-        The slice of this rank's queries that attend, the slice of ``source``'s keys that they see, and their mask. None
-        if all these keys lie before the window of every query.
+        A slice of this rank's queries, a slice of the keys of ``source``, and their mask. None if no query sees any of
+        these keys, because all of them lie before the queries' windows.
     """
     everything, half = slice(0, tokens), tokens // 2
     if source == cp.rank:
         queries, keys = everything, everything
     elif source < cp.rank:
-        # The source's head chunk comes before both chunks of this rank. Its tail chunk comes after them, so no query
-        # sees it.
+        # The head chunk of the source comes before both chunks of this rank. The tail chunk of the source comes after
+        # them, so no query sees it.
         queries, keys = everything, slice(0, half)
     else:
-        # This rank's tail chunk comes after both chunks of the source. Its head chunk comes before them, so it sees no
-        # key.
+        # The tail chunk of this rank comes after both chunks of the source. The head chunk of this rank comes before
+        # them, so its queries see no key.
         queries, keys = slice(half, tokens), everything
     causal, length = source == cp.rank, tokens * cp.size
     if not causal and window:
         if (abs(source - cp.rank) - 1) * half + 1 >= window:
             return None
-        # The window may also hide the source's head chunk from this rank's tail chunk, because these two chunks are the
-        # furthest apart.
+        # The head chunk of the source and the tail chunk of this rank are the furthest apart. The window may be too
+        # short for this pair, even if it is long enough for the other pairs of chunks.
         if (2 * cp.size - 2 - source - cp.rank) * half + 1 >= window:
             queries, keys = (slice(0, half), keys) if source < cp.rank else (queries, slice(half, tokens))
     if documents_BS is None and not 0 < window < length:
@@ -179,7 +180,7 @@ class _Ring(Function):
                     grad_rows, q_rows, out_rows, lse_rows, k, v, block.causal, block.mask_B1QK, ctx.scores
                 )
                 dq[:, :, rows] += dq_part
-            # Receive the gradients of these keys and values, summed over the ranks that have already used them.
+            # Receive the gradients of these keys and values, summed over the ranks that had them before.
             dkv = torch.zeros_like(kv, dtype=torch.float32) if dkv_coming is None else dkv_coming.wait()
             if block is not None:
                 dkv[..., block.keys, :] += torch.stack([dk, dv])
@@ -187,13 +188,15 @@ class _Ring(Function):
             if following is not None:
                 kv = following.wait()
         assert dkv_coming is not None
-        dk, dv = dkv_coming.wait().to(q.dtype)  # After a full round, the gradients are back at their keys' rank.
+        dk, dv = dkv_coming.wait().to(q.dtype)  # After a full round, the gradients of this rank's keys are back here.
         return dq.to(q.dtype), dk, dv, d_sinks, None, None, None, None
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge the result for another block of keys into the result so far, in place. The first block has the rank's own
-    keys. So every query sees a key in this block, and the merged log-sum-exp is always finite."""
+    """Merge the result for another block of keys into the result so far, in place.
+
+    The first block has the rank's own keys, so every query sees at least one key. So merged log-sum-exps are finite.
+    """
     both = torch.logaddexp(lse, part_lse)
     out.mul_((lse - both).exp_()[..., None]).addcmul_(part, (part_lse - both).exp_()[..., None])
     lse.copy_(both)

@@ -1,1 +1,1 @@
-"""Data parallelism: replicated or sharded weights, and gradients summed over ranks."""
+"""Replicate or shard the weights, and sum the gradients over ranks (data parallelism)."""

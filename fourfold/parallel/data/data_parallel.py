@@ -1,4 +1,4 @@
-"""The interface of data parallelism. ``replicated`` and ``fully_sharded`` implement it."""
+"""The interface of data parallelism, which the modules ``replicated`` and ``fully_sharded`` implement."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class StepTypes:
 
     @property
     def gradient(self) -> torch.dtype:
-        """Return the dtype of gradients after all sums. It is wide enough to clip and unscale gradients without
-        rounding the sums again."""
+        """Return the dtype of gradients after all sums. In this dtype, the sums need not be rounded again before they
+        are clipped."""
         return torch.promote_types(self.stored, self.reduced)
 
     @classmethod
@@ -40,12 +40,11 @@ class StepTypes:
 
 @dataclass(frozen=True)
 class Units:
-    """A model's modules in forward order, grouped into units.
+    """A model's modules in forward order, grouped into units. The weights of a unit are gathered together, and its
+    gradients are summed together.
 
-    The weights of a unit are gathered together, and its gradients are summed together.
-
-    Each block is a unit. The modules in ``last``, which follow the blocks, form one unit. Modules outside all units
-    belong to the root.
+    Each block is a unit. The modules in ``last``, which follow the blocks, form one unit together. Modules that are in
+    none of the lists belong to the root unit.
     """
 
     embeddings: list[nn.Module]
@@ -54,18 +53,20 @@ class Units:
 
 
 def units_of(model: Transformer) -> Units:
-    """Return the units of a decoder's pipeline stage: embeddings, blocks, and norm and head, if the stage has them."""
+    """Return the units of a decoder or of one of its pipeline stages."""
     embeddings = [module for module in (model.embed_tokens, model.embed_positions) if module is not None]
     last = [module for module in (model.norm, model.lm_head) if module is not None]
     return Units([*embeddings], [*model.blocks], [*last])
 
 
 class DataParallel(ABC):
-    """A model on the ranks of dp·cp·z, which split the tokens. It defines what each rank stores, what is gathered, and
-    how gradients are summed."""
+    """A model on the ranks of dp·cp·z, which split the tokens of a step.
+
+    Subclasses define what each rank stores, which weights are gathered, and how gradients are summed.
+    """
 
     def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
-        """Wrap a model on the meta device. Its weights have the dtype ``types.stored``, except frozen weights."""
+        """Wrap a model on the meta device. Its trained weights must have the dtype ``types.stored``."""
         self.model, self.units, self.grid, self.types = model, units, grid, types
 
     def materialize(self, device: torch.device) -> None:
@@ -75,14 +76,14 @@ class DataParallel(ABC):
         tie_again(self.model, tied)  # to_empty replaces parameters one module at a time, which unties tied weights.
 
     def shards(self) -> list[LocalShard]:
-        """Return every parameter as this process stores it, in the order of the model. A tied parameter appears
+        """Return what this process stores of each parameter, in the order of the model. A tied parameter appears
         once."""
         tiles = tile_table(self.model)
         return [self.shard(name, parameter, tiles[name]) for name, parameter in self.model.named_parameters()]
 
     def split_experts(self) -> set[nn.Parameter]:
-        """Return the expert weights that the axis ep splits. The ranks that split the tokens have equal values of all
-        other parameters."""
+        """Return the expert weights that the axis ep splits. All other parameters are the same on the ranks of
+        dp·cp·z."""
         tiles = tile_table(self.model)
         if self.grid.ep.size == 1:
             return set()
@@ -97,11 +98,12 @@ class DataParallel(ABC):
         """Prepare for the backward pass of a micro-batch.
 
         Args:
-            last: whether this backward pass completes the gradients of a step, so that all sums over ranks can run.
+            last: whether this is the backward pass that completes the gradients of the step. Sums over ranks can then
+                start during this pass.
         """
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a weight gradient that was computed separately after the backward pass."""
+        """Add a weight gradient that a pipeline schedule has computed after the backward pass."""
         if parameter.grad is None:
             parameter.grad = gradient.to(parameter.grad_dtype)
         else:
@@ -109,8 +111,10 @@ class DataParallel(ABC):
 
     @abstractmethod
     def finish_gradients(self) -> None:
-        """Finish the gradients after a step's last backward pass. Each shard then has its gradient, summed over all
-        micro-batches and over the ranks that split the tokens."""
+        """Finish the gradients after a step's last backward pass.
+
+        Afterwards, the gradient of each shard is summed over all micro-batches, and over the ranks of dp·cp·z.
+        """
 
     @abstractmethod
     def publish(self) -> None:
@@ -118,13 +122,13 @@ class DataParallel(ABC):
 
     @abstractmethod
     def free_gathered(self) -> None:
-        """Free gathered weights that are still in memory after a forward pass without a backward pass. Usually the
-        backward pass frees them."""
+        """Free the gathered weights after a forward pass that no backward pass follows. In training, the backward pass
+        frees them."""
 
     @abstractmethod
     def gathered(self) -> list[Tensor]:
-        """Return the weights that currently take memory in addition to the stored weights."""
+        """Return all tensors of weights that are in memory now, except the stored weights."""
 
     @abstractmethod
     def partial_gradients(self) -> list[Tensor]:
-        """Return the gradients that currently take memory and are not in the shards yet."""
+        """Return all tensors of gradients that are in memory now, except the finished gradients of the shards."""

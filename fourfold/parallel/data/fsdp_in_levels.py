@@ -1,9 +1,9 @@
 """Run FSDP2's collectives in two levels, inside nodes and across nodes (PCCL, arXiv 2504.18658).
 
-A ring over n ranks takes about n steps, and each step costs one latency. With two levels, the number of steps is only
-about the number of ranks per node plus the number of nodes. An all-gather crosses nodes first, so all ranks of a node
-use the network adapters at the same time, each for its own shard. A reduce-scatter crosses nodes last, so each rank
-sends only its share of the node's sum.
+A ring over n ranks takes about n steps, and each step costs one latency. With two levels, the number of steps is about
+the number of ranks per node plus the number of nodes. An all-gather first runs across nodes. All ranks of a node then
+send their own shards over the network at the same time. A reduce-scatter first runs inside each node. So only one sum
+per node crosses the network, and each rank sends its share of it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from fourfold.parallel.grid.grid import TwoLevels
 
 
 class MeshWithGroups(DeviceMesh):
-    """A mesh with other groups for some of its dims. These groups are objects with only the methods that FSDP2
-    calls."""
+    """A mesh that returns other groups for some of its dims. These groups have only the methods that FSDP2 calls."""
 
     def __init__(self, mesh: DeviceMesh, groups: Mapping[int, Any]) -> None:
         vars(self).update(vars(mesh))  # Copy the fields. Constructing a mesh would create new groups.
@@ -37,20 +36,22 @@ class MeshWithGroups(DeviceMesh):
 
 
 def in_levels(mesh: DeviceMesh, shards: dist.ProcessGroup | TwoLevels) -> DeviceMesh:
-    """Return the mesh with ``shards`` as the group of its last dim if the group has two levels. Otherwise return the
-    mesh unchanged."""
+    """Make ``shards`` the group of the mesh's last dim if it has two levels. Otherwise return the mesh unchanged."""
     return MeshWithGroups(mesh, {mesh.ndim - 1: shards}) if isinstance(shards, TwoLevels) else mesh
 
 
 class Allocation:
-    """Gives FSDP2 ordinary memory for its buffers."""
+    """Base class for custom collectives of FSDP2. It allocates FSDP2's buffers as ordinary tensors."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class GatherInLevels(Allocation):
-    """An all-gather for ``set_custom_all_gather``. On a GPU, both levels run on FSDP2's stream for gathers."""
+    """An all-gather in one or two levels, for FSDP2's ``set_custom_all_gather``.
+
+    On a GPU, both levels run on the stream that FSDP2 uses for all-gathers.
+    """
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup | TwoLevels, async_op: bool = False
@@ -64,8 +65,10 @@ class GatherInLevels(Allocation):
 
 
 class SumInLevels(Allocation):
-    """A reduce-scatter for ``set_custom_reduce_scatter``. With two levels, it overwrites a part of the input with the
-    sum inside the node."""
+    """A reduce-scatter in one or two levels, for FSDP2's ``set_custom_reduce_scatter``.
+
+    With two levels, it overwrites a part of the input with the node's sum.
+    """
 
     def __call__(
         self,

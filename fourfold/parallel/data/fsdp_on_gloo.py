@@ -1,7 +1,7 @@
-"""Run FSDP2's collectives on gloo while the CPU computes, as CUDA streams do on a GPU.
+"""Run FSDP2's collectives on gloo while the CPU computes.
 
-FSDP2 issues collectives on its own streams and continues. A CPU has no streams, so gloo's collectives would block
-there.
+On a GPU, FSDP2 starts collectives on separate CUDA streams, so they overlap with computation. A CPU has no streams, and
+FSDP2 would wait for each of gloo's collectives.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from fourfold.parallel.grid.communicate import all_gather_single, sum_parts
 from fourfold.parallel.grid.grid import TwoLevels
 
 IN_FLIGHT = 2
-"""Largest number of gradient sums in flight. Each sum holds two copies of a unit's gradients."""
+"""Largest number of gradient sums in flight. Each sum needs memory for two copies of a unit's gradients."""
 
 
 class GatherInBackground(Allocation):
-    """An asynchronous all-gather for ``set_custom_all_gather``. FSDP2 waits for it before it reads the weights.
+    """An asynchronous all-gather for FSDP2's ``set_custom_all_gather``.
 
-    With two levels, a thread waits until the first level is complete, and then starts the second level.
+    FSDP2 waits for it before it reads the weights. With two levels, a thread waits for the first level, and then starts
+    the second level.
     """
 
     def __call__(
@@ -51,7 +52,7 @@ def _gather(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 
 class OneAfterTheOther(dist.Work):
-    """Two collectives. The second one is issued when the first one is complete."""
+    """A handle for two collectives, where the second collective starts when the first one is complete."""
 
     def __init__(self, first: dist.Work, second: Future[dist.Work]) -> None:
         super().__init__()
@@ -62,14 +63,14 @@ class OneAfterTheOther(dist.Work):
 
 
 class Exchange(NamedTuple):
-    """An all-to-all in flight, and the tensor that receives the sum of the parts from all ranks."""
+    """A reduce-scatter in flight. It is an all-to-all, followed by a sum of the received parts into ``sum``."""
 
     work: dist.Work
     received: Tensor
     ranks: int
     sum: Tensor
     replicas: dist.ProcessGroup | None = None
-    """The ranks that hold the same shard. If given, the sum is all-reduced over them."""
+    """The ranks that hold the same shard. If given, an all-reduce over them must follow."""
 
     @classmethod
     def start(cls, parts: Tensor, group: dist.ProcessGroup, out: Tensor) -> Exchange:
@@ -83,7 +84,8 @@ class Exchange(NamedTuple):
 
 
 class InsideNode(NamedTuple):
-    """An exchange inside a node. It gives this node's sum, which is then summed over the nodes into ``sum``."""
+    """The first level of a reduce-scatter in two levels. It computes this node's sum. The second level adds the sums of
+    all nodes, and writes the result to ``sum``."""
 
     exchange: Exchange
     nodes: dist.ProcessGroup
@@ -98,19 +100,22 @@ def _all_reduce(sum: Tensor, replicas: dist.ProcessGroup) -> dist.Work:
 
 
 class SumInBackground(Allocation):
-    """A reduce-scatter for ``set_custom_reduce_scatter``. It starts an all-to-all, and sums the received parts later.
+    """A reduce-scatter for FSDP2's ``set_custom_reduce_scatter``. It starts an all-to-all, and sums the received parts
+    later.
 
     With two levels, the nodes then exchange their sums. If there are replicas, an all-reduce over them follows in the
-    background (``all_reduce``). A sum may be returned before it is complete, because FSDP2 usually only makes views of
-    it. If FSDP2 casts the sum or adds to it, the sum must be complete (``at_once``).
+    background (``all_reduce``).
+
+    The result is returned before the sum is complete. This is safe as long as FSDP2 only makes views of it. If FSDP2
+    will read the result, set ``at_once`` or ``at_once_over_shards``.
     """
 
     def __init__(self) -> None:
         self.at_once = False
-        """Whether FSDP2 reads the sum as soon as it is returned."""
+        """Whether to wait until each sum is complete before it is returned."""
         self.at_once_over_shards = False
-        """Whether FSDP2 reads the sum over the shard group as soon as it is returned. The sum over replicas may still
-        be in flight."""
+        """Whether to wait until each sum over the shard group is complete before it is returned. The sum over replicas
+        may still be in flight."""
         self._inside: deque[InsideNode] = deque()
         self._exchanges: deque[Exchange] = deque()
         self._all_reduces: list[dist.Work] = []
@@ -134,8 +139,7 @@ class SumInBackground(Allocation):
         self._finish(left=0 if self.at_once or self.at_once_over_shards else IN_FLIGHT)
 
     def all_reduce(self, sum: Tensor, replicas: dist.ProcessGroup) -> None:
-        """Schedule the all-reduce of the newest sum over the replicas. It starts when the reduce-scatter is
-        complete."""
+        """All-reduce the result of the newest reduce-scatter over the replicas, as soon as it is complete."""
         if self._inside and self._inside[-1].sum is sum:
             self._inside[-1] = self._inside[-1]._replace(replicas=replicas)
         elif self._exchanges and self._exchanges[-1].sum is sum:
@@ -153,7 +157,7 @@ class SumInBackground(Allocation):
         self._all_reduces.clear()
 
     def _finish(self, left: int) -> None:
-        """Wait until at most ``left`` reduce-scatters are in flight. An exchange inside a node counts as one."""
+        """Wait until at most ``left`` reduce-scatters are in flight, including those in their first level."""
         while len(self._inside) > min(left, 1):
             inside = self._inside.popleft()
             across = Exchange.start(inside.exchange.finish(), inside.nodes, inside.sum)
@@ -166,10 +170,10 @@ class SumInBackground(Allocation):
 
 
 class ReplicasInBackground:
-    """The group of a shard's replicas, whose all-reduces run in the background. FSDP2 uses this object as a process
-    group and calls these methods.
+    """Replaces the process group of a shard's replicas, so that its all-reduces run in the background.
 
-    It compares equal to the real group, because torch looks up the group when it formats an error message.
+    FSDP2 calls only the methods defined here. This object must compare equal to the real group, because torch looks up
+    the group when it formats an error message.
     """
 
     def __init__(self, group: dist.ProcessGroup, sums: SumInBackground) -> None:
@@ -196,5 +200,5 @@ class ReplicasInBackground:
 
 
 def replicas_in_background(mesh: DeviceMesh, sums: SumInBackground) -> DeviceMesh:
-    """Return a mesh of (replicas, shards) whose sums over replicas run in the background."""
+    """Make the all-reduces over the first dim of a mesh (replicas, shards) run in the background."""
     return MeshWithGroups(mesh, {0: ReplicasInBackground(mesh.get_group(0), sums)})

@@ -1,5 +1,5 @@
-"""Shard weights with torch's FSDP2. Weights are always sharded over the axis z. With ``zero`` = 1, 2, or 3 in the run
-file, they are also sharded over dp·cp, the ranks of data and context parallelism."""
+"""Shard weights with torch's FSDP2. The axis z always shards the weights. With ``zero`` = 1, 2, or 3 in the run file,
+the axes dp and cp shard them too."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from fourfold.parallel.tensor.sharding import Tile, chunk, tile_table
 
 
 class FullySharded(DataParallel):
-    """Gathers each unit's weights when the unit runs, and sums its gradients while the next units run backward.
+    """Gathers the weights of each unit when the unit runs, and sums gradients while the backward pass continues.
 
-    - zero 0: the ranks of dp·cp are replicas, and gradients are all-reduced over them once per step.
-    - zero 1 and 2: the shard group is dp·cp·z. Weights are gathered over it for the forward pass. From the forward to
-      the backward pass, each rank keeps the weights as shards over z. With z = 1 such a shard is the full weight, and
-      it is kept until the step ends. zero 2 reduce-scatters gradients in each backward pass. zero 1 does so only in the
-      last backward pass of a step, and keeps unsharded gradients until then.
-    - zero 3: weights are gathered over dp·cp·z in the forward and in the backward pass.
+    - ``zero`` 0: the shard group is z. The ranks of dp·cp are replicas. Gradients are all-reduced over them once per
+      step.
+    - ``zero`` 1 and 2: the shard group is dp·cp·z. Weights are gathered over it for the forward pass. Until the
+      backward pass, each rank keeps larger shards of the weights, which are split only over z. With z = 1, these are
+      full weights, and they stay until the step ends. ``zero`` 2 reduce-scatters gradients in each backward pass.
+      ``zero`` 1 does so only in the last backward pass of a step, and keeps unsharded gradients until then.
+    - ``zero`` 3: the shard group is dp·cp·z. Weights are gathered for each forward pass and for each backward pass.
     """
 
     def __init__(
@@ -44,14 +45,14 @@ class FullySharded(DataParallel):
             grid: The grid.
             types: The dtypes of a step.
             prefetch: Number of blocks whose weights are gathered ahead of time.
-            per_node: Number of a shard group's ranks on one node. If it is above 1, groups that span several nodes
+            per_node: Number of ranks per node in a shard group. If it is above 1, groups that span several nodes
                 communicate in two levels.
         """
         super().__init__(model, units, grid, types)
         policy = MixedPrecisionPolicy(
             param_dtype=types.working,
             reduce_dtype=types.reduced,
-            # Do not cast inputs. Activations have the right dtype already, and rotary tables stay float32.
+            # Do not cast inputs. Activations already have the right dtype, and rotary tables must stay float32.
             cast_forward_inputs=False,
         )
         zero, z = grid.sizes.zero, grid.z.size
@@ -76,8 +77,8 @@ class FullySharded(DataParallel):
                 module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, ignored_params=whole
             )
 
-        # Keep the head's weights gathered after the forward pass, because the backward pass begins with the head. A
-        # tied embedding shares the head's weights, so it belongs to the same unit.
+        # Keep the head's weights gathered after the forward pass, because the backward pass starts with the head. A
+        # tied embedding has the same weights as the head, so it belongs to the same unit.
         last = list(units.last)
         of_last = {parameter for module in last for parameter in module.parameters()}
         for embedding in units.embeddings:
@@ -105,7 +106,7 @@ class FullySharded(DataParallel):
         super().materialize(device)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                # None allows any dtype. FSDP2's gradient sums may have a different dtype from the weight.
+                # None allows gradients in any dtype. FSDP2 may sum them in another dtype than the weight's.
                 parameter.grad_dtype = None
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
@@ -137,7 +138,7 @@ class FullySharded(DataParallel):
         if self.keeps_weights_for_the_step:
             model.set_reshard_after_backward(last)
         if self.grid.sizes.zero == 0:
-            model.set_requires_all_reduce(last)  # Sum over z in each backward pass, and over dp·cp in the last.
+            model.set_requires_all_reduce(last)  # Sum over z in each backward pass, but over dp·cp only in the last.
         elif self.waits_for_the_last:
             model.set_requires_gradient_sync(last)  # Keep unsharded gradients until the last backward pass.
 
@@ -147,16 +148,16 @@ class FullySharded(DataParallel):
             every = (p for group in self.fsdp_groups() for p in group.fsdp_params)
             self._fsdp_parameters = {p._unsharded_param: p for p in every}
         fsdp_parameter = self._fsdp_parameters[parameter]
-        # If there is already a sum in reduce_dtype, the first call adds to the sum. If there is none, the second call
-        # starts one.
+        # The first call adds the gradient to the sum in reduce_dtype, if there already is a sum. The second call starts
+        # a sum if there is none.
         fsdp_parameter.accumulate_unsharded_grad_if_needed()
         fsdp_parameter.to_accumulated_grad_if_needed()
 
     def finish_gradients(self) -> None:
         """Finish the gradients.
 
-        FSDP2 sums them over ranks itself in the last backward pass. If a pipeline schedule computed weight gradients
-        after this pass, this method starts the sums.
+        Usually FSDP2 has already started all sums over ranks in the last backward pass. But some pipeline schedules
+        compute weight gradients after this pass. In this case, this method starts the sums.
         """
         if not self._is_complete:
             self.begin_backward(last=True)
@@ -169,11 +170,10 @@ class FullySharded(DataParallel):
                 parameter.grad = parameter.grad.to(self.types.gradient)
 
     def _free_summed(self, *_: object) -> None:
-        """Free the gradients of a backward pass's last unit once they are sent, before the head computes the next
-        logits.
+        """Free the gradients that FSDP2 has sent but still keeps. This runs before the head computes the next logits.
 
-        Otherwise FSDP2 would keep them until the next micro-batch's backward pass. The last unit of a backward pass is
-        the embedding, whose gradients are large.
+        These are the gradients of the last unit in the previous backward pass, usually of the embedding, so they are
+        large. FSDP2 would keep them until the backward pass of the next micro-batch.
         """
         context: Any = _fsdp(self.model)._get_fsdp_state()._comm_ctx
         if hasattr(context, "reduce_scatter_states"):
@@ -187,7 +187,7 @@ class FullySharded(DataParallel):
                 torch.accelerator.current_stream().wait_event(state.event)
 
     def _reads_sums(self) -> bool:
-        """Return whether FSDP2 will add the next sums to the sums of earlier micro-batches."""
+        """Return whether FSDP2 reads the next sums at once, because it adds them to sums of earlier micro-batches."""
         return any(p.sharded_param.grad is not None for group in self.fsdp_groups() for p in group.fsdp_params)
 
     def publish(self) -> None:
@@ -215,24 +215,24 @@ class FullySharded(DataParallel):
         return found
 
     def _replicas_in_background(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the mesh of (replicas, shards). On gloo, its all-reduces over replicas run in the background."""
+        """On gloo, make the all-reduces over the first dim of a mesh (replicas, shards) run in the background."""
         return replicas_in_background(mesh, self.sums) if self._on_gloo else mesh
 
     def _sum_without_division(self, mesh: DeviceMesh) -> None:
-        """Make FSDP2 sum gradients without division.
+        """Make FSDP2 sum gradients instead of averaging them.
 
-        Also replace FSDP2's collectives if they must run in the background on gloo, or in two levels.
+        Also replace FSDP2's collectives on gloo, so that they run in the background, and in groups with two levels.
         """
         grid = self.grid
         gathers, sums = (GatherInBackground(), self.sums) if self._on_gloo else (GatherInLevels(), SumInLevels())
         for module in self._units():
             if self._on_gloo or grid.levels:
-                # torch has no public base class for custom collectives. These objects have the methods that torch
-                # calls, which is enough.
+                # torch has no public base class for custom collectives. It is enough that these objects have the
+                # methods that torch calls.
                 module.set_custom_all_gather(gathers)  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
-            # Losses are divided by the number of tokens in the whole step, so gradients are sums, not means. Force
-            # plain sums, because gloo has no scaled sum.
+            # The loss is already divided by the number of tokens in the whole step, so FSDP2 must not divide the
+            # gradients again. Force plain sums, because gloo cannot multiply a sum by a factor.
             if (grid.expert_replicas.size if module in self._experts else mesh.size()) > 1:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
@@ -240,7 +240,7 @@ class FullySharded(DataParallel):
     def _shard_experts(self, policy: MixedPrecisionPolicy) -> list[FSDPModule]:
         """Shard the experts that are split over ep.
 
-        Ranks with the same experts form a shard group, and each layer's experts are a separate unit inside their block.
+        A shard group consists of ranks with the same experts. In each block, the experts are a separate unit.
         """
         split, zero = self.split_experts(), self.grid.sizes.zero
         modules = [m for m in self.model.modules() if not split.isdisjoint(m.parameters(recurse=False))]
@@ -253,10 +253,10 @@ class FullySharded(DataParallel):
         return [_fsdp(module) for module in modules]
 
     def _keep_z_shards_after_forward(self, z_mesh: DeviceMesh) -> None:
-        """Keep gathered weights as z shards from the forward to the backward pass.
+        """Between the forward and the backward pass, keep weights that are split only over z.
 
-        FSDP2's own argument for this (``reshard_after_forward=N``) creates new process groups for every shard group.
-        With x, y, or pp there are several shard groups, and this would deadlock.
+        FSDP2 has an argument for this (``reshard_after_forward=N``), but it creates new process groups. With x, y, or
+        pp, there are several shard groups, and creating groups in each of them would deadlock.
         """
         z_shards = HSDPMeshInfo(z_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
         of_experts = self.groups_of(self._experts)
@@ -281,7 +281,7 @@ class FullySharded(DataParallel):
 
     @staticmethod
     def groups_of(units: Iterable[FSDPModule]) -> list[Any]:
-        """Return FSDP2's parameter groups. torch 2.13 allows several per module, and earlier versions allow one."""
+        """Return FSDP2's parameter groups. In torch 2.13, a module can have several groups, and before only one."""
         groups: list[Any] = []
         for unit in units:
             state = unit._get_fsdp_state()
@@ -293,17 +293,18 @@ class FullySharded(DataParallel):
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:
-    """Narrow the type of a module that ``fully_shard`` has converted."""
+    """Tell the type checker that ``fully_shard`` has converted this module."""
     assert isinstance(module, FSDPModule)
     return module
 
 
 def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], depth: int) -> None:
-    """While a layer computes, gather the weights of its experts and of the next ``depth`` layers (OAG in AxoNN).
+    """Gather weights ahead of time: while a block computes, gather its experts and the next ``depth`` blocks (AxoNN's
+    OAG).
 
-    Every unit must say what to prefetch in the backward pass. Otherwise FSDP2 prefetches the unit that ran before it in
-    the forward pass, which may belong to another micro-batch. A unit that needs no prefetch names the root, whose
-    weights (if it has any) are still gathered.
+    Set explicitly what each unit prefetches in the backward pass. By default, FSDP2 would prefetch the unit that ran
+    before this unit in the forward pass, and that may have been for another micro-batch. If a unit has nothing to
+    prefetch, let it prefetch the root: its weights are still gathered, so this costs nothing.
     """
     layers, nothing = [_fsdp(block) for block in units.blocks], [_fsdp(model)]
     for unit in model.modules():

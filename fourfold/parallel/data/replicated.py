@@ -1,5 +1,5 @@
-"""Data parallelism with a full copy of the weights on every rank. Weights are not gathered, and gradients are summed
-during the backward pass."""
+"""Data parallelism with a full copy of the weights on every rank. Gradients are summed over the ranks during the
+backward pass."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fourfold.parallel.tensor.sharding import Tile
 class Replicated(DataParallel):
     """Keeps a full copy of the weights on every rank. This requires z = 1, and either ``zero`` = 0 or dp·cp = 1.
 
-    If the step's dtype differs from the dtype of the stored weights, the model holds working copies, and the optimizer
-    updates the stored weights.
+    If the step computes in another dtype than the stored weights have, the model holds working copies of the weights.
+    The optimizer updates the stored weights.
     """
 
     def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
         super().__init__(model, units, grid, types)
-        # Parameters' dtypes differ with LoRA, because it stores frozen weights in the step's dtype.
+        # With LoRA, frozen weights are stored in the step's dtype, so parameters can have different dtypes.
         self._stored_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         model.to(types.working)
         self.weights: dict[nn.Parameter, Weight] = {}
@@ -95,19 +95,20 @@ class Replicated(DataParallel):
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight's working copy, which the step computes with, and its stored copy, which the optimizer updates.
-
-    Both are the same parameter if their dtypes match.
-    """
+    """The copies of one weight. They are the same parameter if their dtypes are the same."""
 
     working: nn.Parameter
+    """The copy that the step computes with."""
     stored: nn.Parameter
+    """The copy that the optimizer updates."""
     summed: nn.Parameter
-    """The copy whose ``.grad`` accumulates gradients over micro-batches, in the dtype ``StepTypes.reduced``."""
+    """One of these two copies. Its ``.grad`` sums gradients over micro-batches, in the dtype ``StepTypes.reduced``."""
 
     def keep_gradient(self) -> None:
-        """Add a micro-batch's gradient to the sum, unless autograd accumulates the sum itself. If there is no gradient
-        yet, do nothing."""
+        """Move the gradient of a micro-batch into the sum over micro-batches.
+
+        If ``summed`` is the working copy, autograd has already done so. If there is no gradient, do nothing.
+        """
         if self.summed is self.working or self.working.grad is None:
             return
         if self.summed.grad is None:
@@ -124,7 +125,7 @@ class Weight:
 
 
 class Bucket:
-    """Weights whose gradients are summed over the replicas together, as soon as the last of these gradients is
+    """A group of weights. One all-reduce sums their gradients over the replicas, as soon as all of these gradients are
     computed."""
 
     def __init__(self, weights: Sequence[Weight], replicas: Axis, dtype: torch.dtype) -> None:
@@ -132,7 +133,7 @@ class Bucket:
 
         Args:
             weights: The weights.
-            replicas: The ranks with the same weights.
+            replicas: The ranks that hold the same weights.
             dtype: The dtype in which the ranks' gradients are summed.
         """
         self.weights, self.replicas, self.dtype = weights, replicas, dtype
@@ -140,8 +141,8 @@ class Bucket:
         self._missing: set[nn.Parameter] | None = None
         self._unused: set[nn.Parameter] = set()
         self._weight_of = {weight.working: weight for weight in weights}
-        # A weight's hook must not hold a reference to this bucket, which refers to the weight. The garbage collector
-        # does not see hooks, so it would never free this cycle.
+        # This bucket refers to its weights. If a weight's hook referred to the bucket, there would be a cycle. The
+        # garbage collector does not see hooks, so it would never free the cycle. So use a weak reference.
         arrived = WeakMethod(self._arrived)
 
         def call(working: nn.Parameter) -> None:
@@ -153,8 +154,7 @@ class Bucket:
             weight.working.register_post_accumulate_grad_hook(call)
 
     def begin_backward(self, last: bool) -> None:
-        """Prepare for a backward pass. In the ``last`` backward pass of a step, the sum over the replicas starts as
-        soon as all gradients of the bucket are computed."""
+        """Prepare for a backward pass. Only the ``last`` backward pass of a step starts the sum over the replicas."""
         self._missing = set(self._weight_of) if last else None
 
     def _arrived(self, working: nn.Parameter) -> None:
@@ -181,8 +181,10 @@ class Bucket:
         return summed.grad.flatten()
 
     def wait(self) -> None:
-        """Wait for the sums, and set them as ``.grad`` of the stored weights. A weight that this rank did not use and
-        whose sum is 0 gets no gradient, as on one process."""
+        """Wait for the sum, and set it as ``.grad`` of the stored weights.
+
+        If no rank used a weight in this step, the weight gets no gradient, as on one process.
+        """
         if self.pending is None:
             return
         parts = self.pending.wait().split([weight.stored.numel() for weight in self.weights])
@@ -193,10 +195,9 @@ class Bucket:
 
 
 def _in_order_of_the_backward(model: nn.Module, units: Units) -> list[list[nn.Parameter]]:
-    """Return groups of parameters in the order of the backward pass: head, blocks from last to first, embeddings, and
-    the parameters outside all units.
+    """Group parameters by unit, in the order of the backward pass: head, blocks from last to first, embeddings, root.
 
-    A tied weight is in the group that the backward pass reaches last.
+    A tied weight belongs to the group that the backward pass reaches last, because its gradient is complete only then.
     """
     groups = [units.last, *([block] for block in reversed(units.blocks)), units.embeddings]
     parameters = [[p for module in group for p in module.parameters()] for group in groups]

@@ -1,1 +1,1 @@
-"""Mixture-of-experts (MoE) layers on the grid: the router, the dispatch of tokens, and the load of experts."""
+"""Mixture-of-experts (MoE) layers on the grid: the router, the dispatch of tokens, and the experts' load."""

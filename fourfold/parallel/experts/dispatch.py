@@ -1,9 +1,11 @@
-"""Send rows of tokens to the ranks that have their experts, and bring the results back.
+"""Send each token to the ranks that have its experts, and bring the results back.
 
-The axis ep splits the experts, and the tensor axis x splits tokens and the width of each expert. Each rank sends the
-rows of its own tokens to the ranks of ep. Only then do the ranks of x gather the rows that each of them has received,
-so no row is sent over ep twice (TED, Singh et al. 2023, arXiv 2303.06318, section 4.1). Shapes: N rows of (token,
-choice), h channels, E experts, e of them on this rank.
+The axis ep splits the experts. The tensor axis x splits the tokens, and also the width of each expert. A token becomes
+one row per chosen expert. First, each rank sends the rows of its own tokens to the ranks of ep. Then the ranks of x
+gather the received rows from each other. In this order, no row is sent over ep twice (TED, Singh et al. 2023, arXiv
+2303.06318, section 4.1).
+
+Shapes: N rows, h channels, E experts, e experts on this rank.
 """
 
 from __future__ import annotations
@@ -23,38 +25,38 @@ COUNTS = "experts: counts of rows"
 
 
 class Traffic(NamedTuple):
-    """How many rows each rank sends and receives (counts on the host), and the order of the received rows."""
+    """Numbers of rows to send and receive, known to the host, and the order of the received rows."""
 
     sent: list[int]
-    """Number of rows of this rank's tokens that go to each ep rank."""
+    """Number of rows that this rank sends to each ep rank."""
     received: list[int]
-    """Number of rows that come from each ep rank to this rank's experts."""
+    """Number of rows that this rank receives from each ep rank."""
     over_x: list[int]
-    """Number of rows that each x rank has received."""
+    """Number of rows that each x rank has received over ep."""
     groups: Groups
-    """Number of rows of each of this rank's experts, summed over all sending ranks."""
+    """The gathered rows, grouped by expert: how many rows each expert on this rank gets from all ranks together."""
     order_N: Tensor | None
-    """The order that sorts the rows of ``groups`` by expert. None if they are already sorted."""
+    """The permutation that sorts the gathered rows by expert. None if they are already sorted."""
     inverse_N: Tensor | None
     """The inverse permutation of ``order_N``."""
 
 
 class Dispatch:
-    """Moves rows to the ranks of their experts, and moves the outputs back."""
+    """Sends rows to the ranks that have their experts, and sends the experts' outputs back."""
 
     def __init__(self, grid: Grid, num_experts: int) -> None:
         self.ep, self.x, self.num_experts = grid.ep, grid.x, num_experts
 
     def exchange_counts(self, sizes_E: Tensor) -> HostNumbers:
-        """Exchange the row counts of the experts, and start copying them to the host.
+        """Tell the other ranks how many rows they will receive, and start copying all counts to the host.
 
         Args:
-            sizes_E: Number of rows of this rank's tokens for every expert.
+            sizes_E: Number of rows that this rank's tokens send to each expert.
 
         Returns:
-            Blocks of counts, each for the experts of one ep rank. First come the rows that this rank sends, one block
-            per receiving ep rank. Then come the rows that this rank and the other ranks of x receive: for each x rank,
-            one block per sending ep rank.
+            Blocks of e counts each, one count per expert of an ep rank. First come the rows that this rank sends, with
+            one block per receiving ep rank. Then come the rows that each x rank receives: for each x rank, one block
+            per sending ep rank.
         """
         mine = sizes_E.view(self.ep.size, -1)
         received = all_to_all(mine, self.ep, COUNTS) if self.ep.size > 1 else mine
@@ -62,12 +64,13 @@ class Dispatch:
         return HostNumbers(torch.cat([mine, everyone.flatten(0, 1)]))
 
     def traffic(self, counts: HostNumbers, planned: Sequence[int] | None) -> Traffic:
-        """Wait for the counts on the host, because the host must tell the collectives how many rows they move.
+        """Compute how many rows to send and receive. This waits for the counts, because collectives need them on the
+        host.
 
         Args:
             counts: The result of ``exchange_counts``.
-            planned: The number of rows that every rank is assumed to send to each expert, if there is no data to count
-                (in a trace). Otherwise None.
+            planned: Number of rows that every rank is assumed to send to each expert. Only a trace passes this, because
+                it has no data to count.
         """
         if planned is None:
             numbers: list[Any] = counts.read()
@@ -92,23 +95,32 @@ class Dispatch:
         )
 
     def to_experts(self, rows_Nh: Tensor, traffic: Traffic) -> Tensor:
-        """Send rows that are sorted by expert to their experts' ranks. Return the rows of this rank's experts,
-        sorted by expert."""
+        """Send rows to the ranks that have their experts. The given rows must be sorted by expert.
+
+        Returns:
+            All rows for the experts on this rank, sorted by expert.
+        """
         rows_Nh = exchange_rows(rows_Nh, self.ep, traffic.sent, traffic.received, "experts: dispatch")
         rows_Nh = gather_rows(rows_Nh, self.x, traffic.over_x, "experts: tokens")
         return _permuted(rows_Nh, traffic.order_N, traffic.inverse_N)
 
     def from_experts(self, rows_Nh: Tensor, traffic: Traffic) -> Tensor:
-        """Reverse ``to_experts``. Each x rank contributes a partial sum of the rows, and gets the rows of its own
-        tokens."""
+        """Send the experts' outputs back. Each rank gets the outputs for the rows of its own tokens.
+
+        The given rows are partial sums, because x splits the width of the experts. They are summed over x.
+        """
         rows_Nh = _permuted(rows_Nh, traffic.inverse_N, traffic.order_N)
         rows_Nh = scatter_sum_rows(rows_Nh, self.x, traffic.over_x, "experts: outputs")
         return exchange_rows(rows_Nh, self.ep, traffic.received, traffic.sent, "experts: combine")
 
 
 def _by_expert(counts_Be: Tensor, total: int) -> Tensor:
-    """Return the order that sorts ``total`` rows by expert. The rows come in blocks, and each block is sorted by
-    expert."""
+    """Return the permutation that sorts rows by expert.
+
+    Args:
+        counts_Be: Number of rows per expert in each block. The rows of a block are already sorted by expert.
+        total: Number of rows in all blocks.
+    """
     blocks, experts = counts_Be.shape
     experts_N = torch.arange(experts, device=counts_Be.device).repeat(blocks)
     return experts_N.repeat_interleave(counts_Be.flatten(), output_size=total).argsort(stable=True)

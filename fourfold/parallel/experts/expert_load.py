@@ -1,10 +1,14 @@
 """Count the load of the experts in every step, and use it to balance the router. Padding is not counted.
 
-With a balance loss, each token t adds E · Σ_e f_e P_te to the loss (Fedus et al. 2021, arXiv 2101.03961, eq. 4). P_te
-is the token's router probability of expert e, and f_e is the fraction of rows that went to e in the *last step's whole
-batch*. The loss is then a plain sum over tokens, like the cross-entropy. Its gradient is the same on every grid, with
-any number of micro-batches, and needs no collective. With ``bias_update_rate``, each expert's bias moves against the
-sign of its excess load (arXiv 2408.15664).
+There are two ways to balance the router:
+
+- A balance loss. Each token t adds E · Σ_e f_e P_te to the loss (Fedus et al. 2021, arXiv 2101.03961, eq. 4). E is the
+  number of experts. P_te is the router's probability of expert e for this token. f_e is the fraction of all rows (one
+  row per token and chosen expert) that went to expert e in the *previous step*, over the whole batch. So the loss is a
+  plain sum over tokens, like the cross-entropy. Its gradient needs no collective, and is the same on every grid and
+  for any number of micro-batches.
+- A bias per expert (``bias_update_rate``). After each step, the bias goes down if the expert got more rows than the
+  mean, and up if it got fewer (arXiv 2408.15664).
 """
 
 from __future__ import annotations
@@ -29,61 +33,63 @@ from fourfold.parallel.state import LocalShard
 from fourfold.parallel.tensor.sharding import Tiled
 
 FIGURES = ("balance", "z", "entropy", "dropped")
-"""Names of the sums over a layer's tokens that are counted in addition to the rows of each expert."""
+"""Names of further sums over the tokens of each layer: the balance loss, the z-loss, the entropy of the router's
+probabilities, and the number of dropped rows."""
 
 
 class CountedRouter(Tiled):
-    """A router whose choices are counted."""
+    """Base class for routers. ``ExpertLoad`` counts the choices of these routers."""
 
     load: ExpertLoad | None = None
-    """The object that counts the router's choices, or None if they are not counted."""
+    """The object that counts this router's choices. None if nothing counts them."""
 
 
 class ExpertLoad:
-    """Counts rows, and keeps the counts of the last step that changed the weights."""
+    """Counts the rows of each expert during a step, and remembers the counts of the previous step."""
 
     def __init__(self, run: RunConfig, grid: Grid, device: torch.device) -> None:
         model = run.model
         self.run, self.grid, self.experts, self.chosen = run, grid, model.num_experts, model.num_experts_per_tok
         self.tokens: Tensor | int = 1
-        """Number of the step's tokens that are not padding, over all ranks."""
+        """Number of tokens in the step over all ranks, without padding."""
         shape = (model.num_hidden_layers, self.experts)
         self.rows_LE = torch.zeros(shape, dtype=torch.float64, device=device)
-        """Number of rows that were sent to each expert in the last step, including dropped rows. Zero before the first
-        step."""
+        """Number of rows per layer and expert in the last step that changed the weights, including dropped rows. Zero
+        before the first step."""
         self.counting = False
-        """Whether a training step is running. Only then are tokens counted, and only then do the balance loss and the
-        z-loss have gradients."""
+        """Whether a training step is running. Otherwise nothing is counted, and the balance loss and the z-loss have no
+        gradients."""
         self.factor: Tensor | float = 0.0
-        """The factor that a loss's sum over tokens is multiplied by: the loss scale divided by the number of
-        tokens."""
+        """The loss scale divided by the number of tokens. Losses that are sums over tokens are multiplied by it."""
         self.planned: Sequence[float] | None = None
-        """Relative load to assume for each expert if there is no data to count."""
+        """Relative load of each expert that a trace assumes, because it has no data to count."""
         self._sums = torch.zeros(shape[0], self.experts + len(FIGURES), dtype=torch.float64, device=device)
 
     def watch(self, model: nn.Module) -> None:
-        """Start to count how many rows the routers of a model send to each expert."""
+        """Make the routers of a model report their choices to this object."""
         for router in model.modules():
             if isinstance(router, CountedRouter):
                 router.load = self
 
     def begin(self, loss_scale: float, micro_batches: Sequence[MicroBatch[Tensor]]) -> None:
-        """Start to count the rows of a step with these micro-batches. ``loss_scale`` is the factor of fp16's loss
-        scaling."""
+        """Start counting for a step with these micro-batches. ``loss_scale`` is the factor of fp16's loss scaling."""
         self._sums.zero_()
         self.tokens = self._data_tokens([batch.is_data for batch in micro_batches if batch.is_data is not None])
         self.factor, self.counting = loss_scale / self.tokens, True
 
     def _data_tokens(self, masks_BS: Sequence[Tensor]) -> Tensor | int:
-        """Return the number of a step's tokens that are not padding. Either all processes have masks, or no process has
-        one."""
+        """Return the number of tokens in the step over all ranks, without padding.
+
+        Either all processes have masks, or no process has one. So all processes call the collective, or none does.
+        """
         if not masks_BS:
             return self.run.training.global_batch_size * self.run.training.seq_length
         mine = torch.stack([is_data_BS.sum() for is_data_BS in masks_BS]).sum()
         return all_reduce(mine, self.grid.tokens, "data tokens").clamp(min=1)
 
     def finish(self) -> None:
-        """Sum the counts over all ranks. All ranks of the tensor axis y have counted the same rows, so divide by y."""
+        """Sum the counts over all ranks. The ranks of the tensor axis y count the same rows, so divide by their
+        number."""
         self.counting = False
         with purpose("load of experts"):
             dist.all_reduce(self._sums)
@@ -91,8 +97,7 @@ class ExpertLoad:
 
     @torch.no_grad()
     def advance(self, shards: Iterable[LocalShard]) -> None:
-        """Make the counts of this step the counts of the last step, and update the biases from them. Call this after
-        the optimizer step."""
+        """Keep this step's counts for the next step, and update the biases. Call this after the optimizer step."""
         self.rows_LE.copy_(self._sums[:, : self.experts])
         rate = self.run.moe.bias_update_rate
         if rate:
@@ -102,17 +107,19 @@ class ExpertLoad:
                     shard.local.add_(direction_LE[_layer_of(shard.name)].to(shard.local.dtype), alpha=rate)
 
     def rows(self) -> list[list[int]]:
-        """Return the number of rows of each expert in the last step's batch, layer by layer."""
+        """Return the counts of the last step, for a checkpoint: the number of rows per expert, for each layer."""
         rows: list[list[int]] = self.rows_LE.long().tolist()
         return rows
 
     def set_rows(self, rows: Sequence[Sequence[int]]) -> None:
-        """Restore the row counts from a checkpoint."""
+        """Restore the counts that ``rows`` returned, from a checkpoint."""
         self.rows_LE.copy_(torch.tensor(rows, dtype=torch.float64))
 
     def planned_rows(self, rows: int) -> list[int]:
-        """Distribute a rank's rows over the experts in the proportions of ``planned``, and drop rows above the
-        capacity."""
+        """Return how many rows of a rank each expert gets, for a trace.
+
+        The rows are distributed in the proportions of ``planned``. Rows above the capacity are dropped.
+        """
         assert self.planned is not None
         total, ends = sum(self.planned), [0.0]
         for share in self.planned:
@@ -125,11 +132,11 @@ class ExpertLoad:
     def figures(self) -> dict[str, float]:
         """Return metrics of the last counted step, over all ranks. This makes the host wait for the device.
 
-        - expert_load: rows of the busiest expert of any layer, relative to the mean.
-        - dropped_share: fraction of rows that no expert took.
-        - router_entropy: entropy of a router's probabilities in nats, the mean over tokens and layers.
-        - balance_loss and router_z_loss: means over tokens and sums over layers, without their coefficients. A layer
-          with an even load has a balance loss of 1.
+        - expert_load: the rows of a layer's busiest expert divided by the mean over its experts, for the worst layer.
+        - dropped_share: the fraction of rows that were dropped.
+        - router_entropy: the entropy of the router's probabilities in nats, averaged over tokens and layers.
+        - balance_loss and router_z_loss: averaged over tokens, summed over layers, and not multiplied by their
+          coefficients. A layer with an even load has a balance loss of 1.
         """
         sums = self._sums[self.run.model.first_k_dense_replace :]
         rows_LE, layers = sums[:, : self.experts], len(sums)
@@ -145,9 +152,9 @@ class ExpertLoad:
     def by_layer(self) -> dict[str, list[Any]]:
         """Return metrics of each layer with experts in the last counted step, over all ranks.
 
-        - layers: indices of these layers.
-        - tokens_per_expert: tokens that chose each expert, including dropped ones.
-        - dropped_share and router_entropy: as in ``figures``.
+        - layers: the indices of the layers with experts.
+        - tokens_per_expert: the number of tokens that chose each expert, including dropped tokens.
+        - dropped_share and router_entropy: as in ``figures``, but for each layer.
         """
         first = self.run.model.first_k_dense_replace
         sums = self._sums[first:]
@@ -160,7 +167,7 @@ class ExpertLoad:
         }
 
     def with_losses(self, logits_TE: Tensor, layer: int, is_data_T: Tensor | None) -> Tensor:
-        """Return the router's logits. In the backward pass, their gradient includes the losses' gradients."""
+        """Return the router's logits unchanged. The backward pass adds the gradients of the balance loss and z-loss."""
         moe = self.run.moe
         if not self.counting or not (moe.load_balancing_loss or moe.z_loss):
             return logits_TE
@@ -168,7 +175,7 @@ class ExpertLoad:
 
     @torch.no_grad()
     def count(self, layer: int, logits_TE: Tensor, rows_E: Tensor, is_data_T: Tensor | None) -> None:
-        """Count the rows of some tokens for every expert, and add up the tokens' losses and entropies."""
+        """Add some tokens to the sums of a layer: their rows per expert, their losses, and their entropies."""
         if not self.counting:
             return
         probabilities_TE, z_T = router_probabilities(logits_TE, self.run.model), logits_TE.logsumexp(-1).square()
@@ -180,19 +187,19 @@ class ExpertLoad:
         self._sums[layer] += torch.cat([rows_E.double(), figures.double()])
 
     def count_dropped(self, layer: int, rows: Tensor) -> None:
-        """Count rows that no expert took."""
+        """Add to the number of dropped rows."""
         if self.counting:
             self._sums[layer, self.experts + FIGURES.index("dropped")] += rows
 
     def _factors_E(self, layer: int) -> Tensor:
-        """Return E · f_e in float32. It is 1 for an even load, and before the first step."""
+        """Return E · f_e for each expert, in float32. It is 1 if the load is even, and before the first step."""
         rows_E = self.rows_LE[layer]
         total = rows_E.sum()
         return torch.where(total > 0, self.experts * rows_E / total.clamp(min=1), 1.0).float()
 
 
 def router_probabilities(logits_TE: Tensor, model: ModelConfig) -> Tensor:
-    """Return the router's probabilities P_te, whose sum over the experts is one."""
+    """Return the router's probabilities P_te of each token. They sum to one over the experts."""
     if model.router_score == "softmax":
         return logits_TE.softmax(-1)
     scores_TE = logits_TE.sigmoid()
@@ -221,9 +228,10 @@ class _WithLosses(Function):
         model, moe = load.run.model, load.run.moe
         factor = load.factor if is_data_T is None else load.factor * is_data_T[:, None]
         if moe.load_balancing_loss:
-            # A token's loss is Σ c_e P_e, with c_e = E f_e and P = s / Σ s. Its gradient is slope_e · (c_e − Σ c P).
-            # The slope is P_e for softmax scores and P_e (1 − s_e) for sigmoid scores. Subtracting 1 from every c_e
-            # does not change the gradient, but makes it exactly zero for an even load.
+            # A token's loss is Σ c_e P_e, with c_e = E f_e. The probabilities P are the scores s divided by their sum.
+            # The loss's gradient is slope_e · (c_e − Σ c P), with the slope P_e for softmax scores and P_e (1 − s_e)
+            # for sigmoid scores. Subtract 1 from every c_e. This does not change the gradient, but makes it exactly
+            # zero for an even load.
             probabilities_TE = router_probabilities(logits_TE, model)
             slope_TE = (
                 probabilities_TE if model.router_score == "softmax" else probabilities_TE * (-logits_TE).sigmoid()

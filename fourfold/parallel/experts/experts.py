@@ -1,8 +1,8 @@
-"""A mixture-of-experts (MoE) layer on the grid. Experts are split over the axis ep, and their widths over the tensor
-axes x and y as in the dense MLP.
+"""A mixture-of-experts (MoE) layer on the grid. The axis ep splits the experts, and the tensor axes x and y split the
+matrices of each expert as in the dense MLP.
 
-Shapes: T tokens of this rank, h = H/y channels, E experts, K experts per token, N rows of (token, choice), and F/x as
-this rank's share of an expert's width F.
+Each token is sent to K experts, so it becomes K rows. Shapes: T tokens of this rank, h = H/y channels, E experts, K
+experts per token, N rows, f = F/x (this rank's share of an expert's inner width F).
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from fourfold.parallel.tensor.sharding import Tile, Tiled
 
 
 class ParallelMixture(nn.Module):
-    """An MoE layer: router, experts, and shared expert. It maps this rank's tokens [B, T, h] to outputs of the same
-    shape. Padding goes to no expert."""
+    """An MoE layer: router, experts, and shared expert. It maps this rank's tokens [B, T, h] to outputs [B, T, h].
+
+    The router sends no padding to experts.
+    """
 
     def __init__(self, mixture: Mixture, grid: Grid, overlap: OverlapConfig, layer: int) -> None:
         super().__init__()
@@ -44,7 +46,7 @@ class ParallelMixture(nn.Module):
 
         Args:
             x_BTh: This rank's tokens.
-            is_data_BS: False for padding. This mask covers the tokens of all x ranks.
+            is_data_BS: False for padding. The mask covers the tokens of all x ranks, not only of this rank.
         """
         out_BTh = self._routed(x_BTh, is_data_BS)
         return out_BTh if self.shared_expert is None else out_BTh + self._shared(x_BTh)
@@ -56,7 +58,7 @@ class ParallelMixture(nn.Module):
         if is_data_BS is not None:
             is_data_T = is_data_BS.chunk(self.grid.x.size, dim=1)[self.grid.x.rank].flatten()
         routing, kept_TK = self.gate(x_Th, is_data_T), None
-        # Evaluation has no capacity limit. Otherwise a document's score would depend on other documents in the batch.
+        # In evaluation, experts have no capacity limit. A document's score must not depend on the rest of the batch.
         if self.capacity_factor and self.training:
             experts_BTK = routing.experts_TK.unflatten(0, x_BTh.shape[:2])
             kept_BTK = within_capacity_of_sequences(experts_BTK, experts, self.capacity_factor, self.grid)
@@ -68,7 +70,7 @@ class ParallelMixture(nn.Module):
         return combine(self._outputs(x_Th, order), order, weights_TK).view_as(x_BTh)
 
     def _outputs(self, x_Th: Tensor, order: Order) -> Tensor:
-        """Return the outputs of the chosen experts, [N, h], sorted by expert."""
+        """Return the experts' outputs for all rows, [N, h], sorted by expert."""
         load = self.gate.load
         planned = load.planned_rows(len(order.place_N)) if load is not None and load.planned is not None else None
         if self.grid.ep.size * self.grid.x.size == 1 and planned is None:
@@ -76,7 +78,7 @@ class ParallelMixture(nn.Module):
             outputs_Nh: Tensor = self.experts(take_rows(x_Th, order, order.taken(groups)), groups)
             return outputs_Nh
         counts = remembered(self.dispatch, lambda: self.dispatch.exchange_counts(order.sizes_E))
-        # The GPU copies the rows in the order of their experts while the host waits for the counts.
+        # Start the copy of the rows before the host waits for the counts, so that the GPU does not idle.
         rows_Nh = take_rows(x_Th, order, len(order.place_N)) if order.given is None else None
         traffic = self.dispatch.traffic(counts, planned)
         if rows_Nh is None:
@@ -91,7 +93,7 @@ class ParallelMixture(nn.Module):
 
 
 class ParallelExperts(Tiled):
-    """This rank's experts, with weights [E/ep, F/x, H/y] and [E/ep, H/y, F/x], and optional biases."""
+    """The experts on this rank. Their weights are [E/ep, F/x, H/y] for gate and up, and [E/ep, H/y, F/x] for down."""
 
     gate_proj: nn.Parameter
     up_proj: nn.Parameter
@@ -111,7 +113,7 @@ class ParallelExperts(Tiled):
         self.add_tile("down_proj_bias", experts.down_proj_bias, Tile(ep=0, y=1, partial_over=("x",)), grid)
 
     def forward(self, rows_Nh: Tensor, groups: Groups) -> Tensor:
-        """Run the experts on rows sorted by expert, in ``groups``. Each x rank returns a partial sum of the outputs."""
+        """Run each expert on its group of rows. Each x rank returns a partial sum of the outputs."""
         gate_Nf, up_Nf = (
             add_biases(sum_of(grouped_matmul(rows_Nh, weight, groups), self.y, "experts: outputs of up"), bias, groups)
             for weight, bias in ((self.gate_proj, self.gate_proj_bias), (self.up_proj, self.up_proj_bias))
@@ -120,12 +122,14 @@ class ParallelExperts(Tiled):
 
     @recomputable
     def down(self, gate_Nf: Tensor, up_Nf: Tensor, groups: Groups) -> Tensor:
-        """Project gate and up to the hidden size. Only the first x rank adds the biases, because outputs are summed."""
+        """Apply the activation, and project to the hidden size. The outputs will be summed over x, so only the first x
+        rank adds the biases."""
         active_Nf = sum_gradient(self.activation(gate_Nf, up_Nf), self.y, "experts: input gradient of down")
         out_Nh = grouped_matmul(active_Nf, self.down_proj, groups)
         if self.down_proj_bias is None or self.x.rank == 0:
             return add_biases(out_Nh, self.down_proj_bias, groups)
-        return add_biases(out_Nh, 0 * self.down_proj_bias, groups)  # Each rank needs a gradient for the sum over x.
+        # Add zeros, so that the biases have a gradient on every rank. The sum of gradients over x needs it.
+        return add_biases(out_Nh, 0 * self.down_proj_bias, groups)
 
 
 class SharedExpertGate(Tiled):
@@ -144,7 +148,7 @@ class SharedExpertGate(Tiled):
 
 
 def lay_out_shared_expert(mlp: MLP, grid: Grid, overlap: OverlapConfig) -> None:
-    """Put the shared expert's linear layers on the grid, as in a dense MLP."""
+    """Replace the shared expert's linear layers with parallel layers, as in a dense MLP."""
     up: nn.Module = LinearGroup(mlp.up, grid, "replicate", "shared up", overlap)
     down: nn.Module = Linear4D(mlp.down_proj, grid, "replicate", "shared down", overlap, transposed=True)
     mlp.add_module("up", up)

@@ -1,5 +1,4 @@
-"""The router of an MoE layer. Each rank of the tensor axis x has its own tokens, and each rank of y has its own
-channels."""
+"""The router of an MoE layer on the grid. The tensor axis x splits its tokens, and y splits their channels."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from fourfold.parallel.tensor.sharding import Tile
 
 
 class ParallelRouter(BiasInFloat32, CountedRouter):
-    """The router with weight [E, H/y]. All ranks of y have the same logits and choose the same experts."""
+    """The router, with weight [E, H/y]. All ranks of y compute the same logits, so they choose the same experts."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -34,8 +33,8 @@ class ParallelRouter(BiasInFloat32, CountedRouter):
 
         Args:
             x_Th: This rank's tokens.
-            is_data_T: False for padding. Padding gets the expert number ``num_experts``, which does not exist, and is
-                not counted.
+            is_data_T: False for padding. Padding gets the expert index ``num_experts``, so no expert processes it.
+                Padding does not count as load.
         """
         logits_TE = sum_of(F.linear(x_Th.float(), self.weight.float()), self.y, "router: logits")
         if self.bias is not None:
@@ -43,7 +42,7 @@ class ParallelRouter(BiasInFloat32, CountedRouter):
         if self.load is not None:
             logits_TE = self.load.with_losses(logits_TE, self.layer, is_data_T)
         scores_TE = self.choice.scores(logits_TE)
-        # Do not choose again in a recomputation, because a rounding error could send a token to another expert.
+        # A recomputation reuses the chosen experts. Choosing again could give another expert, due to rounding errors.
         chosen_TK = remembered(self, lambda: self.choice.experts(scores_TE, self.e_score_correction_bias))
         experts_TK = chosen_TK
         if is_data_T is not None:
@@ -53,14 +52,17 @@ class ParallelRouter(BiasInFloat32, CountedRouter):
         return Routing(logits_TE, experts_TK, self.choice.weights(scores_TE, chosen_TK))
 
     def count_dropped(self, kept_TK: Tensor) -> None:
-        """Count the rows that no expert takes."""
+        """Count the rows that are dropped."""
         if self.load is not None and not RECOMPUTES.get():
             self.load.count_dropped(self.layer, (~kept_TK).sum())
 
 
 def within_capacity_of_sequences(experts_BTK: Tensor, num_experts: int, factor: float, grid: Grid) -> Tensor:
-    """Apply ``within_capacity`` to whole sequences, and return this rank's tokens. The axes cp and x split the tokens
-    of a sequence."""
+    """Return which of this rank's rows their expert accepts, [B, T, K].
+
+    The capacity applies to whole sequences (``within_capacity``). So first gather the choices of all tokens of each
+    sequence, which the axes cp and x split.
+    """
     if grid.x.size * grid.cp.size == 1:
         return within_capacity(experts_BTK, num_experts, factor)
     whole_BSK = all_gather(experts_BTK.int(), grid.x, 1, "router: chosen experts")

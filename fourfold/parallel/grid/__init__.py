@@ -1,1 +1,1 @@
-"""The grid of processes: each process has a position on six axes."""
+"""The grid of processes, their process groups, and every collective."""

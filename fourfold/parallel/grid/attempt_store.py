@@ -1,4 +1,7 @@
-"""Give each attempt of a job its own keys in the rendezvous store. torchrun may use one store for all attempts."""
+"""Give each attempt of a job its own keys in the store where the processes meet.
+
+If torchrun restarts a job, the new attempt may use the same store as the earlier attempts.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,12 @@ def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) 
     must call this.
 
     The store still has the keys of earlier attempts. TORCHELASTIC_RESTART_COUNT does not tell attempts apart, because
-    each agent counts its own restarts (github.com/pytorch/pytorch/issues/135712). So each rank of the new attempt
-    except rank 0 posts a new random word. Rank 0 answers each word with the attempt's name, until all ranks have read
-    this name. Rank 0 also answers words of earlier attempts, but nobody reads those answers.
+    each agent counts its own restarts (github.com/pytorch/pytorch/issues/135712). So the ranks agree on a random name:
+
+    1. Each rank except rank 0 writes a new random word to the store.
+    2. Rank 0 answers each word with the attempt's name. It also answers words of earlier attempts, but nobody reads
+       those answers.
+    3. Each rank reads the answer to its own word. Rank 0 stops when all ranks have read the name.
 
     Raises:
         DistStoreError: A rank did not arrive before the timeout.
@@ -47,5 +53,5 @@ def _answer(store: Store, name: str, world_size: int, timeout: timedelta) -> Non
                 answered[rank] = word
         waiting = [rank for rank in waiting if not store.check([f"/taken/{name}/{rank}"])]
         if waiting and time.monotonic() > deadline:
-            raise dist.DistStoreError(f"nothing came from ranks {waiting[:10]} in {timeout.total_seconds():.0f} s")
+            raise dist.DistStoreError(f"ranks {waiting[:10]} did not arrive within {timeout.total_seconds():.0f} s")
         time.sleep(POLL_SECONDS if waiting else 0)

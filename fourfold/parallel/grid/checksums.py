@@ -1,4 +1,7 @@
-"""Compute checksums of tensors on their device, and record the checksums of all data that a process sends in a step."""
+"""Compute checksums of tensors on their device, and record the checksums of all data that a process sends in a step.
+
+Two runs of the same step must send the same data. If they do not, the records show which rank computed a wrong result.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fourfold.parallel.grid.communicate import PURPOSE
 
 CHUNK = 1 << 22
-"""Number of elements that are summed at once. This limits the memory of the weights in the sum, which take eight bytes
-per element."""
+"""Number of elements that are summed at once. It limits the memory for the weights of the sum (eight bytes per
+element)."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -23,10 +26,9 @@ SECOND_IS_INPUT = ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a weighted sum of a tensor's elements, read as integers, mod 2^64. The sum is an int64 on the tensor's
-    device.
+    """Read a tensor's elements as integers, and return their weighted sum mod 2^64, an int64 on the tensor's device.
 
-    The weights depend on the position. One flipped bit always changes the sum, because the weights are odd.
+    The weights depend on the position. They are odd, so one flipped bit always changes the sum.
     """
     words = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -37,20 +39,21 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 class Given(NamedTuple):
-    """An entry in a process's log of a step. It describes data that the process sent or keeps, or a message that the
-    process received."""
+    """An entry in a process's log of a step: data that the process sent or kept, or a message that it received."""
 
     members: tuple[int, ...]
-    """The ranks of the collective, or the sender and the receiver of a message. Empty for data that the process
-    keeps."""
+    """The ranks of the collective, or the sender and the receiver of a message. Empty if the process keeps the data."""
     what: str
+    """What the data is for."""
     checksum: int
-    """Checksum of the data. 0 if this process only receives."""
+    """Checksum of the data. 0 if this process only received it."""
 
 
 class CollectiveInputs(TorchDispatchMode):
-    """Records the checksum of every tensor that enters a collective while the context is open. This includes FSDP2's
-    collectives."""
+    """Records the checksum of every tensor that this process passes to a collective while this context is open.
+
+    Collectives of FSDP2 are recorded too.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
@@ -63,7 +66,7 @@ class CollectiveInputs(TorchDispatchMode):
         self._checksums.append(checksum(tensor))
 
     def given(self) -> list[Given]:
-        """Return all records in order. Waits for the device."""
+        """Return all records in order. This waits for the device."""
         if any(each.is_cuda for each in self._checksums):
             torch.cuda.synchronize()  # Wait for all streams, because FSDP2 sends from its own streams.
         sums = torch.stack(self._checksums).tolist() if self._checksums else []
@@ -92,19 +95,20 @@ class CollectiveInputs(TorchDispatchMode):
         of_fsdp = "weights" if name == "_allgather_base_" else "gradients"  # FSDP2's collectives have no names.
         why = of_fsdp if purpose is None else purpose.why
         if name == "recv_":
-            tensor = tensor.new_zeros(0)  # The current content of the output does not matter.
+            tensor = tensor.new_zeros(0)  # The tensor will be overwritten, so do not record its current content.
         self.note(tensor, f"its part of the collective '{why}'", members)
 
 
 def first_to_differ(first: Sequence[Sequence[Given]], second: Sequence[Sequence[Given]]) -> dict[int, str]:
-    """Compare the logs of two passes over the same step.
+    """Compare the logs of two runs of the same step, and find the ranks that computed different results.
 
     Args:
-        first, second: the log of each rank.
+        first: the log of each rank in the first run.
+        second: the log of each rank in the second run.
 
     Returns:
-        The ranks whose own computation differed, each with the first data that differed. If a rank differs only after a
-        collective with a differing rank, it may have received wrong data, so it is skipped.
+        The ranks whose own computation differed, and for each of them, the first data that differed. A rank is left out
+        if it differs only after a collective with another differing rank, because it may have received wrong data.
     """
     differing = [_differing(one, two) for one, two in zip(first, second, strict=True)]
     tainted: dict[tuple[tuple[int, ...], int], set[int]] = {}
@@ -127,10 +131,9 @@ def _differing(one: Sequence[Given], two: Sequence[Given]) -> list[int]:
 
 
 def _instances(log: Sequence[Given]) -> list[tuple[tuple[int, ...], int]]:
-    """Return an identifier for each collective in a log: its members, and the number of earlier collectives among the
-    same members.
+    """Return an identifier for each collective in a log. All members of a collective compute the same identifier.
 
-    All members compute the same identifier.
+    It consists of the members, and of the number of earlier collectives among the same members.
     """
     counts: dict[tuple[int, ...], int] = {}
     instances = []

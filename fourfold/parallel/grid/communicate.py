@@ -1,7 +1,7 @@
 """Collectives over an axis of the grid. Each call names its axis and purpose.
 
-The functions from ``gather`` to the end of the module are differentiable: their backward passes move gradients. The
-``start_*`` functions return immediately, so that computation can continue until ``wait``.
+The ``start_*`` functions return immediately, so that computation can continue until ``wait``. The functions from
+``gather`` to the end of the module are differentiable: their backward passes run collectives on gradients.
 """
 
 from __future__ import annotations
@@ -30,32 +30,33 @@ NCCL_TYPES = frozenset(
 
 
 class Purpose(NamedTuple):
-    """The reason for a collective, and a name for the operation if torch's name would mislead."""
+    """What a collective is for (``why``), and a name for the operation if torch's own name would mislead."""
 
     why: str
     operation: str | None
 
 
 ON_WAIT: ContextVar[Callable[[Tensor], None] | None] = ContextVar("on_wait", default=None)
-"""A function that ``Pending.wait`` calls with the result of each collective. The trace sets it."""
+"""A function that ``Pending.wait`` calls with the result of each collective. ``fourfold trace`` sets it."""
 
 PURPOSE: ContextVar[Purpose | None] = ContextVar("purpose", default=None)
-"""Purpose of the collective that is being issued. The trace reads it."""
+"""The purpose of the collectives that start now. ``fourfold trace`` reads it."""
 
 
 @contextmanager
 def purpose(
     why: str, operation: str | None = None, axis: Axis | str = "all ranks", sender: int | None = None
 ) -> Iterator[None]:
-    """Name the purpose of the collectives in the block, and tell the watchdog about them.
+    """Name the purpose of the collectives in the ``with`` block, and tell the watchdog about them.
 
-    All ranks of the axis must enter this context equally often, because the watchdog compares their counts.
+    The watchdog compares how often each rank has entered this context. So all ranks of the axis must enter it equally
+    often.
 
     Args:
-        why: The purpose.
-        operation: A name for the operation, if torch's name would mislead.
+        why: What the collectives are for, such as "gradient norm". Reports use this name.
+        operation: What to call the operation in reports, if torch's own name would mislead.
         axis: The axis, or its name. "" if the block has no collectives.
-        sender: The rank on the axis that sends, for a message between two ranks.
+        sender: For a message between two ranks, the axis position of the sender.
     """
     if is_watched() and isinstance(axis, Axis):
         doing(why, axis.name, axis.members if sender is None else f"{axis.members} from {sender}")
@@ -76,7 +77,7 @@ class Pending(NamedTuple):
     finish: Callable[[Tensor], Tensor] | None = None
 
     def wait(self) -> Tensor:
-        """Wait for the result, and return it. On a GPU, the current stream waits, but the host does not."""
+        """Wait for the result, and return it. On a GPU, only the current stream waits, and the host continues."""
         for work in self.works:
             work.wait()
         if self.works and (notify := ON_WAIT.get()) is not None:
@@ -85,12 +86,13 @@ class Pending(NamedTuple):
 
 
 def check_for_nccl(given: Tensor, received: Tensor | None = None, ranks: tuple[int, int] = (1, 1)) -> None:
-    """Assert what NCCL requires, on every backend, so that a run on gloo fails whenever a run on GPUs would.
+    """Assert that tensors meet NCCL's requirements. Tests on gloo then fail if a run on GPUs would fail.
 
     Args:
         given: The tensor that this rank contributes.
         received: The tensor for the result.
-        ranks: ``received`` has ranks[0] elements for every ranks[1] elements of ``given``.
+        ranks: The required ratio of the tensors' sizes. ``received`` must have ranks[0] elements for every ranks[1]
+            elements of ``given``.
     """
     for tensor in (given,) if received is None else (given, received):
         assert tensor.dtype in NCCL_TYPES, f"NCCL does not know {tensor.dtype}"
@@ -101,7 +103,7 @@ def check_for_nccl(given: Tensor, received: Tensor | None = None, ranks: tuple[i
 
 
 def start_all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Pending:
-    """Start to concatenate the parts of all ranks of ``axis`` along ``dim``."""
+    """Start an all-gather. The result is the parts of all ranks of ``axis``, concatenated along ``dim``."""
     if axis.size == 1:
         return Pending(part)
     part = part.contiguous()
@@ -113,7 +115,7 @@ def start_all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Pending:
 
 
 def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pending:
-    """Start to sum over the ranks of ``axis``. The result is this rank's part of the sum along ``dim``."""
+    """Start a reduce-scatter. The result is this rank's part, along ``dim``, of the sum over the ranks of ``axis``."""
     if axis.size == 1:
         return Pending(partial)
     parts = partial.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
@@ -131,7 +133,7 @@ def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pen
 
 
 def start_all_reduce(partial: Tensor, axis: Axis, why: str) -> Pending:
-    """Start to sum over the ranks of ``axis``. This may overwrite ``partial``, so the caller must not use it again."""
+    """Start an all-reduce. It may overwrite ``partial``, so the caller must not use ``partial`` again."""
     if axis.size == 1:
         return Pending(partial)
     partial = partial.contiguous()
@@ -156,9 +158,9 @@ def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
 
 
 def swap(tensor: Tensor, pair: Axis, why: str) -> Tensor:
-    """Exchange tensors with the other rank of a pair, which must call this too. Return the other rank's tensor.
+    """Exchange tensors with the other rank of a pair, and return the other rank's tensor. Both ranks must call this.
 
-    A swap sends the same bytes as an all-reduce of two ranks, so the trace counts it as an all-reduce.
+    A swap sends as many bytes as an all-reduce over two ranks, so ``fourfold trace`` counts it as an all-reduce.
     """
     tensor = tensor.contiguous()
     received, peer = torch.empty_like(tensor), _other(pair)
@@ -209,9 +211,9 @@ def send_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[
     Args:
         rows: The rows to send, ordered by receiving rank.
         axis: The ranks that exchange rows.
-        sent: Number of rows for each rank.
-        received: Number of rows from each rank.
-        why: The purpose.
+        sent: Number of rows that this rank sends to each rank.
+        received: Number of rows that this rank receives from each rank.
+        why: What the collective is for (``Purpose``).
 
     Returns:
         The received rows, ordered by sending rank.
@@ -226,9 +228,9 @@ def send_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[
 
 
 def by_all_to_all(group: dist.ProcessGroup) -> bool:
-    """Return whether an all-to-all replaces reduce-scatter, because the group uses gloo.
+    """Return whether to replace a reduce-scatter by an all-to-all and a local sum. We do so on gloo.
 
-    gloo's reduce-scatter is an all-reduce inside, blocks when it is issued, and rounds bf16 at every hop.
+    gloo's reduce-scatter is implemented as an all-reduce, blocks the caller, and rounds bf16 sums after every addition.
     """
     return dist.get_backend(group) == "gloo"
 
@@ -246,36 +248,38 @@ def all_reduce(partial: Tensor, axis: Axis, why: str) -> Tensor:
 
 
 def sum_parts(parts: Tensor, out: Tensor | None = None) -> Tensor:
-    """Sum over the first dim. For two parts, an addition is several times faster than torch's sum."""
+    """Sum over the first dim. For two parts, use an addition, which is several times faster than torch's sum."""
     return torch.add(parts[0], parts[1], out=out) if len(parts) == 2 else torch.sum(parts, 0, out=out)
 
 
 def _join(parts: Tensor, dim: int) -> Tensor:
-    """Reshape [n, …, d, …] to […, n·d, …]. This needs no copy if ``dim`` is the first dim longer than 1."""
+    """Concatenate n parts along ``dim``, [n, …, d, …] → […, n·d, …]. If all dims before ``dim`` have size 1, nothing is
+    copied."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _over_ranks(
     axis: Axis, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Run ``forward`` in the forward pass and ``backward`` in the backward pass. With one rank, do nothing."""
+    """Run ``forward`` in the forward pass, and ``backward`` in the backward pass. If the axis has one rank, do
+    nothing."""
     return tensor if axis.size == 1 else differentiable(tensor, forward, backward)
 
 
 def gather(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """All-gather in the forward pass, reduce-scatter in the backward pass."""
+    """All-gather in the forward pass, and reduce-scatter in the backward pass."""
     return _over_ranks(axis, part, lambda t: all_gather(t, axis, dim, why), lambda g: reduce_scatter(g, axis, dim, why))
 
 
 def scatter_sum(partial: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """Reduce-scatter in the forward pass, all-gather in the backward pass."""
+    """Reduce-scatter in the forward pass, and all-gather in the backward pass."""
     return _over_ranks(
         axis, partial, lambda t: reduce_scatter(t, axis, dim, why), lambda g: all_gather(g, axis, dim, why)
     )
 
 
 def exchange(parts: Tensor, axis: Axis, why: str) -> Tensor:
-    """All-to-all along the first dim, in forward and backward."""
+    """Run an all-to-all along the first dim, in the forward and in the backward pass."""
     return _over_ranks(axis, parts, lambda t: all_to_all(t, axis, why), lambda g: all_to_all(g, axis, why))
 
 
@@ -287,14 +291,14 @@ def exchange_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Seque
 
 
 def gather_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
-    """All-gather rows, ``sizes[i]`` from each rank i. In the backward pass, reduce-scatter their gradients."""
+    """All-gather rows, with ``sizes[i]`` rows from rank i. In the backward pass, reduce-scatter their gradients."""
     return _over_ranks(
         axis, rows, lambda t: _rows_of_all(t, axis, sizes, why), lambda g: _sum_of_own_rows(g, axis, sizes, why)
     )
 
 
 def scatter_sum_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
-    """Reduce-scatter rows, with ``sizes[i]`` rows of the sum for each rank i. In the backward pass, all-gather their
+    """Reduce-scatter rows. Rank i gets ``sizes[i]`` rows of the sum. In the backward pass, all-gather their
     gradients."""
     return _over_ranks(
         axis, rows, lambda t: _sum_of_own_rows(t, axis, sizes, why), lambda g: _rows_of_all(g, axis, sizes, why)
@@ -312,13 +316,15 @@ def _sum_of_own_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -
     return sum_parts(parts.unflatten(0, (axis.size, own)))
 
 
-# The functions above are for computation that the ranks split. If all ranks hold a copy of a tensor, each rank has only
-# a part of its gradient, so the backward pass sums the parts. The functions below are for computation that all ranks
-# repeat: every rank has the full gradient of a copied tensor.
+# The functions above are for computation that is split over the ranks. If all ranks hold the same tensor, each rank
+# computes only a part of the tensor's gradient. So the backward passes above sum gradients over the ranks.
+#
+# The functions below are for computation that every rank repeats. Each rank then computes the full gradient of a tensor
+# that all ranks hold.
 
 
 def share(whole: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """Return this rank's part of a tensor that all ranks hold. In the backward pass, all-gather the gradient."""
+    """Return this rank's part of a tensor that all ranks hold. In the backward pass, all-gather the gradients."""
     return _over_ranks(axis, whole, lambda t: _own_part(t, axis, dim), lambda g: all_gather(g, axis, dim, why))
 
 
@@ -328,8 +334,7 @@ def whole(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
 
 
 def sum_of(partial: Tensor, axis: Axis, why: str) -> Tensor:
-    """All-reduce in the forward pass. The backward pass returns the gradient unchanged, because each rank already has
-    the full gradient."""
+    """All-reduce in the forward pass. In the backward pass, keep the gradient, because each rank has all of it."""
     return _over_ranks(axis, partial, lambda t: all_reduce(t.clone(), axis, why), lambda g: g)
 
 

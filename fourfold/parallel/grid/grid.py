@@ -26,12 +26,12 @@ from fourfold.parallel.grid.process_group import (
 )
 
 FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
-"""Axes that some collectives treat as one."""
+"""Combinations of axes that some collectives run over."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis from the point of view of one process: its size, the process's position on it, and its process group."""
+    """One axis, as one process sees it: its size, this process's position on it, and this process's group."""
 
     name: str
     size: int
@@ -40,28 +40,29 @@ class Axis:
 
     @cached_property
     def members(self) -> str:
-        """Return a name for this group: the axis, and the group's first and last rank. It is unique among the groups of
-        the axis."""
+        """Return a name for this group, made of the axis and the group's first and last rank. No other group of the
+        axis has the same name."""
         ranks = dist.get_process_group_ranks(self.group)
         return f"{self.name} of {ranks[0]}-{ranks[-1]}"
 
 
 @dataclass(frozen=True)
 class TwoLevels:
-    """The ranks of an axis that spans several nodes, as two groups: the ranks inside this node, and the ranks at the
-    same position in all nodes.
+    """Two groups for collectives in two levels, over an axis that spans several nodes.
 
-    FSDP2 uses this object as a process group and calls its ``size`` and ``rank``.
+    ``inside`` has the axis's ranks on this node. ``across`` has one rank per node: the ranks at the same position in
+    their nodes. FSDP2 uses this object as a process group, and calls its ``size`` and ``rank``.
     """
 
     whole: Axis
     inside: Axis
     across: Axis
     inside_for_sums: Axis
-    """The same ranks as ``inside``, for sums. On gloo this is a second group, because the thread of ``gathers`` issues
-    collectives on the group of ``inside``."""
+    """The same ranks as ``inside``, for sums. On gloo it needs its own group, because the thread ``gathers`` uses the
+    group of ``inside`` at the same time."""
     gathers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-    """On gloo, this thread issues the second level of gathers. One thread keeps their order equal on all ranks."""
+    """On gloo, this thread starts the second level of all-gathers. With only one thread, all ranks start them in the
+    same order."""
 
     def size(self) -> int:
         return self.whole.size
@@ -69,35 +70,34 @@ class TwoLevels:
     def rank(self) -> int:
         """Return the index of this process's shard.
 
-        Processes at the same position in their nodes hold neighboring shards. So in both levels, the data that a
-        process sends or receives is contiguous.
+        Processes at the same position in their nodes hold consecutive shards. So the data that a process sends or
+        receives is contiguous in both levels.
         """
         return self.inside.rank * self.across.size + self.across.rank
 
 
 class Grid:
-    """The position of every process of the job on the six axes (pp, dp, cp, z, y, x).
+    """Arranges the processes of a job along the six axes (pp, dp, cp, z, y, x), and creates their process groups.
 
-    x, y, z, cp, and pp are single axes. dp is always combined with another axis:
+    x, y, z, cp, and pp are attributes of the grid. dp appears only in combination with other axes:
 
-    - ``batch``: processes that split the batch (dp and z, with z inside dp).
-    - ``replicas``: processes that may hold the same weights (dp and cp).
-    - ``tokens``: processes that split a step's tokens and sum its gradients (dp, cp, and z).
-    - ``ep``: neighbors on the tokens axis that together hold one copy of the experts.
-    - ``expert_replicas``: processes with the same experts.
+    - ``batch``: the processes that split the batch (dp and z, with z inside dp).
+    - ``replicas``: the processes that may hold the same weights (dp and cp).
+    - ``tokens``: the processes that split a step's tokens and sum its gradients (dp, cp, and z).
+    - ``ep``: neighbors on the ``tokens`` axis that together hold one copy of the experts.
+    - ``expert_replicas``: the processes that hold the same experts.
 
-    Every process of the job must create the grid with the same sizes, because this creates the process groups. In a
-    program that torchrun or srun started, this also starts torch's default process group, unless the program has
-    already done so. The backend is nccl on this process's GPU for ``"cuda"``, and gloo otherwise. Several grids can
-    live in one process.
+    Every process of the job must create the grid with the same sizes, because the processes create the process groups
+    together. If the program has not started torch's default process group, the grid also starts this group. The backend
+    is nccl for ``"cuda"``, and gloo otherwise. Several grids can live in one process.
 
     Args:
         sizes: Sizes of the axes.
         device_type: "cuda" or "cpu".
 
     Raises:
-        UserError: The product of the sizes is not the number of processes, or the default process group cannot be
-            started (no launcher started the processes, they could not connect, or there are too few GPUs).
+        UserError: The product of the sizes is not the number of processes. Or the default process group cannot be
+            started, because no launcher has started the processes, they cannot connect, or there are too few GPUs.
     """
 
     def __init__(self, sizes: ParallelConfig, device_type: str) -> None:
@@ -114,23 +114,22 @@ class Grid:
         self.ranks = torch.arange(sizes.world_size).view(shape)
         """All ranks, by their positions on the six axes."""
         self.device_type = device_type
-        # Also create the groups over several axes at the start, because creating a group is a collective, which must
-        # not happen in the middle of a step. On NCCL each group has its own buffers, so axes with the same ranks share
-        # a group.
+        # Create all groups now, because creating a group is a collective, which must not run in the middle of a step.
+        # On NCCL, each group has its own buffers. So axes with the same ranks share one group.
         groups: dict[tuple[str, str], dist.ProcessGroup | None] = {}
         self._axes = {"_".join(axes): self._axis(axes, groups) for axes in (*((axis,) for axis in AXES), *FLATTENED)}
         self.neighbors = self._neighbors()
-        """This process's neighbors in the pipeline, by their pp rank. Each pair has its own group."""
+        """This process's neighbors in the pipeline, by their pp rank. Each pair of neighbors has its own group."""
         self.levels: dict[tuple[str, int], TwoLevels] = {}
-        """Axes that ``shards`` has divided, by name and ranks per node."""
+        """The results of ``shards`` that have two levels, by the axis's name and the number of ranks per node."""
         for axis in (*self._axes.values(), *self.neighbors.values()):
             limit_waiting(axis.group, device_type)
             if axis.size > 1:
                 join(axis.members)
         self.x, self.y, self.z, self.cp, self.pp = (self._axes[name] for name in ("x", "y", "z", "cp", "pp"))
         self.batch, self.replicas, self.tokens = (self._axes[name] for name in ("dp_z", "dp_cp", "dp_cp_z"))
-        # FSDP2 takes its processes as device meshes. The processes that split the tokens need two meshes: one with a
-        # single axis, and one with the two axes (dp·cp, z).
+        # FSDP2 needs device meshes. Create two of them for the processes that split the tokens: one with a single
+        # axis, and one with the two axes (dp·cp, z).
         tokens = torch.tensor(dist.get_process_group_ranks(self.tokens.group))
         self.tokens_mesh = DeviceMesh.from_group(self.tokens.group, device_type, tokens, mesh_dim_names=("dp_cp_z",))
         ranks = tokens.view(self.replicas.size, -1)
@@ -139,15 +138,15 @@ class Grid:
         self._place_experts(sizes.ep)
 
     def axis(self, name: str) -> Axis:
-        """Return an axis.
+        """Return an axis by its name.
 
         Args:
-            name: Name of one axis, or of several axes combined: ``dp_cp``, ``dp_z``, ``dp_cp_z``, ``y_x``.
+            name: One of the six axes, or one of the combinations ``dp_cp``, ``dp_z``, ``dp_cp_z``, and ``y_x``.
         """
         return self._axes[name]
 
     def axes(self) -> list[Axis]:
-        """Return all axes. The single axes come before the combined ones."""
+        """Return all axes, with single axes before combinations."""
         return list(self._axes.values())
 
     def stage(self) -> Axis:
@@ -165,14 +164,15 @@ class Grid:
         return self._axes["stage"]
 
     def shards(self, name: str, per_node: int) -> dist.ProcessGroup | TwoLevels:
-        """Return the group of the ranks that shard weights. If they are on several nodes with several ranks each, the
-        group has two levels.
+        """Return the process group of an axis that shards weights.
 
+        The group has two levels if the axis spans several nodes and has several ranks on each of them.
         The first call creates the groups, so every process of the job must call this with the same arguments.
 
         Args:
             name: The axis, ``z`` or ``dp_cp_z``.
-            per_node: Number of the axis's ranks on each node. If the axis spans nodes, this must divide its size.
+            per_node: Number of the axis's ranks on each node. If the axis spans nodes, its size must be divisible by
+                this number.
         """
         whole = self._axes[name]
         if not 1 < per_node < whole.size:
@@ -198,14 +198,14 @@ class Grid:
         return Axis(name, group.size(), group.rank(), group)
 
     def _place_experts(self, ep: int) -> None:
-        """Create the groups of the ranks that share one copy of the experts, and of the ranks that hold the same
-        experts.
+        """Create ``ep``, the ranks that together hold one copy of the experts, and ``expert_replicas``, the ranks that
+        hold the same experts.
 
-        ``expert_replicas`` also exists as the two axes (copies, shards). If z > 1, the shards are the ranks of one z
-        group.
+        ``expert_replicas`` is also divided into two axes, ``expert_copies`` and ``expert_shards``. If ep divides z, the
+        ranks of ``expert_shards`` belong to one z group.
         """
         if ep == 1:
-            self.ep = Axis("ep", 1, 0, self.x.group)  # An axis of size 1 sends nothing, so any group will do.
+            self.ep = Axis("ep", 1, 0, self.x.group)  # An axis of size 1 never uses its group, so pass any group.
             self.expert_replicas = self.expert_copies = self.expert_shards = self.tokens
             return
         ranks = self.ranks.permute([AXES.index(axis) for axis in ("pp", "y", "x", "dp", "cp", "z")])
@@ -224,7 +224,7 @@ class Grid:
         }
 
     def expert_mesh(self, hybrid: bool) -> DeviceMesh:
-        """Return the ranks with the same experts as a mesh for FSDP2.
+        """Return a device mesh for FSDP2 with the ranks that hold the same experts.
 
         Args:
             hybrid: Whether the mesh has the two axes (copies, shards). Otherwise it has one axis.
@@ -239,8 +239,8 @@ class Grid:
     def _neighbors(self) -> dict[int, Axis]:
         """Create a group for each pair of neighbors on the pipeline ring.
 
-        NCCL runs the transfers of one group in the order in which they are issued. If all stages shared one group, a
-        tensor for one neighbor would wait for tensors from the other neighbor.
+        NCCL runs the transfers of a group one after another. If all stages shared one group, a tensor for one neighbor
+        would wait for tensors from the other neighbor.
         """
         pp = self._axes["pp"]
         if pp.size <= 2:
@@ -248,8 +248,8 @@ class Grid:
         pairs = [(stage, (stage + 1) % pp.size) for stage in range(pp.size)]
         rings = self.ranks.flatten(1)
         found = {}
-        # ``group_among`` takes disjoint groups. So divide the pairs into up to three sets that share no process: the
-        # even pairs, the odd pairs, and the last pair alone if the number of pairs is odd.
+        # ``group_among`` needs disjoint groups, but neighboring pairs share a process. So call it for the even pairs,
+        # for the odd pairs, and, if the number of pairs is odd, for the last pair.
         for those in filter(None, (pairs[: pp.size // 2 * 2 : 2], pairs[1::2], pairs[pp.size // 2 * 2 :])):
             group = group_among([sorted(ranks) for pair in those for ranks in rings[list(pair)].T.tolist()])
             for first, second in those:
@@ -258,17 +258,17 @@ class Grid:
         return found
 
     def _axis(self, axes: Sequence[str], groups: dict[tuple[str, str], dist.ProcessGroup | None]) -> Axis:
-        """Return the axis that combines these axes.
+        """Create one axis from one or several axes of the grid.
 
         Args:
             axes: Names of axes.
-            groups: The groups created so far, by their ranks and by the axes that may share them.
+            groups: The groups created so far. The key says which ranks a group has and which axes may share it.
         """
         others = [axis for axis in AXES if axis not in axes]
         size = math.prod(getattr(self.sizes, axis) for axis in axes)
         sets = self.ranks.permute([AXES.index(axis) for axis in (*others, *axes)]).reshape(-1, size).tolist()
-        # Ring attention sends keys over cp while gradients are summed over dp and cp. In one group, these transfers
-        # would wait for each other, so cp has its own group.
+        # Ring attention sends keys over cp while gradients are summed over dp and cp. In a common group, these
+        # transfers would wait for each other. So cp has its own group.
         key = str(sets), "cp" if axes == ("cp",) and size > 1 else ""
         if key not in groups:
             group = default_group() if len(sets) == 1 and not key[1] else group_among(sets)

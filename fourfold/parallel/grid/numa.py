@@ -1,4 +1,4 @@
-"""Pin a process to the CPU cores next to its GPU, so that copies between the host and the GPU stay within a socket."""
+"""Pin a process to the CPU cores next to its GPU. Copies between the host and the GPU then stay within a socket."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def bind_to_gpu(device: torch.device) -> None:
-    """Restrict this process to the cores next to its GPU. If these cores are unknown, or if the process may use none of
-    them, do nothing."""
+    """Restrict this process to the cores next to its GPU.
+
+    Do nothing if these cores are unknown, or if the process may not use any of them.
+    """
     # Old versions of torch do not report the device's PCI address.
     properties: Any = torch.cuda.get_device_properties(device)
     if hasattr(properties, "pci_bus_id") and hasattr(os, "sched_setaffinity"):
@@ -22,7 +24,7 @@ def bind_to_gpu(device: torch.device) -> None:
 
 
 def cores_beside(address: str) -> set[int]:
-    """Return the cores of a PCI device's NUMA node, or none if Linux does not report them."""
+    """Return the cores of a PCI device's NUMA node. Return an empty set if Linux does not report them."""
     try:
         listed = (PCI_DEVICES / address / "local_cpulist").read_text().strip()
     except OSError:
@@ -35,6 +37,6 @@ def cores_beside(address: str) -> set[int]:
 
 
 def bind_to(cores: set[int]) -> None:
-    """Restrict this process to these cores. Tighter limits that a launcher has set stay in place."""
+    """Restrict this process to those of these cores that it may use. A launcher may have restricted it already."""
     if shared := cores & os.sched_getaffinity(0):
         os.sched_setaffinity(0, shared)

@@ -30,31 +30,31 @@ NVIDIA_SETTINGS = {
 """Environment variables that CUDA, NCCL, and torch read when a GPU is first used.
 
 - High priority lets collectives start before computation that is already queued.
-- 32 connections (the default is 8) give a hardware queue to each stream: the streams of the axes, of the pipeline's
-  neighbors, and of the computation.
-- The workspace makes cuBLAS deterministic, which replayed steps need. It takes 32 MiB, which torch reserves on Hopper
-  anyway.
-- Expandable segments prevent memory fragmentation if tensors change their sizes from step to step (rows of experts,
-  packed documents).
+- 32 connections (the default is 8) give each stream its own hardware queue. There are streams for the axes, for the
+  pipeline's neighbors, and for the computation.
+- The workspace makes cuBLAS deterministic. The check that runs a step twice needs this. The workspace takes 32 MiB,
+  which torch reserves on Hopper anyway.
+- Expandable segments prevent memory fragmentation if tensors have a different size in every step. Examples are the rows
+  of experts, and packed documents.
 """
 
 OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
 AMD_SETTINGS = {"TORCH_NCCL_HIGH_PRIORITY": "1", "GPU_MAX_HW_QUEUES": "8"}
-"""Environment variables for AMD GPUs. By default, the streams of one priority share 4 hardware queues, and streams in
-the same queue run one after another (github.com/pytorch/pytorch/pull/188316). Many more queues than streams cost time:
-in github.com/pytorch/torchtitan/pull/4032, 16 queues for 5 streams cost 4 to 14 % of the throughput, and 8 queues cost
-nothing."""
+"""Environment variables for AMD GPUs. By default, all streams of one priority share 4 hardware queues, and streams in
+the same queue run one after another (github.com/pytorch/pytorch/pull/188316). Too many queues are slow too: with 5
+streams, 16 queues cost 4 to 14 % of the throughput, and 8 queues cost nothing
+(github.com/pytorch/torchtitan/pull/4032)."""
 
 GLOO_RELEASE_SECONDS = 0.2
-"""Number of seconds that the process waits at exit, so that gloo's threads can release the tensors of the last
+"""Number of seconds that the process waits at exit, until gloo's threads have released the tensors of the last
 collectives."""
 
 
 def ensure_process_group(device_type: str, world_size: int) -> None:
-    """Start the default process group unless the program has started it, and end it when the program ends.
+    """Start the default process group unless the program has already started it. End it when the program ends.
 
-    torchrun or srun must have started the processes. A grid of one process needs no launcher.
+    torchrun or srun must have started the processes. Only a grid of one process needs no launcher.
 
     Raises:
         UserError: No launcher started the processes of a larger grid, the processes could not connect, or a process has
@@ -86,12 +86,12 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
 
     Args:
         place: This process's position in the job.
-        meeting_point: torch's init_method. None for one process.
+        meeting_point: The address at which the processes meet, as in torch's ``init_method``. None for one process.
         device: The device of this process.
         timeout: Longest time that a collective may wait.
 
     Raises:
-        UserError: This process is in a process group already, or it could not connect to the other ranks.
+        UserError: This process is already in a process group, or it could not connect to the other ranks.
     """
     if dist.is_initialized():
         raise UserError(
@@ -119,15 +119,16 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
             f"({str(error).splitlines()[0]}); set MASTER_ADDR and MASTER_PORT to a free port on rank 0's host"
         ) from error
     if not on_gpu:
-        # Remove an earlier registration, so that the function runs only once even if the process starts several groups.
+        # First remove an earlier registration. The function then runs only once, even if the process starts several
+        # groups.
         atexit.unregister(_let_gloo_release)
         atexit.register(_let_gloo_release)
 
 
 def set_up_gpu() -> None:
-    """Set the environment variables for GPUs, except variables that the user has set under a current or an old name.
+    """Set environment variables for GPUs, except variables that the user has set under a current or an old name.
 
-    Warn on rank 0 if the program has already used its GPU, because the variables then have no effect.
+    The variables have no effect if the program has already used its GPU. In this case, rank 0 prints a warning.
     """
     settings = NVIDIA_SETTINGS if torch.version.hip is None else AMD_SETTINGS
     missing = {
@@ -144,7 +145,7 @@ def set_up_gpu() -> None:
 
 
 def _store(meeting_point: str | None, place: Place, timeout: timedelta) -> Store | None:
-    """Return the store where the processes meet. For a ``file:`` address, return None, because torch opens the file."""
+    """Return the store where the processes meet. Return None for a ``file:`` address, because torch opens the file."""
     if meeting_point is None:
         return HashStore()
     url = urlsplit(meeting_point)
@@ -158,15 +159,14 @@ def _store(meeting_point: str | None, place: Place, timeout: timedelta) -> Store
 
 
 def default_group() -> dist.ProcessGroup:
-    """Return the group of all processes. It must have been started."""
+    """Return the group of all processes. The default process group must have been started."""
     world = dist.group.WORLD
     assert world is not None, "it was started"
     return world
 
 
 def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
-    """Set a group's timeout to the timeout of the default group. Otherwise a new group would have torch's default
-    timeout, which is 30 minutes for gloo."""
+    """Give a group the timeout of the default group. A new group has torch's default timeout (30 minutes for gloo)."""
     if dist.get_backend(group) not in ("gloo", "nccl"):  # The trace's fake group has no timeout.
         return
     device = torch.device(device_type)
@@ -175,8 +175,13 @@ def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
 
 
 def group_among(sets: list[list[int]]) -> dist.ProcessGroup | None:
-    """Create a group for each of several disjoint sets of ranks. Return this process's group, or None if it is in no
-    set. Every process must call this with the same sets."""
+    """Create a group for each of several disjoint sets of ranks.
+
+    Every process must call this with the same sets.
+
+    Returns:
+        The group of this process, or None if this process is in no set.
+    """
     world = dist.group.WORLD
     if getattr(world, "bound_device_id", None) is not None:  # On NCCL, one call creates all groups.
         return dist.split_group(split_ranks=sets)
@@ -189,8 +194,10 @@ def group_among(sets: list[list[int]]) -> dist.ProcessGroup | None:
 
 
 def warn_of_slow_groups(device_type: str) -> None:
-    """Warn if there are many processes and torch creates the grid's groups one by one, each with a barrier over all
-    processes."""
+    """Warn if creating the grid's groups will take minutes.
+
+    This happens with many processes if torch creates the groups one by one, each with a barrier over all processes.
+    """
     world = default_group()
     many = dist.get_world_size() >= MANY_PROCESSES and dist.get_rank() == 0
     if device_type == "cuda" and many and getattr(world, "bound_device_id", None) is None:
@@ -208,22 +215,22 @@ def warn_of_other_nodes(processes: int) -> None:
     started = None if place is None or dist.get_backend() not in ("gloo", "nccl") else place.local_world_size
     if dist.get_rank() == 0 and started not in (None, processes):
         print(
-            f"warning: overlap.shards_per_node is meant for nodes of {processes} processes, and this one "
+            f"warning: overlap.shards_per_node expects nodes with {processes} processes, but this node "
             f"has {started}; the two levels of gathers and sums do not match the network",
             file=sys.stderr,
         )
 
 
 def gpu_of(place: Place, gpus: int) -> torch.device:
-    """Return this process's GPU. It is GPU 0 if srun shows each task only its own GPU.
+    """Return this process's GPU. If srun lets each task see only its own GPU, this is GPU 0.
 
     Raises:
-        UserError: Processes would share a GPU.
+        UserError: Several processes would share a GPU.
     """
     if place.local_world_size > gpus and not (place.launcher == "slurm" and gpus == 1):
         raise UserError(
             f"{place.local_world_size} processes on this machine need a GPU each, and torch sees {gpus}; start {gpus} "
-            "a machine (srun --ntasks-per-node, torchrun --nproc-per-node), make [parallel] smaller, or set "
+            "per machine (srun --ntasks-per-node, torchrun --nproc-per-node), make [parallel] smaller, or set "
             "training.device = 'cpu'"
         )
     return torch.device("cuda", place.local_rank % gpus)
@@ -238,18 +245,20 @@ def _device(device_type: str, place: Place) -> torch.device:
 
 
 def end_process_group(failed: bool) -> None:
-    """Destroy all groups. If a job ``failed`` on several GPUs, leave the groups until the process ends.
+    """Destroy all process groups, except NCCL's groups after a failure.
 
-    After a failure, NCCL would wait for peers that may never answer. gloo's groups must always be destroyed. Otherwise
-    one of their threads may release a tensor while the interpreter exits. This thread would then wait for the GIL and
-    abort the process (github.com/pytorch/pytorch/issues/190489). torch cannot stop these threads. They stop when
-    nothing refers to their group any more. The program's grid may refer to the group until the program exits, so
-    ``_let_gloo_release`` then waits until the threads have released their tensors.
+    After a failure, NCCL would wait for peers that may never answer. So leave its groups until the process ends.
+
+    gloo's groups must always be destroyed. Otherwise one of their threads may release a tensor while the interpreter
+    exits. This thread would wait for the GIL and abort the process (github.com/pytorch/pytorch/issues/190489). torch
+    cannot stop these threads. A thread stops when nothing refers to its group any more, but the program's grid may
+    refer to the group until the program exits. So at exit, ``_let_gloo_release`` gives the threads time to release
+    their tensors.
     """
     if not dist.is_initialized() or (failed and dist.get_backend() != "gloo" and dist.get_world_size() > 1):
         return
     dist.destroy_process_group()
-    # A job has many circular references. Without this call, its groups would live until the next garbage collection.
+    # A job has many circular references. Without this call, its groups would stay until the next garbage collection.
     gc.collect()
 
 

@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """Run a block on every process. A ``UserError`` on any process is raised on all of them at the end of the block.
+    """If the ``with`` block raises a ``UserError`` on any process, raise it on all processes at the end of the block.
 
-    Otherwise the healthy processes would wait for the failed process, and then report only that it has left. The block
-    must not call collectives.
+    Otherwise the other processes would wait for the failed process, and finally report only that it has left. Every
+    process must enter the block, and the block must not call collectives.
     """
     failure = None
     try:
@@ -45,10 +45,9 @@ def decided_by_rank_0(decide: Callable[[], T]) -> T:
 
 
 def raise_together(failure: UserError | None) -> None:
-    """If any process has a failure, raise the failure of the lowest such rank on all processes. All processes must call
-    this.
+    """If any process passes a failure, raise it on all processes. If several do, raise the failure of the lowest rank.
 
-    Without a failure, this costs one all-reduce of a scalar.
+    All processes must call this. Without a failure, it costs one all-reduce of a scalar.
     """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     if true_on_any_rank(failure is not None, torch.device(device), "failures"):
@@ -56,9 +55,12 @@ def raise_together(failure: UserError | None) -> None:
 
 
 def true_on_any_rank(flag: bool, device: torch.device, why: str) -> bool:
-    """Return on every rank whether the flag is true on any rank.
+    """Return whether the flag is true on any rank. Every rank must call this, and all get the same result.
 
-    Every rank must call this. ``why`` names the purpose of the collective.
+    Args:
+        flag: this rank's flag.
+        device: the device for the collective.
+        why: what the collective is for.
     """
     found = torch.tensor(float(flag), device=device)
     with purpose(why):
@@ -67,8 +69,12 @@ def true_on_any_rank(flag: bool, device: torch.device, why: str) -> bool:
 
 
 def from_all_ranks(value: T, why: str) -> list[T]:
-    """Return the values of all ranks, in rank order. Every rank must call this. ``why`` names the purpose of the
-    collective."""
+    """Return the values of all ranks, in rank order. Every rank must call this.
+
+    Args:
+        value: this rank's value.
+        why: what the collective is for.
+    """
     everyone: list[Any] = [None] * dist.get_world_size()
     with purpose(why):
         dist.all_gather_object(everyone, value)

@@ -1,1 +1,1 @@
-"""Activation checkpointing, compilation, and offload to the CPU."""
+"""Activation checkpointing, compilation, and offload of activations to CPU memory."""

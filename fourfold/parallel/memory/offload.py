@@ -1,8 +1,8 @@
 """Keep the inputs of recomputed blocks in CPU memory between the forward and the backward pass.
 
-On a GPU, the copies run on a separate stream. An input is copied to the CPU during its block's forward pass. It is
-copied back during the backward pass of the next block that is recomputed. A copy costs no time if it takes less time
-than the block's computation.
+On a GPU, the copies run on a separate stream. A block's input is copied to the CPU while the block's forward pass runs.
+The input is copied back while a later block's backward pass runs. If a copy takes less time than this computation, it
+costs no time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ OFFLOAD = "offload to the CPU"
 
 
 def offload_inputs(model: Transformer, config: ActivationCheckpointConfig) -> None:
-    """Recompute every n-th block in the backward pass, from its input in CPU memory.
+    """Recompute every n-th block (``config.every``) in the backward pass, and keep its input in CPU memory until then.
 
-    Call this after compilation, so that the copies stay outside the compiled code.
+    Call this after compilation, so that the copies are not part of the compiled code.
     """
     inputs = OffloadedInputs()
     for number, block in enumerate(model.blocks[:: config.every]):
@@ -34,18 +34,18 @@ def offload_inputs(model: Transformer, config: ActivationCheckpointConfig) -> No
 
 
 class OffloadedInputs:
-    """The inputs of a model's blocks in CPU memory, and the stream that copies them."""
+    """Moves the inputs of a model's blocks to CPU memory and back."""
 
     def __init__(self) -> None:
         self._copies: CopyStream | None = None
         self._last: weakref.ref[_OnCPU] | None = None
 
     def checkpointed(self, forward: Callable[..., Tensor], is_first: bool, x: Tensor, *others: Any) -> Tensor:
-        """Call a block's forward. In the backward pass, copy its first input back and call the forward again.
+        """Call a block's ``forward``. In the backward pass, copy its input ``x`` back, and call ``forward`` again.
 
         Args:
-            is_first: whether the block is the first of its stage. No other block's backward pass follows its backward
-                pass, so it does not start to copy another input back.
+            is_first: whether this is the first recomputed block of its stage. The backward pass ends with this block,
+                so this block need not start to copy another input back.
         """
         if not torch.is_grad_enabled():
             return forward(x, *others)
@@ -56,11 +56,12 @@ class OffloadedInputs:
         self._last = weakref.ref(kept)
 
         def run() -> Tensor:
-            # After the first run, this closure no longer holds the input, so its memory can be freed.
+            # The first run removes the input from ``first``. So this closure does not keep the input in memory.
             return forward(first.pop() if first else kept.back(), *others)
 
         out = checkpointed(run)
-        kept.wait_until_out()  # Until now the caller holds the input. Wait, or its memory could be reused too early.
+        # After this return, the caller may free the input, and its memory may be reused. So wait for the copy.
+        kept.wait_until_out()
         return out
 
 
@@ -68,7 +69,7 @@ class _OnCPU:
     """A copy of a tensor in CPU memory.
 
     Args:
-        before: the copy of the previous block's input, which the backward pass needs after this one.
+        before: the copy of the previous recomputed block's input. The backward pass needs it directly after this one.
     """
 
     def __init__(self, tensor: Tensor, copies: CopyStream, before: _OnCPU | None) -> None:
@@ -80,13 +81,13 @@ class _OnCPU:
         self._arriving: tuple[Tensor, Callable[[], None]] | None = None
 
     def start_back(self) -> None:
-        """Start the copy to the device, unless it has started already."""
+        """Start to copy the tensor back to its device, unless this has already started."""
         if self._arriving is None:
             tensor = torch.empty_like(self._copy, device=self._device)
             self._arriving = tensor, self._copies.start(tensor, self._copy)
 
     def back(self) -> Tensor:
-        """Return the tensor on its device, and start to copy back the tensor that is needed next."""
+        """Return the tensor on its device. Also start to copy ``before`` back, because it is needed next."""
         self.start_back()
         assert self._arriving is not None
         (tensor, wait), self._arriving = self._arriving, None
@@ -98,18 +99,18 @@ class _OnCPU:
 
 
 class CopyStream:
-    """Copies between GPU and CPU memory, on a separate stream. If the device is a CPU, copies run immediately."""
+    """Copies between GPU and CPU memory on a separate stream. If the device is a CPU, copies run immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, out: Tensor, source: Tensor) -> Callable[[], None]:
-        """Start a copy. It runs after all work that was issued before this call.
+        """Start a copy. It runs after all computation that was started before this call.
 
         Returns:
-            A function that makes later computation wait for the copy. Hold both tensors until you call it. Otherwise
-            later computation could reuse their memory before the copy is done.
+            A function that makes later computation wait for the copy. Keep both tensors until you call it. Otherwise
+            later computation could reuse their memory before the copy is complete.
         """
         if self._stream is None:
             out.copy_(source)

@@ -18,16 +18,21 @@ SELECTIVE = {
     "mlp": ("mlp.down",),
     "norms": ("input_layernorm.forward", "post_attention_layernorm.forward"),
 }
-"""For each name in the run file, the methods of a block that are recomputed. Only the activation in ``mlp.down`` is
-recomputed, because the backward pass does not read the result of the matmul that follows."""
+"""Maps each name in the run file's ``activation_checkpoint.modules`` to the methods of a block that are recomputed.
+
+``mlp.down`` applies the activation and then multiplies. Only the activation is recomputed, because the backward pass
+does not read the matmul's output.
+"""
 
 
 def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
-    """Keep only the inputs of every n-th block ("full"), or of named parts of these blocks ("selective").
+    """Turn on activation checkpointing for every n-th block (``config.every``).
 
-    For "gathers", each layer keeps only this rank's share of its input. In mode "full", ``offload`` recomputes blocks
-    whose inputs are offloaded. The core of linear attention is always recomputed, because its intermediate values are
-    many times larger than its inputs.
+    - Mode "full" recomputes whole blocks. With ``config.offload``, the module ``offload`` does this instead.
+    - Mode "selective" recomputes the parts of a block that ``config.modules`` names. For "gathers", each linear layer
+      keeps only this rank's share of its input, and gathers the input again in the backward pass.
+    - The core of linear attention is always recomputed, in all blocks, because its intermediate values are many times
+      larger than its inputs.
     """
     for place, block in enumerate(model.blocks):
         is_whole = config.mode == "full" and place % config.every == 0
@@ -46,7 +51,7 @@ def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
 
 
 def _methods(block: Block, name: str) -> tuple[str, ...]:
-    """Return the methods of a block that belong to a name in the run file."""
+    """Return the methods of a block that a name in ``activation_checkpoint.modules`` stands for."""
     if name != "mlp" or isinstance(block.mlp, MLP):
         modules = dict(block.named_modules())
         return tuple(path for path in SELECTIVE.get(name, ()) if path.rpartition(".")[0] in modules)
@@ -54,8 +59,10 @@ def _methods(block: Block, name: str) -> tuple[str, ...]:
 
 
 def compile_blocks(model: Transformer, grid: ParallelConfig) -> None:
-    """Compile whole blocks if they issue no collectives. Otherwise compile the activation of the MLP and, without
-    context parallelism, the attention core."""
+    """Compile whole blocks if they contain no collectives.
+
+    Otherwise compile the activation of the MLP, and the attention core if cp has size 1.
+    """
     for block in model.blocks:
         if grid.x * grid.y * grid.cp == 1:
             _compile(block)

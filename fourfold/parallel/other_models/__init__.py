@@ -1,1 +1,1 @@
-"""Use the grid's layers in models of other libraries."""
+"""Use fourfold's parallel layers in models of other libraries."""

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from fourfold.parallel.tensor.sharding import Tile
 
 INPUT_FIRST = "Conv1D"
-"""The name of GPT-2's class. Compare names, because transformers need not be installed."""
+"""The name of GPT-2's class. We compare names, because transformers may not be installed."""
 
 
 class InputFirst(nn.Linear):
-    """The sizes and weights of an input-first layer before it is put on the grid. It computes nothing.
+    """Describes a layer whose weight is stored input first, before it is split over the grid. It computes nothing.
 
-    The weight is [in, out] and the bias is [out]. If one layer computes several kinds of features (such as queries,
-    keys, and values), each kind is a part. With parts, the tensors are [in, parts, out/parts] and [parts, out/parts],
-    so cutting the last dim gives each rank its heads of all parts.
+    The weight is [in, out] and the bias is [out]. One layer may compute several kinds of features, such as queries,
+    keys, and values. Each kind is then a *part*, and the tensors are [in, parts, out/parts] and [parts, out/parts]. So
+    a slice of the last dim has the same heads of all parts.
     """
 
     def __init__(self, layer: nn.Module, parts: int = 1) -> None:
@@ -29,36 +29,35 @@ class InputFirst(nn.Linear):
 
 
 def as_linear(module: nn.Module) -> nn.Linear | None:
-    """Return a torch linear layer unchanged, an ``InputFirst`` for an input-first layer, or None for any other
-    module."""
+    """Return torch's linear layers unchanged, an ``InputFirst`` for a ``Conv1D``, and None for other modules."""
     if type(module).__name__ == INPUT_FIRST:
         return InputFirst(module)
     return module if type(module) is nn.Linear else None
 
 
 def in_parts(tensor: Tensor, parts: int) -> Tensor:
-    """View the last dim as consecutive parts if there are several: [..., parts, out/parts]."""
+    """View the last dim as parts, [..., out] → [..., parts, out/parts], if there are several parts."""
     return tensor.unflatten(-1, (parts, -1)) if parts > 1 else tensor
 
 
 def weight_tile(tile: Tile, parts: int) -> Tile:
-    """Convert a weight's tile [out, in] to the way the weight is stored here."""
+    """Convert the tile of a weight [out, in] to the tile of the same weight stored input first."""
     out = 2 if parts > 1 else 1
     places = {0: out, 1: 0, None: None}
     return replace(tile, x=places[tile.x], y=places[tile.y])
 
 
 def bias_tile(tile: Tile, parts: int) -> Tile:
-    """Convert a bias's tile [out] to the way the bias is stored here."""
+    """Convert the tile of a bias [out] to the tile of the same bias stored in parts."""
     places = {0: 1 if parts > 1 else 0, None: None}
     return replace(tile, x=places[tile.x], y=places[tile.y])
 
 
 def output_first(weight: Tensor, ranks: int) -> Tensor:
-    """Return a tile [in, out] or [in, parts, out/parts] as [out, in].
+    """Return a weight tile [in, out] or [in, parts, out/parts] as [out, in].
 
-    If there are several parts and several ``ranks``, each rank's rows hold a slice of every part. The result is then a
-    copy, which stays in memory until the backward pass. With one rank, the result is a view.
+    The rows are sorted by rank: first a slice of every part for the first rank, and so on. With several parts and
+    several ``ranks``, the result is a copy, which stays in memory until the backward pass. Otherwise it is a view.
     """
     if weight.dim() == 3:
         weight = weight.unflatten(-1, (ranks, -1)).transpose(1, 2).flatten(1)

@@ -1,9 +1,10 @@
 """Choose a style for every module of any model. A style says how to split a module over the tensor axes x and y.
 
-A *plan* is a table that gives a style to each pattern of module names. transformers' models publish such plans.
+A *plan* is a table from patterns of module names to styles. Models of transformers publish such plans.
 
-If no pattern names a module, every rank computes the whole module. If the published plan cannot split one module of a
-group of layers, every rank computes the whole group.
+A *group* is a module that contains split layers, such as an attention module. If no pattern matches a module, every
+rank computes the whole module. If a published plan cannot split one of the modules in a group, every rank computes the
+whole group.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STYLES: dict[str, str] = {
     "replicated_with_grad_allreduce": "small weights that every rank applies to its share of the features",
     "replicate": "computed whole by every rank",
 }
-"""The styles that a table may name. They have transformers' names if transformers has them."""
+"""The styles that a plan may use. If transformers has the same style, it has the same name there."""
 
 SYNONYMS = {
     "colwise_rep": "colwise_gather_output",
@@ -46,7 +47,7 @@ SYNONYMS = {
 }
 
 IN_SHARES = ("colwise", "colwise_in_parts", "rowwise")
-"""Styles of layers with features that stay split from one layer to the next."""
+"""Styles of layers that leave features split, so that the next layer in the group reads split features."""
 
 PLANS = {
     "gpt2": {
@@ -58,18 +59,18 @@ PLANS = {
     },
     "gpt_oss": {"layers.*.mlp.experts": "experts"},
 }
-"""fourfold's own plans by model_type, for modules that transformers' plans leave out."""
+"""fourfold's plans by model_type. They cover modules that the plans of transformers leave out."""
 
 
 def styles_of(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> dict[str, str]:
-    """Return the style of every module with weights. It comes from ``rules``, or otherwise from the published plan.
+    """Return the style of every module that has weights of its own.
 
-    If modules with matrices have no style that splits them, a warning says so. Every rank of x and y computes them
-    whole.
+    The style comes from ``rules`` if a rule matches the module, and otherwise from the model's published plan. Warn if
+    modules with matrices have no style that splits them, because every rank then holds and computes all of them.
 
     Raises:
-        UserError: Nothing can be split, a rule splits only some layers of a group or matches no module, or the style of
-            a rule is unknown.
+        UserError: No module can be split, a rule matches no module, a rule has an unknown style, or rules split only
+            some layers of a group.
     """
     with_weights = [name for name, module in model.named_modules() if _has_own_parameters(module)]
     for pattern in rules:
@@ -85,9 +86,9 @@ def styles_of(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> dict[st
 
 
 def published_plan(model: nn.Module) -> dict[str, str]:
-    """Return the plan that a transformers model publishes, completed with its input embedding and head.
+    """Return the plan that a transformers model publishes, and add its input embedding, head, and routers.
 
-    Returns an empty plan if the model publishes none.
+    For a model of another library, the plan is empty.
     """
     plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
     prefix = getattr(model, "base_model_prefix", "")
@@ -95,7 +96,7 @@ def published_plan(model: nn.Module) -> dict[str, str]:
     of_config = getattr(config, "base_model_tp_plan", None) or {}
     of_config = PLANS.get(getattr(config, "model_type", ""), {}) | of_config
     plan |= {f"{prefix}.{key}": style for key, style in of_config.items()}
-    # Plans do not name routers. Each rank keeps the whole router, so all ranks send a token to the same experts.
+    # Plans do not name routers. Every rank computes the whole router, so all ranks choose the same experts.
     plan |= {name: "replicate" for name, m in model.named_modules() if type(m).__name__.endswith("Router")}
     names = {module: name for name, module in model.named_modules()}
     for getter, style in (("get_input_embeddings", "embedding"), ("get_output_embeddings", "colwise_gather_output")):
@@ -106,8 +107,8 @@ def published_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _style(name: str, plan: Mapping[str, str]) -> str | None:
-    """Return the style of a module. It is listed under the module's name, or under the longest pattern that matches the
-    name."""
+    """Look up the style of a module: by its exact name if the plan has it, and otherwise by the longest matching
+    pattern."""
     matching = [pattern for pattern in plan if fnmatch.fnmatchcase(name, pattern)]
     if not matching:
         return None
@@ -116,7 +117,7 @@ def _style(name: str, plan: Mapping[str, str]) -> str | None:
 
 
 def _splittable(model: nn.Module, name: str, style: str | None) -> str | None:
-    """Return a style of the published plan, or None if this module cannot be split that way."""
+    """Return the style if this module can be split in this way, and otherwise None."""
     module = model.get_submodule(name)
     if style == "experts":
         return style if is_stack(module) else None
@@ -130,9 +131,9 @@ def _completed(
 ) -> dict[str, str]:
     """Give every module a style.
 
-    A module without a style gets "replicate": every rank computes the whole module, and also the whole group of layers
-    around it. If only the module were replicated and its group split, the module's gradient would be partial. A group
-    with buffers that are saved with the weights is not split either.
+    A module without a style gets "replicate", and so do all modules of its group. If its group stayed split, the module
+    would read only one rank's features, and its gradient would be partial. A group also gets "replicate" if it has
+    buffers that are saved with the weights.
     """
     styles = {name: style or published[name] for name, style in by_rule.items()}
     groups = groups_of(styles)
@@ -161,7 +162,7 @@ def _completed(
 
 
 def _is_partial(model: nn.Module, styles: Mapping[str, str | None], name: str, group: str) -> bool:
-    """Return whether a module of a split group would get only a part of its gradient."""
+    """Return whether each rank would compute only a part of this module's gradient, because its group is split."""
     shapes = {key: list(p.shape) for key, p in model.get_submodule(name).named_parameters(recurse=False)}
     is_whole = styles[name] == "replicate" and not is_of_residual(model, styles, group, shapes)
     return styles[name] is None or is_whole
@@ -202,9 +203,13 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 def is_of_residual(
     model: nn.Module, styles: Mapping[str, str | None], group: str, shapes: Mapping[str, list[int]]
 ) -> bool:
-    """Return whether vectors are as wide as the residual stream that the group's layers read.
+    """Return whether all weights of a module are vectors with the width of the residual stream.
 
-    Such vectors belong to a norm in the same module, and every rank computes this norm whole.
+    Such a module is a norm of the residual stream. Every rank computes the whole norm, so its gradient is complete.
+
+    Args:
+        group: the module's group, whose layers read the residual stream.
+        shapes: the shapes of the module's weights.
     """
     read = {
         linear.in_features
@@ -216,13 +221,12 @@ def is_of_residual(
 
 
 def groups_of(styles: Mapping[str, str | None]) -> set[str]:
-    """Return the modules with a layer that is split by columns or rows. The features inside such a module are
-    split."""
+    """Return the groups: the modules that directly contain a layer whose features stay split (``IN_SHARES``)."""
     return {parent_of(name) for name, style in styles.items() if style in IN_SHARES}
 
 
 def enclosing(name: str, groups: Iterable[str]) -> str | None:
-    """Return the outermost group that a module is in, or None."""
+    """Return the outermost group that contains a module, or None."""
     return min((group for group in groups if f"{name}.".startswith(f"{group}.")), key=len, default=None)
 
 
@@ -231,5 +235,5 @@ def _has_own_parameters(module: nn.Module) -> bool:
 
 
 def parent_of(name: str) -> str:
-    """Return the name of the module that a module is in."""
+    """Return the name of the module's parent."""
     return name.rpartition(".")[0]

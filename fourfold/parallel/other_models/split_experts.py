@@ -1,8 +1,8 @@
 """Split a transformers model's experts over the tensor axes x and y: each rank computes some experts for all tokens.
 
-The model's own code runs on stacks [E / (x·y), …] of its weights. This code skips a token if its expert has the index
-E / (x·y), which is past the last expert. As in transformers' own expert parallelism, experts of other ranks get this
-index.
+The model's own code runs with stacks of only this rank's experts, [E / (x·y), …]. Experts of other ranks get the index
+E / (x·y), one past the last expert. The model's code skips tokens whose expert has this index. The expert parallelism
+of transformers works in the same way.
 """
 
 from __future__ import annotations
@@ -18,26 +18,29 @@ from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.tensor.sharding import Tile
 
 STACK = "is_concatenated"
-"""Name of the attribute that transformers' decorator sets on stacks of experts."""
+"""Name of the attribute that marks stacks of experts. The decorator ``use_experts_implementation`` of transformers sets
+it."""
 
 SKIPS_OTHERS = "_is_expert_parallel"
-"""Name of the attribute that makes a stack skip tokens whose experts are on other ranks. Before transformers 5.21,
-stacks always skipped such tokens."""
+"""Name of the attribute that makes a stack skip tokens of experts on other ranks. Before transformers 5.21, stacks
+always skipped such tokens."""
 
 
 def is_stack(module: nn.Module) -> bool:
-    """Return whether a module is a stack of experts that can be split: transformers' decorator
-    ``use_experts_implementation`` made it, and the first dim of all its own weights is the number of experts."""
+    """Return whether a module is a stack of experts that can be split.
+
+    It must have the mark ``STACK``, and the first dim of all its own weights must be the number of experts.
+    """
     sizes = {tuple(weight.shape[:1]) for weight in module.parameters(recurse=False)}
     return hasattr(module, STACK) and sizes == {(getattr(module, "num_experts", 0),)}
 
 
 def split_experts(module: Any, grid: Grid, name: str) -> None:
-    """Replace the weights in a stack of experts (``is_stack``) with this rank's tiles, and add hooks that make the
-    stack compute with them.
+    """Keep only this rank's experts in a stack of experts (``is_stack``), and add hooks around its forward pass.
 
-    The stack maps tokens [N, H], with the chosen experts and their weights [N, K], to outputs [N, H]. Every rank has
-    the full input, computes its own experts, and gets the sum of all ranks' outputs.
+    The stack reads tokens [N, H], the indices of their chosen experts [N, K], and the experts' weights [N, K]. It
+    returns outputs [N, H]. Every rank reads all tokens and computes its own experts. The hooks sum the outputs of all
+    ranks.
 
     Raises:
         UserError: The module is not a stack, it contains modules with weights, or the number of experts is not
@@ -48,11 +51,11 @@ def split_experts(module: Any, grid: Grid, name: str) -> None:
     count: int = getattr(module, "num_experts", 0)
     if not is_stack(module):
         raise UserError(
-            f"{name} ({type(module).__name__}) is no stack of experts that transformers can divide; with 'replicate' "
-            "every rank computes it whole"
+            f"{name} ({type(module).__name__}) is not a stack of experts that can be split; with 'replicate', every "
+            "rank computes all of it"
         )
     if sum(1 for _ in module.parameters()) > len(weights):
-        raise UserError(f"{name} ({type(module).__name__}) has modules with weights inside, which no rule lays out")
+        raise UserError(f"{name} ({type(module).__name__}) contains modules with weights, which 'experts' cannot split")
     if count % over_both.size:
         works = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         raise UserError(f"{name}: {count} experts cannot be split over x·y = {over_both.size}; x·y = {works} work")
@@ -74,8 +77,8 @@ def split_experts(module: Any, grid: Grid, name: str) -> None:
         return x_NH, chosen_NK.masked_fill(elsewhere_NK, here), weights_NK.masked_fill(elsewhere_NK, 0)
 
     def leave(module: nn.Module, inputs: Any, out_NH: Tensor) -> Tensor:
-        # Add a sum over zero elements of each weight, so that the output depends on all weights. If no token chose this
-        # rank's experts, their gradients are then zeros instead of None.
+        # Make the output depend on all weights, by adding a sum over no elements of each weight. Otherwise the weights
+        # would get no gradient if no token chose this rank's experts. Now their gradient is zero.
         nothing = sum(weight[:0].sum() for weight in module.parameters())
         return sum_of(out_NH + nothing, over_both, f"{name}: outputs")
 

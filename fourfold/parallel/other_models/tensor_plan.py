@@ -1,5 +1,4 @@
-"""Lay out any model on the tensor axes x and y: replace each module with this rank's part of it, as the module's
-style says."""
+"""Split any model over the tensor axes x and y. Each module has a style that says how to split it (``plan_styles``)."""
 
 from __future__ import annotations
 
@@ -21,20 +20,19 @@ from fourfold.parallel.tensor.sharding import Tile
 M = TypeVar("M", bound=nn.Module)
 
 SCALED_EMBEDDING = "ScaledWordEmbedding"
-"""Suffix of the class names of transformers' embeddings whose output is multiplied by their ``embed_scale``, such as
-Gemma's."""
+"""Suffix of class names in transformers. These embeddings multiply their output by ``embed_scale``, as in Gemma."""
 
 _HEAD_SIZES = ("head_dim", "head_size")
-"""Names of the attributes with the head size in transformers' attention modules."""
+"""Names of attributes that hold the head size in attention modules of transformers."""
 
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
-"""Names of the attributes with the number of heads in attention modules. On the grid, these attributes still count all
-heads, not only one rank's heads."""
+"""Names of attributes that hold the number of heads in attention modules. We do not change these attributes, so they
+count the heads of all ranks."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The layout of one module: its style, and the placement over y of its group's features."""
+    """How one module is split: its style, and how its group's features are split over y."""
 
     name: str
     style: str
@@ -42,14 +40,17 @@ class Placed:
 
 
 def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Placed]:
-    """Replace modules with their parts on this rank. Styles come from ``rules``, or otherwise from the published plan.
+    """Replace the modules of a model with parallel layers that hold this rank's tiles.
+
+    Styles come from ``rules`` if a rule matches, and otherwise from the model's published plan.
 
     Returns:
-        The layout of every module.
+        How each module is split.
 
     Raises:
-        UserError: ``styles_of`` finds no valid styles, a module does not support its style, a size does not divide
-            evenly, or a module is random and would differ between ranks that must compute the same result.
+        UserError: ``styles_of`` finds no valid styles, a module does not support its style, or a size is not divisible
+            by an axis. Also if the model has dropout or other randomness, because ranks that repeat the same work would
+            get different results.
     """
     styles = styles_of(model, grid, rules)
     _check_nothing_random(model)
@@ -94,11 +95,13 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
 
 
 def _over_y(model: nn.Module, group: str, styles: Mapping[str, str | None], grid: Grid) -> OverY:
-    """Return how a group's layers split their features: over x and y if all widths and head counts are divisible by
-    x·y, and otherwise over x alone.
+    """Return how the layers of a group split their features over y.
+
+    If all widths and numbers of heads are divisible by x·y, both x and y split the features ("features"). Otherwise
+    only x splits them ("replicate").
 
     Raises:
-        UserError: A head count is not divisible by x, or attention has no attribute with its head size.
+        UserError: A number of heads is not divisible by x, or attention has no attribute with its head size.
     """
     ranks = grid.x.size * grid.y.size
     parent = model.get_submodule(group)
@@ -119,8 +122,9 @@ def _over_y(model: nn.Module, group: str, styles: Mapping[str, str | None], grid
     is_cut = grid.x.size > 1 or (over_y == "features" and grid.y.size > 1)
     if is_attention and not has_size and is_cut:
         raise UserError(
-            f"{group} ({type(parent).__name__}) has no {' or '.join(_HEAD_SIZES)}, so it may cut a rank's share of the "
-            "heads into the number of all heads; 'colwise_gather_output' and 'rowwise_split_input' keep heads whole"
+            f"{group} ({type(parent).__name__}) has no {' or '.join(_HEAD_SIZES)}, so its code may divide one rank's "
+            "features by the number of all heads; with 'colwise_gather_output' and 'rowwise_split_input', it gets all "
+            "features"
         )
     return over_y
 
@@ -159,10 +163,10 @@ def _linear(name: str, module: nn.Module, style: str) -> nn.Linear:
 
 
 def _in_parts(name: str, model: nn.Module, grid: Grid, over_y: OverY) -> nn.Linear:
-    """Return an ``InputFirst`` for a layer whose parent module cuts the layer's output into parts of ``split_size``
-    features.
+    """Return an ``InputFirst`` in parts for a layer that computes queries, keys, and values together.
 
-    Also set the parent's attribute ``split_size`` to the size of this rank's parts.
+    The parent module cuts the layer's output into parts of ``split_size`` features. So set this attribute of the parent
+    to the size of a part on this rank.
 
     Raises:
         UserError: The layer is not a ``Conv1D``, or its parent has no ``split_size`` that divides its output features.
@@ -179,7 +183,11 @@ def _in_parts(name: str, model: nn.Module, grid: Grid, over_y: OverY) -> nn.Line
 
 
 def _check_divides(name: str, module: nn.Module, **over: Axis) -> None:
-    """Raise ``UserError`` if a size of the module does not divide evenly over its axis."""
+    """Check that each size of a module is divisible by the size of its axis.
+
+    Raises:
+        UserError: A size is not divisible.
+    """
     for size, axis in over.items():
         number: int = getattr(module, size)
         if number % axis.size:

@@ -1,9 +1,9 @@
 """Tensor-parallel layers for models whose code needs the whole residual stream [B, S, H] on every rank of the tensor
 axes x and y.
 
-Weights and their matmuls are split over x and y as in fourfold's own decoder. Between the linear layers, every rank of
-x and y repeats the same work (residual, norms), so the model's code need not know about the grid. If ranks hold copies
-of a tensor, each of them also has the tensor's full gradient.
+The weights of linear layers are split over x and y as in fourfold's own decoder. Between these layers, every rank of x
+and y repeats the same work (residual, norms). So the model's code need not know about the grid. If several ranks have
+the same tensor, each of them also gets the full gradient of this tensor.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from fourfold.parallel.tensor.sharding import Tile
 
 
 class Entrance:
-    """Takes this rank's slice of the channels of the whole residual, [B, S, H] → [B, S, H/y]. Tokens [N, H] become one
-    sequence, [1, N, H/y].
+    """Takes this y rank's channels from the whole residual, [B, S, H] → [B, S, H/y] or [N, H] → [1, N, H/y].
 
-    Consecutive layers that read the same tensor share one entrance, so one collective sums their input gradients over
-    x.
+    Layers that read the same tensor one after another, such as q, k, and v, share one entrance. So one collective sums
+    the gradients of their inputs over x.
     """
 
     def __init__(self, grid: Grid, name: str) -> None:
@@ -56,18 +55,17 @@ def _as_sequences(x: Tensor) -> Tensor:
 
 
 def _as_before(out_BSD: Tensor, read: Tensor) -> Tensor:
-    """Return a layer's output with as many dims as its input. Copy instead of making a view, because FSDP2 cannot
-    track views."""
+    """Give a layer's output as many dims as its input has. Copy if needed, because FSDP2 cannot track views."""
     return out_BSD[0].clone() if read.dim() == 2 else out_BSD
 
 
 def leave(partial_BSh: Tensor, grid: Grid, name: str) -> Tensor:
-    """Sum this rank's channels over x, and gather all channels over y."""
+    """Sum partial outputs over x, and gather the channels of all y ranks."""
     return whole(sum_of(partial_BSh, grid.x, f"{name}: outputs"), grid.y, 2, f"{name}: channels")
 
 
 class WholeTokensLinear(Linear4D):
-    """A tensor-parallel layer for code that has all tokens on every x rank. Nothing is gathered or summed over x."""
+    """A tensor-parallel linear layer whose input has all tokens on every x rank. So it does not gather over x."""
 
     def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, name: str, transposed: bool) -> None:
         super().__init__(linear, grid, over_y, name, transposed=transposed)
@@ -91,10 +89,10 @@ class WholeTokensLinear(Linear4D):
 
 
 class ColumnLinear(WholeTokensLinear):
-    """A normal layer with weight [out/x, in/y].
+    """A linear layer with weight [out/x, in/y] that reads the whole residual.
 
-    It reads the whole residual. Its output features are split over x, and ``over_y`` sets their placement over y. With
-    ``gather_output``, the features are split over x alone and then gathered, for code that needs all of them.
+    Its output features are split over x, and also over y if ``over_y`` is "features". With ``gather_output``, every
+    rank gets all features.
     """
 
     def __init__(
@@ -110,11 +108,10 @@ class ColumnLinear(WholeTokensLinear):
 
 
 class RowLinear(WholeTokensLinear):
-    """A transposed layer with weight [out/y, in/x]. It reads features that are split over x (and y), and writes the
-    whole residual.
+    """A linear layer with weight [out/y, in/x] that reads split features and writes the whole residual.
 
-    With ``split_input``, the input has all features (the code before the layer needs them), and the layer splits it
-    over x alone.
+    Its input is split like the output of ``ColumnLinear``. With ``split_input``, the input has all features on every
+    rank, and the layer takes its x rank's share.
     """
 
     def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, split_input: bool, name: str) -> None:
@@ -133,7 +130,7 @@ class RowLinear(WholeTokensLinear):
 
 
 class WholeEmbedding(Embedding):
-    """Maps indices [B, S] to embeddings [B, S, H], multiplied by ``embed_scale`` if the model has one."""
+    """Maps indices [B, S] to embeddings [B, S, H], and multiplies them by ``embed_scale`` if it is given."""
 
     def __init__(self, embedding: nn.Embedding, grid: Grid, name: str, embed_scale: Tensor | float | None) -> None:
         super().__init__(embedding, grid, name)

@@ -1,1 +1,1 @@
-"""Split a micro-batch into batch parts. While one part's collectives run, another part computes."""
+"""Split a micro-batch into batch parts, so that one part computes while another part's collectives run."""

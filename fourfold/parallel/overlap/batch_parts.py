@@ -1,9 +1,8 @@
 """Run batch parts: while one part of a micro-batch computes, the collectives of the other parts run (Domino).
 
-Sequences do not depend on each other, so a block can run each of its steps for one part of the sequences at a time
-(Domino, Wang et al. 2024, arXiv 2409.15241). If there are too few sequences, each part holds some tokens of all
-sequences, and the parts depend on each other only in the attention. Parts also take turns in the backward pass and in
-the recomputation of a block.
+Sequences do not depend on each other. So a block can process one part of the sequences after another (Domino, Wang et
+al. 2024, arXiv 2409.15241). If there are too few sequences, each part has some tokens of every sequence. Such parts
+depend on each other only in attention. Parts also alternate in the backward pass and in the recomputation of a block.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from fourfold.parallel.tensor.linear_steps import PostponedGradients, Schedule, 
 
 
 def run_in_parts(model: Transformer, number: int, split: AttentionSplit, grid: Grid, across_blocks: bool) -> None:
-    """Replace a model's blocks with blocks that run batch parts in turn. The layers must be on the grid already.
+    """Replace a model's blocks with blocks that process a micro-batch in parts.
 
-    A micro-batch that cannot be divided runs as one part.
+    The blocks must already consist of parallel layers. A micro-batch that cannot be divided runs as one part.
 
     Args:
         number: number of parts per micro-batch.
@@ -46,25 +45,25 @@ def run_in_parts(model: Transformer, number: int, split: AttentionSplit, grid: G
 
 @dataclass(frozen=True)
 class Parts:
-    """How a micro-batch is divided."""
+    """Settings for dividing a micro-batch into parts."""
 
     number: int
     """Number of parts per micro-batch."""
     multiple: int
-    """Each part must hold a multiple of this number of sequences: the size of y if y splits the batch in attention, and
-    otherwise 1."""
+    """The number of sequences in a part must be a multiple of this number: the size of y if y splits the batch in
+    attention, and otherwise 1."""
     by_tokens: bool
-    """Whether parts may divide the tokens of each sequence, if there are too few sequences to divide. False if y splits
-    the queries."""
+    """Whether parts may divide the tokens of each sequence if there are too few sequences. False if y splits the
+    queries in attention."""
     token_ranks: int
-    """Number of ranks whose tokens follow each other along the sequence dim of attention's inputs: the size of x if y
-    splits the batch, and otherwise 1. ``JoinedAttention`` needs this number to put the tokens in order."""
+    """Number of ranks whose tokens are joined in the sequence dim of attention's inputs: the size of x if y splits the
+    batch, and otherwise 1. ``JoinedAttention`` needs this number to put the tokens in order."""
     run_ahead: bool
-    """Whether one part may run ahead of the other parts. False if the tensor axis y is larger than 1, because most
-    collectives could then hide behind only one part's matmuls."""
+    """Whether a part may run several steps while another part waits. False with y > 1, because most collectives could
+    then hide behind the matmuls of only one part."""
 
     def dim(self, x_BTh: Tensor) -> int | None:
-        """Return the dim to divide, sequences (0) or tokens (1). None if neither can be divided."""
+        """Return which dim to divide: 0 for sequences, 1 for tokens, or None if neither can be divided."""
         sequences, tokens = x_BTh.shape[:2]
         if sequences % (self.number * self.multiple) == 0:
             return 0
@@ -73,8 +72,10 @@ class Parts:
     def run(
         self, visits: Sequence[Visit], x_BTh: Tensor, dim: int | None, contexts: Mapping[LayerType, AttentionContext]
     ) -> Tensor:
-        """Run consecutive blocks on the parts of a micro-batch. The parts divide ``dim``. If ``dim`` is None, there is
-        one part."""
+        """Divide a micro-batch along ``dim`` into parts, and run consecutive blocks on them.
+
+        If ``dim`` is None, the whole micro-batch is one part.
+        """
         number, dim = (1, 0) if dim is None else (self.number, dim)
         size = x_BTh.shape[dim] // number
         if dim == 1:
@@ -114,8 +115,7 @@ class BlocksInParts(BlockStack):
 
 
 class BlockInParts(nn.Module):
-    """A block that processes a micro-batch in parts: the collectives of one part run while another part computes. Its
-    modules are the modules of an ordinary block."""
+    """A block that processes a micro-batch in parts. It takes over the modules of an ordinary block."""
 
     def __init__(self, block: Block, parts: Parts) -> None:
         super().__init__()
@@ -136,20 +136,21 @@ class BlockInParts(nn.Module):
     def steps(
         self, x_BTh: Tensor, context: AttentionContext, index: int, joined: JoinedAttention | None, is_last: bool
     ) -> Steps[Tensor]:
-        """Run ``Block.forward`` for one part. A step ends when it has started a collective, or when it must wait for
-        the other parts.
+        """Run ``Block.forward`` for one part, in steps. Between two steps, other parts can run.
+
+        A step ends when it has started a collective, or when it must wait for the other parts.
 
         Args:
             index: the index of the part.
-            joined: the attention of all parts together, if each part has only some tokens of its sequences.
-            is_last: whether no other block follows. Otherwise the next block starts by gathering the result.
+            joined: attention over all parts, if each part has only some tokens of its sequences. Otherwise None.
+            is_last: False if another block follows. The next block then starts by gathering this block's output.
         """
         assert isinstance(self.mlp, MLP), "parts do not take turns if there are experts"
         qkv, o_proj, up, down_proj = self.self_attn.qkv, self.self_attn.o_proj, self.mlp.up, self.mlp.down_proj
         assert isinstance(qkv, LinearGroup) and isinstance(up, LinearGroup)
         assert isinstance(o_proj, Linear4D) and isinstance(down_proj, Linear4D)
-        # In parallel blocks, attention's backward pass may run before the MLP's. So it cannot compute weight gradients
-        # that the MLP has postponed.
+        # o_proj's backward pass can compute weight gradients that up's backward pass has postponed, to hide a
+        # collective. With a parallel residual, o_proj's backward pass may run first, so up must not postpone any.
         is_summed = o_proj.writes.axis.size > 1 and not self.parallel_residual
         of_up = PostponedGradients(up.layers()) if is_summed else None
         q, k, v = yield from linear_steps(normed(x_BTh, self.input_layernorm), qkv.layers(), Schedule())
@@ -166,10 +167,10 @@ class BlockInParts(nn.Module):
         mlp_input_BTh = normed(x_BTh if self.parallel_residual else attended_BTh, self.post_attention_layernorm)
         up_schedule = Schedule(leaves_weight_gradients_to=of_up)
         up_BSf = yield from linear_steps(mlp_input_BTh, up.layers(), up_schedule)
-        if is_recomputed(self.mlp, "down"):  # The backward pass recomputes this method as a whole.
+        if is_recomputed(self.mlp, "down"):  # The backward pass runs the whole method again, so do not split it.
             return torch.add(attended_BTh, normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm), alpha=alpha)
-        # If no norm follows the last matmul, the backward pass does not need the matmul's result. A recomputation then
-        # stops before this matmul.
+        # If no norm follows the last matmul, the backward pass does not need the matmul's output. So a recomputation
+        # can stop before this matmul.
         ends_early = RECOMPUTES.get() and self.mlp_output_layernorm is None
         down_schedule = Schedule(waits_before_matmul=ends_early, gather_follows=not is_last)
         (mlp_BTh,) = yield from linear_steps(self.mlp.activation(*up_BSf), [down_proj], down_schedule)
@@ -177,12 +178,12 @@ class BlockInParts(nn.Module):
 
 
 class JoinedAttention:
-    """Attention over full sequences, for batch parts that each hold some tokens of every sequence. The inputs and
-    outputs of a part are [B, ranks · t, features].
+    """Runs attention over full sequences if each batch part has only some tokens of every sequence.
+
+    The inputs and outputs of a part are [B, ranks · t, features]: t tokens from each of several ranks, in rank order.
 
     Args:
-        ranks: number of ranks that split the tokens of a part. Each rank has t tokens of every sequence. First come the
-            tokens of rank 0, then the tokens of rank 1, and so on.
+        ranks: number of ranks whose tokens a part has.
     """
 
     def __init__(self, attend: Callable[..., Tensor], context: AttentionContext, ranks: int) -> None:
@@ -195,7 +196,10 @@ class JoinedAttention:
         self._given[index] = q, k, v
 
     def take(self, index: int) -> Tensor:
-        """Return the output of a part. All parts must have been given before."""
+        """Return the attention output of a part.
+
+        The first call computes the outputs of all parts. Before it, ``give`` must have been called for every part.
+        """
         if self._given:
             parts, given = len(self._given), zip(*(self._given[i] for i in sorted(self._given)), strict=True)
             self._given = {}
@@ -208,10 +212,10 @@ class JoinedAttention:
 
 
 class Visit:
-    """Runs all parts through one block. The block's own forward calls it.
+    """The pass of all parts through one block. This class is used if the block's own forward pass runs the parts.
 
     Args:
-        is_last: whether no other block follows.
+        is_last: False if another block follows.
     """
 
     def __init__(self, block: BlockInParts, is_last: bool) -> None:
@@ -219,20 +223,21 @@ class Visit:
         self.joined: JoinedAttention | None = None
 
     def enter(self, x_BTh: Tensor) -> Tensor:
-        """Take a part's input, and return the input that the block reads."""
+        """Return the input that the block reads, given a part's input."""
         return x_BTh
 
     def leave(self, index: int, x_BTh: Tensor) -> None:
-        """Do nothing. This is called with the output of each part."""
+        """Handle the output of a part. This class does nothing."""
 
 
 class HookedVisit(Visit):
-    """Runs all parts through a block without calling the block's forward.
+    """The pass of all parts through one block whose own forward method is not called.
 
-    The block's hooks run when the first part enters and when the last part leaves.
+    Without a call of forward, torch does not run the block's hooks. So this class runs them: the pre-hooks when the
+    first part enters, and the other hooks when the last part has left.
 
-    The hooks belong to FSDP2: they gather the block's weights and free them. They also create an autograd node when the
-    first part enters. In the backward pass, this node sums the block's gradients. Autograd runs the newest ready node
+    The hooks belong to FSDP2. They gather the block's weights and free them. When the first part enters, they also
+    create an autograd node, which sums the block's gradients in the backward pass. Autograd runs the newest ready node
     first, so this node runs after all other nodes of the block.
     """
 

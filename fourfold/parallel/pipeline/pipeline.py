@@ -1,5 +1,5 @@
-"""Run one step of a pipeline: every rank runs its list of operations, and exchanges hidden states and their gradients
-with the neighboring stages."""
+"""Run one step of a pipeline. Each rank runs its own list of operations, and exchanges hidden states and gradients with
+the ranks of the neighboring stages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HIDDEN_STATES, THEIR_GRADIENTS = "pipeline: hidden states", "pipeline: hidden st
 
 
 class Pipeline:
-    """The stages of one process, and the order in which they run."""
+    """Runs the pipeline stages of one process in the order of the schedule."""
 
     def __init__(self, stages: Mapping[int, DataParallel], grid: Grid, run: RunConfig, device: torch.device) -> None:
         self.stages, self.grid, self.run, self.device = stages, grid, run, device
@@ -38,17 +38,17 @@ class Pipeline:
             for stage, part in stages.items()
         }
         self.around_operation: Callable[[Op], AbstractContextManager[object]] = nullcontext
-        """Returns the context in which an operation runs. Benchmarks time operations with it."""
+        """Returns a context manager that wraps each operation. Benchmarks use it to time operations."""
         self.around_wait: Callable[[Op], AbstractContextManager[object]] = nullcontext
-        """Returns the context in which an operation waits for another rank. Benchmarks time waits with it."""
+        """Returns a context manager that wraps each wait for another rank. Benchmarks use it to time waits."""
         self._ops: dict[int, list[Op]] = {}
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch[Tensor]], loss_scale: Tensor) -> list[Tensor]:
         """Run the forward and backward passes of all micro-batches. The gradients are multiplied by ``loss_scale``.
 
         Returns:
-            The losses of the micro-batches, without the loss scale, on the ranks of the last stage. Other ranks get an
-            empty list.
+            The losses of the micro-batches, not multiplied by ``loss_scale``. Only ranks with the last stage get them.
+            Other ranks get an empty list.
         """
         count = len(micro_batches)
         if count not in self._ops:
@@ -58,8 +58,11 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Tensor]:
-        """Run only forward passes. Return the outputs of the last stage on its ranks, and an empty list on other
-        ranks."""
+        """Run only forward passes.
+
+        Returns:
+            The outputs of the last stage for each micro-batch. Ranks without the last stage get an empty list.
+        """
         stages = range(self.last_stage + 1)
         in_turn = [
             [
@@ -81,7 +84,7 @@ class Pipeline:
 
 
 class _PipelineStep:
-    """The state of one step. Tensors in flight are stored by (stage, micro-batch)."""
+    """Runs this rank's operations in one step, and keeps the tensors that later operations of the step need."""
 
     def __init__(
         self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch[Tensor]], loss_scale: Tensor | float = 1.0
@@ -97,7 +100,7 @@ class _PipelineStep:
         self.outputs: list[Tensor] = []
 
     def run(self, ops: Sequence[Op]) -> list[Tensor]:
-        """Run this rank's operations in order. Return the outputs of the last stage if this rank has it."""
+        """Run this rank's operations in order. Return the last stage's outputs, or an empty list without that stage."""
         handlers: dict[str, Callable[[Op], Any]] = {
             "F": self._forward,
             "B": self._differentiate,
@@ -131,7 +134,7 @@ class _PipelineStep:
         if torch.is_grad_enabled():
             if op.stage == self.pipeline.last_stage:
                 out = out * self.loss_scale
-            # Keep the graph but free the result, because nothing reads it once it is sent.
+            # Keep only the output's place in autograd's graph. So the output's memory is freed as soon as it is sent.
             self.inputs[key], self.results[key] = hidden, get_gradient_edge(out)
 
     def _input_gradients(self, op: Op) -> None:
@@ -146,7 +149,8 @@ class _PipelineStep:
     def _differentiate(self, op: Op) -> None:
         key, stage = (op.stage, op.micro_batch), self.pipeline.stages[op.stage]
         self.backwards[op.stage] += 1
-        # If the schedule computes weight gradients later, the gradients are not complete after the last backward pass.
+        # A schedule with W operations computes weight gradients after the backward passes. So none of its backward
+        # passes completes the gradients.
         last = self.backwards[op.stage] == len(self.micro_batches) and not splits_backward(self.pipeline.run.parallel)
         stage.begin_backward(last)
         gradient = torch.ones((), device=self.pipeline.device)
@@ -159,7 +163,10 @@ class _PipelineStep:
             self.to_send[Op("B", *key)] = hidden.grad
 
     def _take(self, received: Op, computed_here: Op) -> Tensor:
-        """Return a tensor that either another rank has sent, or another stage of this rank has computed."""
+        """Return the tensor that an operation needs from another stage.
+
+        If this rank also has the other stage, the tensor is already here. Otherwise, wait until it is received.
+        """
         if computed_here in self.to_send:
             return self.to_send.pop(computed_here)
         with self.pipeline.around_wait(received):
@@ -169,8 +176,8 @@ class _PipelineStep:
         forward = op.kind == "SEND_F"
         tensor = self.to_send.pop(Op("F" if forward else "B", op.stage, op.micro_batch))
         to = self._rank(op.stage + 1 if forward else op.stage - 1)
-        # Send one tensor at a time, so that each is freed once it is sent. Waiting here cannot deadlock: the receiver
-        # takes the earlier tensor without waiting for this one.
+        # Wait until the previous tensor to the same rank is sent, so that sent tensors do not pile up in memory. The
+        # wait cannot deadlock, because the receiver takes the previous tensor without needing this one.
         if (before := self.leaving.pop((op.kind, to), None)) is not None:
             before.wait()
         why = HIDDEN_STATES if forward else THEIR_GRADIENTS
@@ -188,8 +195,10 @@ class _PipelineStep:
 
 
 def tied_ends_as_one(shards: Sequence[LocalShard]) -> list[LocalShard]:
-    """Treat the copies of a tied embedding in the first and the last stage as replicas: give both copies the same name,
-    and double their number of replicas."""
+    """Mark the two copies of a tied embedding, in the first and in the last stage, as replicas of one parameter.
+
+    Both copies get the same name and twice as many replicas. So the gradient norm counts the embedding once.
+    """
     ends = ("embed_tokens.weight", "lm_head.weight")
     return [
         replace(shard, name=ends[0], replicas=2 * shard.replicas) if shard.name in ends else shard for shard in shards
@@ -197,27 +206,30 @@ def tied_ends_as_one(shards: Sequence[LocalShard]) -> list[LocalShard]:
 
 
 class TiedEnds:
-    """A tied embedding with one copy in the first stage and one in the last stage.
-
-    Both copies get the same gradient.
-    """
+    """Sums the gradients of a tied embedding that has one copy in the first stage and one in the last stage."""
 
     def __init__(self, copies: Sequence[LocalShard], grid: Grid, run: RunConfig) -> None:
-        """Pair the copies. ``copies`` holds the copies on this process. There can be none, one, or two."""
+        """Find the rank that holds the other copy.
+
+        Args:
+            copies: the copies on this process: none, one, or two.
+            grid: the grid.
+            run: the run file.
+        """
         self.copies = copies
         last_stage = run.parallel.pp * stages_per_rank(run.parallel) - 1
         ends = [rank_of_stage(stage, run.parallel) for stage in (0, last_stage)]
         apart = len(set(ends)) == 2 and grid.pp.rank in ends
         self.ends = grid.neighbors[sum(ends) - grid.pp.rank] if apart else None
-        """The pair of ranks that hold one copy each. None if this process holds both copies or no copy."""
+        """The process group of the two ranks that hold one copy each. None if this rank holds both copies or none."""
 
     def sum_gradients(self) -> None:
-        """Give both copies the sum of their gradients."""
+        """Replace the gradient of each copy by the sum of both gradients."""
         gradients = [copy.grad for copy in self.copies if copy.grad is not None]
         assert len(gradients) == len(self.copies)
         if self.ends is not None:
             (gradient,) = gradients
-            # The sum of two floats does not depend on their order, so both ends get the same bits.
+            # a + b and b + a have the same bits, so both ranks get bit-identical gradients.
             gradient.add_(swap(gradient, self.ends, "gradients of the tied embedding"))
         elif gradients:
             first, last = gradients

@@ -10,8 +10,11 @@ from fourfold.config.run import ParallelConfig
 from fourfold.config.stages import rank_of_stage, stages_per_rank
 
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
-"""Kinds of operations: forward (F), backward (B), the backward's halves for input gradients (I) and weight gradients
-(W), and sends and receives of activations (F) and their gradients (B)."""
+"""Kinds of operations.
+
+F is a forward pass and B a backward pass. Some schedules split B into I (input gradients) and W (weight gradients).
+SEND_F and RECV_F transfer hidden states. SEND_B and RECV_B transfer the gradients of hidden states.
+"""
 
 
 class Op(NamedTuple):
@@ -23,10 +26,10 @@ class Op(NamedTuple):
 
 
 def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
-    """Return the computations of each pipeline rank, in order.
+    """Return the computations of each pipeline rank, in order, without transfers.
 
-    GPipe (Huang et al. 2019, arXiv 1811.06965) and 1F1B (Narayanan et al. 2019) are implemented here. All other
-    schedules come from torch's lists.
+    This module implements GPipe (Huang et al. 2019, arXiv 1811.06965) and 1F1B (Narayanan et al. 2019). All other
+    schedules come from torch.
     """
     ranks = range(grid.pp)
     if grid.pp == 1:
@@ -43,8 +46,10 @@ def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
 
 
 def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Op]:
-    """Return 1F1B's operations: forwards until the first backward pass can start, then alternating forwards and
-    backwards."""
+    """Return a rank's operations in the 1F1B schedule.
+
+    The rank runs forward passes until its first backward pass can start. Then forward and backward passes alternate.
+    """
     ahead = min(pp - 1 - rank, micro_batches)
     ops = [Op("F", rank, i) for i in range(ahead)]
     for i in range(micro_batches):
@@ -55,8 +60,10 @@ def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Op
 
 
 def _flat(action: Any) -> list[Op]:
-    """Return the operations in one of torch's actions. There are none if a rank waits, and several if forward and
-    backward overlap."""
+    """Convert one of torch's actions to operations.
+
+    An idle rank has no operation. An action in which a forward and a backward pass overlap becomes several operations.
+    """
     if action is None:
         return []
     if action.sub_actions is not None:
@@ -66,11 +73,11 @@ def _flat(action: Any) -> list[Op]:
 
 
 def with_transfers(ops: Sequence[Sequence[Op]], grid: ParallelConfig) -> list[list[Op]]:
-    """Add each send right after the operation whose result it sends, and add the matching receive to the receiving
-    rank's list.
+    """Insert sends and receives between the computations.
 
-    This simulates the lists of all ranks together. So any two ranks have their transfers in the same order, and no two
-    ranks wait for each other forever.
+    This function simulates all ranks together. After each operation whose result another rank needs, it adds a send to
+    the list of the first rank, and a receive to the list of the other rank. So any two ranks list their transfers in
+    the same order, and cannot deadlock.
     """
     whole: list[list[Op]] = [[] for _ in ops]
 
@@ -86,9 +93,9 @@ def with_transfers(ops: Sequence[Sequence[Op]], grid: ParallelConfig) -> list[li
 
 
 def simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[int, Op], None]) -> None:
-    """Call ``run`` for every operation.
+    """Call ``run(rank, op)`` for every operation, in an order that the ranks could follow together.
 
-    Each rank's operations run in order, and no operation runs before the operations that it needs.
+    Each rank's operations stay in order, and every operation comes after the operations whose results it reads.
     """
     waiting = [deque(rank_ops) for rank_ops in ops]
     done: set[Op] = set()
@@ -103,7 +110,7 @@ def simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[i
 
 
 def _alternatives(op: Op, grid: ParallelConfig) -> list[list[Op]]:
-    """Return alternative sets of operations. The operation ``op`` can run once any one of the sets is complete."""
+    """Return lists of operations. ``op`` can run as soon as all operations of any one list are done."""
     needs = needs_of(op, grid)
     if op.kind in ("F", "W") or len(needs) == 1:
         return [needs[:1]]
@@ -112,9 +119,9 @@ def _alternatives(op: Op, grid: ParallelConfig) -> list[list[Op]]:
 
 
 def needs_of(op: Op, grid: ParallelConfig) -> list[Op]:
-    """Return the operations whose results this operation reads.
+    """Return the operations whose results ``op`` reads.
 
-    A gradient comes from a B or an I operation, depending on the schedule. The list has both of them.
+    The next stage computes the gradient of its input either in B or in I. The returned list contains both.
     """
     stage, i = op.stage, op.micro_batch
     last = grid.pp * stages_per_rank(grid) - 1

@@ -1,1 +1,1 @@
-"""The tensor-parallel layers: which tile of each tensor a rank holds, and what it computes."""
+"""The tensor-parallel layers. They define which tile of each tensor a rank holds, and what the rank computes."""

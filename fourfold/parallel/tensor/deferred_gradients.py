@@ -1,7 +1,8 @@
-"""Defer weight gradients until the rank would otherwise wait. Zero-bubble schedules require this.
+"""Compute weight gradients later than input gradients, when the rank would otherwise wait. Zero-bubble pipeline
+schedules do this.
 
-``torch.autograd.grad`` is no alternative. One call for the input gradients and another call for the weight gradients
-would run each layer's backward twice, including its collectives.
+We cannot use ``torch.autograd.grad`` here. It would need one call for the input gradients and another for the weight
+gradients. Each layer's backward pass would then run twice, including its collectives.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fourfold.parallel.tensor.linear import Linear4D
 
 
 class WeightGradients:
-    """The weight gradients that backward passes have deferred."""
+    """The operands of weight gradients that are still to be computed."""
 
     def __init__(self) -> None:
         self.operands: list[tuple[Linear4D, Tensor, Tensor]] = []
@@ -32,8 +33,9 @@ class WeightGradients:
 
 @contextmanager
 def weight_gradients_deferred(linears: Iterable[Linear4D]) -> Iterator[WeightGradients]:
-    """Make backward passes in this block skip the weight gradients of these layers. LoRA adapters still get their
-    gradients.
+    """Make backward passes in this ``with`` block skip the weight gradients of these layers.
+
+    LoRA adapters still get their gradients.
 
     Yields:
         An object that computes the skipped gradients later.

@@ -1,6 +1,8 @@
-"""An embedding whose table is split over the tensor axes, [vocab/x, hidden/y]. Each rank looks up the indices whose
-rows it holds. A reduce-scatter over x sums these results, and each rank gets the embeddings of its share of the
-sequence."""
+"""An embedding whose table is split over the tensor axes, [vocab/x, hidden/y].
+
+Each rank looks up the rows that it holds, and uses zeros for all other rows. A reduce-scatter over x sums these
+results. It leaves each rank the embeddings of its own share of the sequence.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Run the matmuls of the blocks' linear layers in 8-bit floats with torchao (arXiv 2209.05433).
 
-Weights, their gradients, and activations stay in the step's bf16. Just before each matmul, both operands are scaled by
-their largest absolute value (of the whole tile or of each row) and rounded to float8. Each rank scales its own tiles,
-so the ranks need not exchange their maxima.
+Weights, gradients, and activations stay in bf16. Just before each matmul, both operands are scaled and rounded to
+float8. The scale comes from the largest absolute value, either of the whole tile or of each row. Each rank scales its
+own tiles, so the ranks need not exchange these values.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def use_float8(model: Transformer, recipe: str) -> None:
     """Make the linear layers of the blocks multiply in float8. The head, embeddings, and norms do not change.
 
     Args:
-        recipe: the name of a torchao recipe. ``"tensorwise"`` is the fastest. ``"rowwise"`` is closer to bf16, and
-            ``"rowwise_with_gw_hp"``, with weight gradients in bf16, is the closest.
+        recipe: the name of a torchao recipe. ``"tensorwise"`` is the fastest. ``"rowwise"`` is closer to the results
+            with bf16. ``"rowwise_with_gw_hp"`` is the closest, because it computes weight gradients in bf16.
 
     Raises:
         UserError: torchao is not installed.
@@ -45,7 +45,7 @@ def use_float8(model: Transformer, recipe: str) -> None:
         for module in block.modules():
             if isinstance(module, Linear4D):
                 module.matmuls = matmuls
-        # With x = y = 1, some layers are still nn.Linear. torchao converts these.
+        # With x = y = 1, some layers are still nn.Linear. Let torchao convert these.
         convert_to_float8_training(block, config=config)
 
 
@@ -100,7 +100,7 @@ class Float8Matmuls(Matmuls):
     def _rounded(self, t: Tensor, cast: CastConfig, role: str, scaled_along: int) -> Tensor:
         """Round ``t`` to float8, or return it unchanged if the recipe does not round this operand.
 
-        With one scale per row, the entries along the dim ``scaled_along`` share a scale.
+        If the recipe uses one scale per row, all entries along the dim ``scaled_along`` have the same scale.
         """
         from torchao.float8.config import ScalingType
         from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic

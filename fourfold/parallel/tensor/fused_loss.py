@@ -1,4 +1,4 @@
-"""Wrap the two passes of ``loss_kernels`` as custom operators, which can be traced without Triton."""
+"""Wrap the two kernels of ``loss_kernels`` as custom operators, so that ``fourfold trace`` needs no Triton."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def normalize_logits(logits_mv: Tensor, labels_m: Tensor, first: int, real: int,
     """Return the log-sum-exp of each row of logits, and the logit of its label, [2, m] in float32.
 
     Args:
-        first: the label of column 0. If a label is in another rank's columns, its logit is 0 here.
+        first: the label that belongs to column 0. If another rank has a label's column, its logit is 0 here.
         real: the number of columns that are not padding.
         softcap: the soft-cap of the logits. 0 means no soft-capping.
     """
@@ -51,7 +51,9 @@ def differentiate_logits(
     Args:
         normalizer_m: the log-sum-exp of each row, over the columns of all ranks.
         factor_m: the factor that each row's gradient is multiplied by. It must be 0 for tokens without a loss.
-        first, real, softcap: as in ``normalize_logits``.
+        first: as in ``normalize_logits``.
+        real: as in ``normalize_logits``.
+        softcap: as in ``normalize_logits``.
     """
     from fourfold.parallel.tensor import loss_kernels
 

@@ -1,8 +1,8 @@
-"""The LM head and its cross-entropy. The tensor axis x splits the vocabulary, and the tensor axis y splits the tokens
-of the loss.
+"""The LM head and its cross-entropy. The tensor axis x splits the vocabulary. The tensor axis y splits the tokens for
+which a rank computes the loss.
 
-The forward pass computes the loss and its gradients together, a chunk of tokens at a time. So only one chunk's logits
-and their gradients are in memory (as in Hsu et al. 2024, arXiv 2410.10989).
+The forward pass computes the loss and its gradients together, for a chunk of tokens at a time. So only the logits of
+one chunk are in memory (as in Hsu et al. 2024, arXiv 2410.10989).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from fourfold.parallel.tensor.sharding import Tile, Tiled
 
 
 class ParallelHead(Tiled):
-    """The LM head, with weight [vocab/x, hidden/y]. The embedding has the same layout, so both can share one weight."""
+    """The LM head, with weight [vocab/x, hidden/y]. The embedding's weight is split in the same way, so the two can be
+    tied."""
 
     weight: nn.Parameter
 
@@ -42,25 +43,25 @@ class ParallelHead(Tiled):
         """Run the head.
 
         Args:
-            loss_scale: the factor that the caller multiplies the loss by before the backward pass. The forward pass
-                computes the gradients too. It multiplies the logits' gradients by this factor before it rounds them, so
-                that they do not underflow in fp16.
+            loss_scale: the factor that the caller multiplies the loss by before the backward pass. This forward pass
+                already computes the gradients, so it needs the factor. Without it, the logits' gradients could
+                underflow in fp16.
 
         Returns:
-            The sum of the token losses, the same on all ranks of x and y. Without labels, the logits [B, S, V] of the
-            vocabulary without padding.
+            The sum of the token losses if there are labels. It is the same on all ranks of x and y. Without labels, the
+            logits [B, S, V], where V is the vocabulary size without padding.
         """
         if labels_BS is None:
             return self._logits(x_BTh)
         return _loss(x_BTh, where_differentiated(self.weight), labels_BS, self, loss_scale)
 
     def real_columns(self) -> int:
-        """Return how many of this rank's rows of the weight belong to the vocabulary, without padding."""
+        """Return how many rows of this rank's weight tile are not padding."""
         rows = self.weight.shape[0]
         return min(max(self.vocab_size - self.x.rank * rows, 0), rows)
 
     def logits_of_chunk(self, x_nh: Tensor, weight: Tensor) -> Tensor:
-        """Return this rank's share of the logits of n tokens for ``cross_entropy``: [m, v], m = n/y, v = V/x."""
+        """Return this rank's share of the logits of n tokens, [m, v] with m = n/y and v = V/x."""
         logits_mv = reduce_scatter(x_nh @ weight.T, self.y, 0, "lm_head: logits")
         return logits_mv if self.is_fused else logits_mv.float()
 
@@ -72,10 +73,10 @@ class ParallelHead(Tiled):
 
 
 def where_differentiated(weight: Tensor) -> Tensor:
-    """Return the weight, detached if gradients are disabled.
+    """Return the weight. If gradients are disabled, detach it, so that the head does not compute its gradient.
 
-    An autograd function's ``needs_input_grad`` is True for a parameter even under ``torch.no_grad``. Detaching the
-    weight keeps the head from computing a gradient that nobody reads.
+    This is necessary because ``needs_input_grad`` of an autograd function is True for a parameter even under
+    ``torch.no_grad``.
     """
     return weight if torch.is_grad_enabled() else weight.detach()
 
@@ -105,10 +106,11 @@ _loss = not_compiled(_Loss.apply)
 
 
 def saved_gradients(ctx: Context[Tensor | float], scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the input and the weight that the forward pass saved, times ``scale / ctx.kept``.
+    """Return the gradients of the input and of the weight, which the forward pass has saved.
 
-    ``scale`` is the gradient of the loss. The forward pass has already multiplied the saved gradients by the loss scale
-    ``ctx.kept``.
+    Args:
+        ctx: the context of the forward pass. Its saved gradients are already multiplied by the loss scale ``ctx.kept``.
+        scale: the gradient of the loss.
     """
     dx, dw = ctx.saved_tensors
     scale = scale / ctx.kept
@@ -124,16 +126,16 @@ def loss_and_gradients(
     wanted: Sequence[bool],
     weights_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute the sum of the losses of this rank's share of the tokens, and the gradients that are wanted.
+    """Compute the losses of this y rank's tokens, and the gradients.
 
     Args:
-        x_BSh: the tokens of all ranks of x.
-        wanted: whether to compute the gradient of the input, and the gradient of the weight.
-        weights_BS: a factor for each token's gradient. It does not change the sum of the losses.
+        x_BSh: the hidden states of the tokens of all x ranks.
+        wanted: two flags: whether to compute the gradient of the input, and the gradient of the weight.
+        weights_BS: a factor for each token's gradient. The sum of the losses does not include it.
 
     Returns:
-        The sum of the losses of the tokens that this rank of y has, the gradient [B, T, h] of this rank's share of the
-        input, and the gradient of the weight tile. A gradient that is not wanted is None.
+        The sum of the losses of this y rank's tokens, the gradient of this x rank's input [B, T, h], and the gradient
+        of the weight tile. A gradient that is not wanted is None.
     """
     x_Nh, labels_N = x_BSh.flatten(0, 1), labels_BS.flatten()
     wants_dx, wants_dw = wanted
@@ -167,10 +169,10 @@ def chunk_size(tokens: int, columns: int, y: int, budget: int) -> int:
 
     Args:
         tokens: total number of tokens.
-        columns: number of columns of this rank's logits.
+        columns: number of logits per token on this rank.
         y: size of the axis y. The number of tokens in a chunk is a multiple of y.
         budget: the largest number of logits that this rank computes for a chunk. A chunk has at least y tokens, even if
-            they exceed the budget.
+            its logits exceed the budget.
     """
     return min(tokens, max(1, budget // columns // y) * y)
 
@@ -185,11 +187,11 @@ def cross_entropy(
     """Compute the losses of m tokens whose logits are split over x. This overwrites the logits.
 
     Args:
-        factors: a factor for the gradient, either a scalar or [m]. If it is None, no gradient is computed.
-        total: the function that reduces the losses [m], by default their sum.
+        factors: a factor for the gradients, either a scalar or one factor per token [m]. None computes no gradient.
+        total: the function that reduces the losses [m]. By default it sums them.
 
     Returns:
-        The reduced losses, and the gradient of the summed losses with respect to the logits, [m, v] or None.
+        The reduced losses, and the gradient of the logits [m, v] or None. This is always the gradient of the sum.
     """
     real, rows = head.real_columns(), logits_mv.shape[1]
     first = head.x.rank * rows
@@ -207,7 +209,7 @@ def cross_entropy(
         mine_m = (columns_m >= 0) & (columns_m < rows)
         columns_m1 = columns_m.masked_fill(~mine_m, 0)[:, None]
         target_m = logits_mv.gather(1, columns_m1)[:, 0].masked_fill(~mine_m, 0)
-        # On a rank that holds only padding, all logits are −inf. Clamp their maximum: −inf − (−inf) would be NaN.
+        # On a rank that holds only padding, all logits are −inf. Clamp their maximum, because −inf minus −inf is NaN.
         largest_m = logits_mv.amax(1).clamp(min=torch.finfo(torch.float32).min)
         exp_mv = logits_mv.sub_(largest_m[:, None]).exp_()
         normalizer_m = largest_m + exp_mv.sum(1).log()
@@ -227,11 +229,11 @@ def cross_entropy(
 
 
 def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to a float32 total. The operands may be bf16."""
+    """Add left @ right to ``total``, which is float32. The operands may be bf16."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda and torch.version.hip is None:
-        # With out_dtype, the matmul is not rounded before the addition.
+        # With out_dtype, the product is not rounded to the operands' dtype before the addition.
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

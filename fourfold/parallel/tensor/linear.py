@@ -1,21 +1,22 @@
-"""Run the linear layers of attention and MLP: all-gather the input, multiply, and sum the output over ranks. This is
-the 4D algorithm (AxoNN, arXiv 2502.08145, section V), except that each rank holds only its shard of the residual
-stream.
+"""Run the linear layers of attention and MLP: all-gather the input, multiply, and sum the output over ranks.
 
-Two axes of the grid, a and b, split the weight. Each rank holds a tile W [out/a, in/b] and computes
+This is AxoNN's 4D algorithm (arXiv 2502.08145, section V) with one change: each rank holds only its own part of the
+residual stream.
+
+Two axes of the grid, called a and b here, split the weight. Each rank holds a tile W [out/a, in/b] and computes
 
     forward     x   = all_gather_a(x)       backward    g  = all_gather_b(g)
                 out = reduce_b(x Wᵀ)                    dx = reduce_a(g W)
                                                         dW = gᵀ x
 
-A *normal* layer (qkv, up) reads the residual stream, with (a, b) = (x, y). A *transposed* layer (o_proj, down) writes
-to it, with (a, b) = (y, x). The output of a normal layer has the same placement as the input of a transposed layer, so
-nothing is redistributed between them. With sequences of S tokens, T = S/x, h = H/y, and an inner width F:
+A *normal* layer (qkv, up) reads the residual stream. Its axes are (a, b) = (x, y). A *transposed* layer (o_proj, down)
+writes to the residual stream. Its axes are (a, b) = (y, x). The output of a normal layer is split like the input of a
+transposed layer, so no data moves between the two. For an MLP with inner width F, T = S/x, and h = H/y:
 
     [B, T, h] ─ all-gather over x → [x·B, T, h] ─ W [F/x, h] → [x·B, T, F/x] ─ all-reduce over y ┐
     [B, T, h] ← reduce-scatter over x ─ [x·B, T, h] ← W [h, F/x] ─ [x·B, T, F/x] ← activation ────┘
 
-``linear_steps`` computes the same in steps, for batch parts that take turns.
+The module ``linear_steps`` computes the same in steps, for batch parts.
 """
 
 from __future__ import annotations
@@ -48,14 +49,17 @@ T = TypeVar("T")
 Layers = Sequence["Linear4D"]
 
 OverY = Literal["replicate", "features", "batch", "sequence"]
-"""Placement over y of the tensors between a normal and a transposed layer: copied to each rank ("replicate"), or split
-along the named dim."""
+"""How the ranks of y hold the tensors between a normal and a transposed layer: each rank has a copy ("replicate"), or y
+splits the named dim."""
 
 SHARED_DIM: dict[OverY, int | None] = {"replicate": None, "batch": 0, "sequence": 1, "features": 2}
 TOKEN_DIM: dict[OverY, int] = {"replicate": 0, "features": 0, "batch": 1, "sequence": 1}
-"""The dim along which the all-gather over x concatenates the ranks' tokens. Along dim 0, [x·B, T, …], this needs no
-copy. The MLP always uses dim 0. Attention uses it if y splits the heads. Each rank then rearranges only its own heads
-into sequences. If y splits the batch or the queries, attention uses dim 1, [B, x·T, …], which copies all channels."""
+"""The dim along which the all-gather over x concatenates the ranks' tokens.
+
+Dim 0, [x·B, T, …], needs no copy. The MLP always uses it. Attention uses it if y splits the heads. Each rank then
+rearranges only its own heads into sequences. If y splits the batch or the queries, attention uses dim 1, [B, x·T, …].
+Concatenating along dim 1 copies all channels.
+"""
 
 NORMAL_BIAS: dict[OverY, Tile] = {
     "replicate": Tile(x=0),
@@ -67,7 +71,7 @@ NORMAL_BIAS: dict[OverY, Tile] = {
 
 @not_compiled
 def linear_4d(x: Tensor, layers: Layers) -> Tensors:
-    """Run layers that read the same input. The input is gathered once, and its gradient is summed once.
+    """Run layers that read the same input. One collective gathers the input, and one collective sums its gradient.
 
     Args:
         x: this rank's share of the input.
@@ -83,8 +87,7 @@ def linear_4d(x: Tensor, layers: Layers) -> Tensors:
 
 
 class _Forward(FunctionOfMany):
-    """Multiplies the gathered input, and sums the output over the ranks of b. Gradients pass through to
-    ``_Backward``."""
+    """Multiplies the gathered input, and sums the output over b. The backward pass hands gradients to ``_Backward``."""
 
     @staticmethod
     def forward(ctx: Context[int], x: Tensor, layers: Layers, *matrices_and_places: Tensor) -> Tensors:
@@ -101,10 +104,10 @@ class _Forward(FunctionOfMany):
 class _Backward(FunctionOfMany):
     """Saves the tensors that the backward pass reads, and runs the backward pass.
 
-    Its outputs are placeholders that receive the outputs' gradients.
+    The outputs have no data. Their only use is to receive the gradients of the layers' outputs.
 
-    It is a separate function, and runs before the matmul. This makes recomputation cheaper: a recomputed block stops as
-    soon as all saved tensors exist, so its last layer neither multiplies nor sums.
+    This function is separate from ``_Forward`` and runs before it, which makes recomputation cheaper. A recomputation
+    stops as soon as it has all saved tensors. So the last layer of a recomputed block neither multiplies nor sums.
     """
 
     @staticmethod
@@ -120,7 +123,7 @@ class _Backward(FunctionOfMany):
     def backward(ctx: Context[Layers], *grads: Tensor) -> tuple[Tensor | None, ...]:
         layers, first = ctx.kept, ctx.kept[0]
         gathering_grads = first.writes.start_gathers(grads, f"{first.name}: output gradient")
-        kept, *matrices = ctx.saved_tensors  # If the block is recomputed, this runs its forward pass again.
+        kept, *matrices = ctx.saved_tensors  # With activation checkpointing, this runs the forward pass again.
         gathering_x = gather_kept(first, kept)
         grads = gathering_grads()
         d_x = start_input_gradient(layers, grads, matrices) if ctx.needs_input_grad[0] else None
@@ -129,19 +132,20 @@ class _Backward(FunctionOfMany):
 
 
 def output_matmuls(x: Tensor, layers: Layers, matrices: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
-    """Return functions that compute the matmul x Wᵀ of each layer."""
+    """Return one function per layer. Each function computes the layer's matmul x Wᵀ."""
     return [partial(layer.multiply, x, *own) for layer, own in zip(layers, by_layer(layers, matrices), strict=True)]
 
 
 def gather_kept(first: Linear4D, kept: Tensor) -> Pending:
-    """Start to gather the input again if only this rank's share was saved. Otherwise return the saved input."""
+    """Return the input that the forward pass saved. If it saved only this rank's share, start to gather the input
+    again."""
     return first.reads.start_gather(kept, f"{first.name}: {first.reads_what}") if first.gather_again else Pending(kept)
 
 
 def start_input_gradient(layers: Layers, grads: Tensors, matrices: Sequence[Tensor]) -> Pending:
-    """Compute the input gradient Σ g W over the layers, and start to sum it over the ranks of a.
+    """Compute the gradient Σ g W of the layers' common input, and start to sum it over the ranks of a.
 
-    Without ``overlap.input_gradients``, also wait for the sum.
+    If ``overlap.input_gradients`` is off, also wait for the sum.
     """
     first, d_x = layers[0], None
     for layer, grad, (weight, *adapter) in zip(layers, grads, by_layer(layers, matrices), strict=True):
@@ -158,8 +162,10 @@ def start_input_gradient(layers: Layers, grads: Tensors, matrices: Sequence[Tens
 def weight_gradients(
     layers: Layers, grads: Tensors, x: Tensor, matrices: Sequence[Tensor], needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Compute the gradients of each layer's weight (gᵀ x) and of its adapter, if it has one. A weight's gradient is
-    None if the weight is frozen, or if a pipeline schedule computes the gradient later."""
+    """Compute the gradients of each layer's weight (gᵀ x), and of its LoRA adapter if it has one.
+
+    A gradient is None if the weight is frozen, or if a pipeline schedule computes the gradient later.
+    """
     gradients = list[Tensor | None]()
     by_layers = zip(layers, grads, by_layer(layers, needed), by_layer(layers, matrices), strict=True)
     for layer, grad, flags, own in by_layers:
@@ -168,7 +174,8 @@ def weight_gradients(
 
 
 def by_layer(layers: Layers, flat: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Split a sequence with one value per matrix into one sequence per layer."""
+    """Split ``flat``, which has one value per matrix, into one sequence per layer. A layer has several matrices if it
+    has an adapter."""
     first = 0
     for layer in layers:
         count = len(layer.matrices())
@@ -177,11 +184,11 @@ def by_layer(layers: Layers, flat: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 class Linear4D(Tiled):
-    """One linear layer on the grid, normal or transposed.
+    """A linear layer on the grid, normal or transposed.
 
     Args:
-        over_y: placement over y of the output of a normal layer, or the input of a transposed one.
-        name: the layer's name in the trace, such as "up".
+        over_y: how the ranks of y hold the output of a normal layer, or the input of a transposed layer.
+        name: the layer's name in ``fourfold trace``, such as "up".
     """
 
     weight: nn.Parameter
@@ -191,8 +198,8 @@ class Linear4D(Tiled):
 
     matmuls = Matmuls()
     deferred: list[tuple[Linear4D, Tensor, Tensor]] | None = None
-    """If a pipeline schedule computes weight gradients later, this list receives the layer and the operands of the
-    gradient."""
+    """None, unless a pipeline schedule computes weight gradients later. Then the backward pass appends the layer, the
+    output gradient, and the input to this list."""
 
     gather_again = False
     """Whether to save only this rank's share of the input, and gather the input again in the backward pass."""
@@ -223,7 +230,7 @@ class Linear4D(Tiled):
             self.add_tile("lora_B", linear.lora_B, tile_b, grid)
 
     def token_axis(self, grid: Grid) -> Axis:
-        """Return the axis whose ranks share the tokens of the residual stream."""
+        """Return the axis that splits the tokens of the residual stream."""
         return grid.x
 
     def weight_tile(self) -> Tile:
@@ -235,8 +242,14 @@ class Linear4D(Tiled):
         return Tile(y=0, partial_over=("x",))
 
     def add_weights(self, linear: nn.Linear, tile: Tile, over_out: Tile, grid: Grid) -> None:
-        """Register the tiles of the weight [out, in] and of the bias [out]. ``over_out`` describes how the bias is
-        cut."""
+        """Register this rank's tiles of the weight and of the bias.
+
+        Args:
+            linear: the layer with the weight [out, in] and the bias [out].
+            tile: the tile of the weight.
+            over_out: the tile of the bias.
+            grid: the grid.
+        """
         self.add_tile("weight", linear.weight, tile, grid)
         self.add_tile("bias", linear.bias, over_out, grid)
 
@@ -254,7 +267,7 @@ class Linear4D(Tiled):
         self.tiles["weight"] = replace(self.tiles["weight"], turned=True)
 
     def matrices(self) -> tuple[Tensor, ...]:
-        """Return the weight W, and A and B if there is an adapter."""
+        """Return the weight W, and the matrices A and B of the adapter if there is one."""
         weight = self.tiles["weight"].as_tile(self.weight)
         return (weight, self.lora_A, self.lora_B) if self.lora_scale else (weight,)
 
@@ -268,7 +281,7 @@ class Linear4D(Tiled):
     def gradients(
         self, grad: Tensor, x: Tensor, needed: Sequence[bool], weight: Tensor, *adapter: Tensor
     ) -> list[Tensor | None]:
-        """Return the gradients of the matrices, with None for a weight that is frozen or deferred."""
+        """Return the gradients of ``matrices``. The weight's gradient is None if it is not needed or computed later."""
         gradients: list[Tensor | None] = [None]
         if needed[0] and self.deferred is not None:
             self.deferred.append((self, grad, x))
@@ -280,7 +293,7 @@ class Linear4D(Tiled):
 
 
 class LinearGroup(nn.Module):
-    """Normal layers that read the same input, such as gate and up."""
+    """Normal layers that read the same input, such as gate and up. They share the all-gather of their input."""
 
     def __init__(
         self,

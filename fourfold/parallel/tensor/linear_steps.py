@@ -5,10 +5,11 @@
     3. multiply, and start the reduction of the outputs
     4. wait for the reduction
 
-``linear.linear_4d`` computes the same in one piece. Each step here is one autograd function, so the backward pass runs
-steps 4 to 1: step 4 starts the all-gather of the output gradient, and step 1 waits for the reduction of the input
-gradient. Between two steps the caller runs steps of another batch part (``overlap.batch_parts``). In the planner,
-``planning.cost.batch_part_events`` models these steps.
+Each step is one autograd function. So the backward pass runs steps 4 to 1. In the backward pass, step 4 starts the
+all-gather of the output gradient, and step 1 waits for the reduction of the input gradient.
+
+Between two steps, the caller can run steps of another batch part (``overlap.batch_parts``). ``linear.linear_4d``
+computes the same without steps. In the planner, ``planning.cost.batch_part_events`` models these steps.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 
 class InFlight(Generic[T]):
-    """Work that one step starts and another step finishes."""
+    """Holds work that one step starts and another step finishes."""
 
     def __init__(self) -> None:
         self._finish: Callable[[], T] | None = None
@@ -51,7 +52,11 @@ class InFlight(Generic[T]):
 
 
 class PostponedGradients(InFlight[list[Tensor | None]]):
-    """Weight gradients of one layer that the backward pass of an earlier layer computes."""
+    """Weight gradients that the backward pass of an earlier layer computes, to hide a collective.
+
+    Args:
+        layers: the layers whose weight gradients are postponed.
+    """
 
     def __init__(self, layers: Sequence[Linear4D]) -> None:
         super().__init__()
@@ -60,23 +65,23 @@ class PostponedGradients(InFlight[list[Tensor | None]]):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the steps of a layer fit between the steps of the layers around it."""
+    """Options that adapt the steps of a layer to the layers before and after it."""
 
     waits_before_matmul: bool = False
     """Whether the layer waits before its matmul until all batch parts have saved their inputs."""
     gather_follows: bool = False
-    """Whether the next all-gather directly follows the sum of the outputs, with no matmul in between to hide it."""
+    """Whether an all-gather follows the sum of the outputs directly, with no matmul in between to hide it."""
     leaves_weight_gradients_to: PostponedGradients | None = None
-    """If set, the layer's backward pass does not compute the layer's weight gradients, but leaves them to this
-    object."""
+    """If set, this layer's backward pass does not compute weight gradients, but stores the work in this object."""
     computes_weight_gradients_of: PostponedGradients | None = None
-    """Weight gradients of a later layer. This layer's backward pass computes them while it gathers the gradients of
-    its outputs."""
+    """If set, this layer's backward pass computes these weight gradients of a later layer, while it gathers the
+    gradients of its own outputs."""
 
 
 def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> Steps[list[Tensor]]:
-    """Run layers that read the same input, in steps. A step ends when it has started a collective, or when it must wait
-    for the other batch parts.
+    """Run layers that read the same input, in steps. The caller can run other batch parts between two steps.
+
+    A step ends when it has started a collective, or when it must wait for the other batch parts.
 
     Returns:
         This rank's share of each layer's output, with its bias.
@@ -92,11 +97,11 @@ def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> S
     matrices = [matrix for layer in layers for matrix in layer.matrices()]
     gathered, *places = _Keep.apply(x, share, state, *matrices)
     if schedule.waits_before_matmul:
-        if writing is not None:  # End a step here too, so that all batch parts save tensors in the same order.
+        if writing is not None:  # Also end a step here, so that all batch parts save their tensors in the same order.
             yield Until.SUMMED
         yield Until.ALL_PARTS
     outputs = _Multiply.apply(gathered, state, *(matrix.detach() for matrix in matrices), *places)
-    del x, gathered  # Before the sum, free the tensors that the backward pass does not keep.
+    del x, gathered  # If the backward pass does not need these tensors, this frees them before the sum is complete.
     if writing is not None:
         yield Until.SUMMED_TO_GATHER if schedule.gather_follows else Until.SUMMED
         postponed = schedule.computes_weight_gradients_of
@@ -105,25 +110,25 @@ def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> S
 
 
 class _State(NamedTuple):
-    """State that the steps of one layer share."""
+    """What the four steps share."""
 
     layers: Sequence[Linear4D]
     reading: InFlight[Tensors] | None
-    """The collectives in flight over the input's axis: the all-gather of the input, and in the backward pass the sum of
-    its gradient. None if the axis has one rank."""
+    """The collective in flight over the input's axis. In the forward pass, it gathers the input. In the backward pass,
+    it sums the input's gradient. None if the axis has one rank."""
     writing: InFlight[Tensors] | None
-    """The collectives in flight over the outputs' axis: the sum of the outputs, and in the backward pass the all-gather
-    of their gradient. None if the axis has one rank."""
+    """The collective in flight over the outputs' axis. In the forward pass, it sums the outputs. In the backward pass,
+    it gathers the outputs' gradients. None if the axis has one rank."""
     schedule: Schedule
 
 
 def _edge(like: Tensor) -> Tensor:
-    """Return an empty tensor that connects one step to the next in autograd's graph while a result is in flight."""
+    """Return an empty tensor. It connects two steps in autograd's graph while the real result is still in flight."""
     return like.new_empty(0)
 
 
 class _Gather(Function):
-    """Step 1: start to gather the input. Backward: wait for the sum of its gradient."""
+    """Step 1: start to gather the input. Its backward pass waits for the sum of the input gradient."""
 
     @staticmethod
     def forward(ctx: Context[InFlight[Tensors]], x: Tensor, state: _State) -> Tensor:
@@ -140,8 +145,11 @@ class _Gather(Function):
 
 
 class _Keep(FunctionOfMany):
-    """Step 2: save the input. Backward: compute the input gradient and start to sum it, then compute or postpone the
-    weight gradients."""
+    """Step 2: wait for the input, and save it.
+
+    The backward pass computes the input gradient, and starts to sum it. Then it computes the weight gradients, or
+    postpones them.
+    """
 
     @staticmethod
     def forward(ctx: Context[_State], x: Tensor, share: Tensor | None, state: _State, *matrices: Tensor) -> Tensors:
@@ -179,7 +187,7 @@ class _Keep(FunctionOfMany):
 
 
 class _Multiply(FunctionOfMany):
-    """Step 3: multiply, and start to sum over the ranks. Backward: pass the gradient through to ``_Keep``."""
+    """Step 3: multiply, and start to sum over the ranks. Its backward pass hands the gradients to ``_Keep``."""
 
     @staticmethod
     def forward(ctx: Context[int], gathered: Tensor, state: _State, *matrices_and_places: Tensor) -> Tensors:
@@ -197,8 +205,10 @@ class _Multiply(FunctionOfMany):
 
 
 class _Sum(FunctionOfMany):
-    """Step 4: wait for the sums of the outputs. Backward: start to gather their gradients, and compute postponed weight
-    gradients meanwhile."""
+    """Step 4: wait for the sums of the outputs.
+
+    The backward pass starts to gather the gradients of the outputs. Meanwhile, it computes postponed weight gradients.
+    """
 
     @staticmethod
     def forward(ctx: Context[_State], edge: Tensor, state: _State, *matrices: Tensor) -> Tensors:

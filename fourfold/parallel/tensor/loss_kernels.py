@@ -1,7 +1,7 @@
 """Compute the cross-entropy of a chunk of logits with two Triton kernels, in the dtype of the logits.
 
-The first kernel reads the logits. The second kernel reads them again, and overwrites them with their gradient. Separate
-PyTorch operations would make about twelve passes over float32 copies.
+The first kernel reads the logits. The second kernel reads them again and overwrites them with their gradient. Separate
+PyTorch operations would read or write float32 copies of the logits about twelve times.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-"""The largest number of one row's logits that an iteration (pass 1) or a Triton program (pass 2) handles."""
+"""The largest number of a row's logits that one iteration of the first kernel, or one program of the second kernel,
+handles."""
 
 NEVER = tl.constexpr(float("-inf"))
 
 
 def normalize(logits_mv: Tensor, labels_m: Tensor, first: int, real: int, softcap: float) -> Tensor:
-    """Run the first pass, which implements ``fused_loss.normalize_logits``."""
+    """Run the first kernel. It implements ``fused_loss.normalize_logits``."""
     assert logits_mv.stride(1) == 1, "rows must be contiguous"
     rows, columns = logits_mv.shape
     both_2m = torch.empty(2, rows, dtype=torch.float32, device=logits_mv.device)
@@ -34,7 +35,7 @@ def normalize(logits_mv: Tensor, labels_m: Tensor, first: int, real: int, softca
 def differentiate(
     logits_mv: Tensor, labels_m: Tensor, normalizer_m: Tensor, factor_m: Tensor, first: int, real: int, softcap: float
 ) -> None:
-    """Run the second pass, which implements ``fused_loss.differentiate_logits``."""
+    """Run the second kernel. It implements ``fused_loss.differentiate_logits``."""
     rows, columns = logits_mv.shape
     block = min(BLOCK, triton.next_power_of_2(columns))
     with torch.cuda.device_of(logits_mv):
@@ -48,8 +49,10 @@ def differentiate(
 def _normalize(
     logits, labels, both, of_row, rows, columns, first, real, softcap, CAPPED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Compute the log-sum-exp of a row's first ``real`` logits, and the logit of its label. This logit is 0 if the
-    label is on another rank, and −inf if the label is padding."""
+    """Compute the log-sum-exp of a row's first ``real`` logits, and the logit of its label.
+
+    The label's logit is 0 if another rank has the label's column, and −inf if the column is padding.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * of_row
     largest, total = tl.full([], NEVER, tl.float32), tl.full([], 0.0, tl.float32)
@@ -60,7 +63,7 @@ def _normalize(
             logits_c = softcap * _tanh(logits_c / softcap)
         logits_c = tl.where(c < real, logits_c, NEVER)
         larger = tl.maximum(largest, tl.max(logits_c, 0))
-        safe = tl.where(larger == NEVER, 0.0, larger)  # If all logits so far are −inf, −inf − (−inf) would be NaN.
+        safe = tl.where(larger == NEVER, 0.0, larger)  # If all logits so far are −inf, subtracting −inf gives NaN.
         total = total * tl.exp(largest - safe) + tl.sum(tl.exp(logits_c - safe), 0)
         largest = larger
     tl.store(both + row, largest + tl.log(total))
@@ -77,7 +80,7 @@ def _differentiate(
     logits, labels, normalizers, factors, of_row, columns, first, real, softcap,
     CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite the logits with (softmax − one-hot) · factor · derivative of the soft-cap, and with 0 for padding."""
+    """Overwrite logits with (softmax − one-hot) · factor · (derivative of the soft-cap). Padding becomes 0."""
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits += row * of_row
     logits_c = tl.load(logits + c, c < real, 0.0).to(tl.float32)

@@ -1,10 +1,12 @@
 """Memory layouts for the three matmuls of a linear layer. A layout says how the weight is stored, and which operands
-are copied.
+are copied before a matmul.
 
 BLAS libraries have one kernel for each pair of operand layouts (N: as stored, T: transposed). For some sizes, one of
-these kernels is much slower (AxoNN, arXiv 2502.08145, section VI.C). The output x Wᵀ is NT, the input gradient dY W is
-NN, and the weight gradient dYᵀ x is TN. If the weight is stored as its transpose, the three matmuls are NN, NT, and TN,
-at no cost per call. Any other layout costs a copy of an operand.
+these kernels is much slower (AxoNN, arXiv 2502.08145, section VI.C). A different layout then avoids the slow kernel.
+
+By default, the output x Wᵀ is NT, the input gradient dY W is NN, and the weight gradient dYᵀ x is TN. If the weight is
+stored as its transpose, they are NN, NT, and TN. This costs nothing per call. Any other layout costs a copy of an
+operand.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from fourfold.parallel.tensor.linear import Linear4D
 from fourfold.parallel.tensor.matmuls import Matmuls
 
 PADDED_TO = 128
-"""Bytes in one cache line of a GPU, or in two cache lines of a CPU. The length of a padded row is an odd multiple of
-this size, which spreads the entries of a column over all cache sets and memory channels."""
+"""Size in bytes of one cache line of a GPU, or of two cache lines of a CPU. The length of a padded row is an odd
+multiple of this size. This spreads the entries of a column over all cache sets and memory channels."""
 
 Copy = Literal["none", "turned", "padded", "turned and padded"]
 """How to copy an operand: not at all, into transposed memory order, into padded rows (or columns), or both."""
 
 
 class Way(Strict, frozen=True):
-    """The copies that one matmul makes of its operands."""
+    """Which operands one matmul copies, and how."""
 
     left: Copy = "none"
     right: Copy = "none"
@@ -43,7 +45,7 @@ class Way(Strict, frozen=True):
 
 
 class LayerLayout(Strict, frozen=True):
-    """The layouts of one layer's matmuls x Wᵀ, dY W, and dYᵀ x."""
+    """The layouts of the three matmuls of one layer."""
 
     turned: bool = False
     """Whether the weight is stored as its transpose."""
@@ -53,12 +55,12 @@ class LayerLayout(Strict, frozen=True):
 
 
 Layouts = dict[tuple[int, int], LayerLayout]
-"""The layout of each layer's matmuls, by the shape [out, in] of a rank's weight tile. Layers of any other shape use
-the default layout."""
+"""Maps the shape [out, in] of a rank's weight tile to the layout of the layer's matmuls. Layers with any other shape
+use the default layout."""
 
 
 class LaidOutMatmuls(Matmuls):
-    """The three matmuls of a layer, with the operands copied as ``layout`` says."""
+    """Computes the three matmuls of a layer, after it has copied operands as ``layout`` says."""
 
     def __init__(self, layout: LayerLayout) -> None:
         self.layout = layout
@@ -78,12 +80,12 @@ class LaidOutMatmuls(Matmuls):
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         left, right = self.layout.weight_gradient.operands(grad.flatten(0, -2).T, x.flatten(0, -2))
-        # For a transposed weight, (xᵀ dY)ᵀ has the memory order of the stored weight.
+        # If the weight is stored as its transpose, compute (xᵀ dY)ᵀ, so that the gradient is stored as its transpose.
         return (right.T @ left.T).T if self.layout.turned else left @ right
 
 
 def copied(matrix: Tensor, how: Copy) -> Tensor:
-    """Return the matrix itself, or a copy with another memory layout."""
+    """Return the matrix, or a copy of it in another memory layout."""
     if how == "none":
         return matrix
     by_columns = matrix.stride(1) != 1
@@ -92,20 +94,21 @@ def copied(matrix: Tensor, how: Copy) -> Tensor:
     rows = matrix.T if by_columns else matrix
     width = rows.shape[1] if how == "turned" else padded_width(rows.shape[1], rows.element_size())
     padded = rows.new_empty(rows.shape[0], width)
-    # A kernel may multiply the padding by zero (oneDNN on AMX, in bf16), so the padding must not be NaN.
+    # Some kernels multiply the padding by zero (oneDNN on AMX, in bf16). NaN times zero is NaN, so write zeros.
     padded[:, rows.shape[1] :].zero_()
     copy = padded[:, : rows.shape[1]].copy_(rows)
     return copy.T if by_columns else copy
 
 
 def padded_width(width: int, itemsize: int) -> int:
-    """Return the smallest odd multiple of ``PADDED_TO`` bytes that holds ``width`` entries, in entries."""
+    """Return how many entries a padded row has. Its size is the smallest odd multiple of ``PADDED_TO`` bytes that fits
+    ``width`` entries."""
     each = PADDED_TO // itemsize
     return (-(-width // each) | 1) * each
 
 
 def lay_out_matmuls(model: Transformer, layouts: Layouts) -> None:
-    """Set the matmul layout of each linear layer whose tile's shape is in ``layouts``. The model is on the meta
+    """Set the layout of each linear layer whose weight tile has a shape in ``layouts``. The model must be on the meta
     device."""
     for module in model.modules():
         if isinstance(module, Linear4D):

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm for tokens whose channels are split over ranks. The ranks exchange one small sum per token."""
+"""RMSNorm and LayerNorm for tokens whose channels are split over ranks. The ranks exchange small sums per token."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fourfold.parallel.tensor.sharding import Tile, Tiled
 
 
 class Norm(Tiled):
-    """Normalizes [B, T, H/y] over all H channels.
+    """Normalizes tokens [B, T, H/y] over all H channels.
 
     Args:
-        axis: the axis whose ranks share the channels, by default y.
-        tile: the tile of the weights. By default they belong to the residual stream, and their gradients are sums over
-            the tokens of all ranks of the tensor axis x.
+        axis: the axis that splits the channels, by default y.
+        tile: the tile of the weights. The default is for norms of the residual stream: x splits the tokens, so the
+            gradients must be summed over x.
     """
 
     weight: nn.Parameter
@@ -46,17 +46,17 @@ class Norm(Tiled):
         return _normalize(x_BTh, self, self.weight, self.bias)
 
     def fused(self, x_BTH: Tensor) -> Tensor:
-        """Call PyTorch's norm, which is one kernel on a GPU. It needs all channels on this rank."""
+        """Run PyTorch's norm, which is one kernel on a GPU. This rank must have all channels."""
         if self.subtracts_mean:
             return F.layer_norm(x_BTH, (self.size,), self.weight, self.bias, self.eps)
         return F.rms_norm(x_BTH, (self.size,), self.weight, self.eps)
 
 
 class _Normalize(Function):
-    """Computes x̂ = (x − mean)/σ (mean = 0 for RMSNorm) and out = x̂·w + b.
+    """Computes x̂ = (x − mean)/σ and then x̂·w + b, with weight w and bias b. An RMSNorm has mean 0 and no bias.
 
-    x̂ is computed in float32, and then rounded to the dtype of x before it is multiplied by w. But with
-    ``rounds_last``, x̂·w is computed in float32, and with ``zero_centered``, x̂·(1 + w) is computed in float32.
+    By default, x̂ is computed in float32 and rounded to the dtype of x before it is multiplied by w. With
+    ``rounds_last``, x̂·w is computed in float32. With ``zero_centered``, x̂·(1 + w) is computed in float32.
     """
 
     @staticmethod
@@ -74,7 +74,8 @@ class _Normalize(Function):
             return torch.mul(_standardize(x_BTh, mean, rstd), 1 + weight.float(), out=out)
         if layer.rounds_last:
             return torch.mul(_standardize(x_BTh, mean, rstd), weight.float(), out=out)
-        # Round from float32 while the values are written. A separate operation would read and write them once more.
+        # Write to ``out``, so that this operation also rounds from float32. A separate operation would read and write
+        # all values once more.
         _standardize(x_BTh, mean, rstd, out).mul_(weight)
         return out if bias is None else out.add_(bias)
 
@@ -103,8 +104,8 @@ _normalize = not_compiled(_Normalize.apply)
 def _moments(x: Tensor, layer: Norm) -> tuple[Tensor, Tensor]:
     """Return the mean and 1/σ of each token over the channels of all ranks, with one all-reduce.
 
-    The moments of this rank's channels are float32. Σx and Σx² are summed in float64, so the difference E[x²] − E[x]²
-    does not lose precision.
+    Mean and variance of this rank's channels are computed in float32. The sums over ranks, Σx and Σx², are in float64,
+    so that the difference E[x²] − E[x]² does not lose precision.
     """
     channels = x.shape[-1]
     variance, mean = torch.var_mean(x, dim=-1, keepdim=True, correction=0)
@@ -120,10 +121,10 @@ def _standardize(x: Tensor, mean: Tensor | None, rstd: Tensor, out: Tensor | Non
 
 
 class HeadNorm(Tiled):
-    """The RMSNorm of each head of the queries or the keys.
+    """An RMSNorm of each query or key head.
 
-    A rank has all channels of its heads, so the norm needs no collective. The weight's gradient is summed over x and
-    y, because each rank computes it from its own heads and tokens.
+    A rank has all channels of its heads, so the norm needs no collective. Each rank computes the weight's gradient only
+    from its own heads and tokens, so the gradient must be summed over x and y.
     """
 
     weight: nn.Parameter

@@ -1,4 +1,4 @@
-"""The LM head for preference optimization (DPO). It computes log-probabilities of whole answers, and the loss of
+"""The LM head for preference optimization (DPO). It computes log-probabilities of whole answers, and the DPO loss of
 pairs of answers."""
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from fourfold.parallel.tensor.head import (
 class PreferenceHead(ParallelHead):
     """The LM head with the DPO loss (eq. 7 of Rafailov et al. 2023, arXiv 2305.18290).
 
-    The rows of a micro-batch come in pairs: the chosen answer to a prompt, then the rejected answer. Let π be the
-    model's log-probability of an answer, summed over its labels, and let r be the reference model's log-probability.
-    The margin of a pair is m = β · ((π − r of the chosen answer) − (π − r of the rejected answer)), and its loss is
-    −log σ(m).
+    The sequences of a micro-batch come in pairs: the chosen answer to a prompt, then the rejected answer. Let π be the
+    model's log-probability of an answer, summed over its labels. Let r be the reference model's log-probability of the
+    same answer. The reward of an answer is β · (π − r). The margin m of a pair is the chosen answer's reward minus the
+    rejected answer's reward. The loss of the pair is −log σ(m).
 
     The derivative of the loss is −β · σ(−m) with respect to the chosen answer's π, and β · σ(−m) with respect to the
-    rejected answer's π. So a token's gradient is the gradient of its cross-entropy, times a factor for its sequence.
-    This factor is known only after all ranks that share the sequence have summed its log-probabilities. So the logits
-    are computed twice: once for the factor, and once for the gradient.
+    rejected answer's π. So a token's gradient is the gradient of its cross-entropy, times a factor that is the same for
+    the whole sequence. This factor is known only after the log-probabilities of the whole sequence are summed. So the
+    logits are computed twice: once for the factor, and once for the gradient.
     """
 
     def __init__(self, head: LMHead, grid: Grid, beta: float) -> None:
         super().__init__(head, grid)
         self.cp, self.beta = grid.cp, beta
         self.figures: Tensor | None = None
-        """Sums over all pairs since the trainer last reset them, [4] in float64: the number of pairs, the margins, the
-        number of positive margins, and the rewards β(π − r) of the chosen answers."""
+        """Sums over all pairs since the trainer last reset them, [4] in float64:
+
+        the number of pairs, the margins, the number of positive margins, and the rewards of the chosen answers.
+        """
 
     def forward(
         self,
@@ -52,12 +54,12 @@ class PreferenceHead(ParallelHead):
         """Run the head.
 
         Args:
-            reference_B: the reference model's log-probability of each row.
+            reference_B: the reference model's log-probability of each sequence's answer.
 
         Returns:
-            The sum of the pairs' losses, divided by the size of the context axis cp, because the caller sums over cp.
-            If there is no reference, the log-probabilities [B] of the answers. If there are no labels, the logits
-            [B, S, V].
+            With labels and references, the sum of the pairs' losses. It is divided by the size of the context axis cp,
+            because the caller sums over cp. With labels only, the log-probabilities [B] of the answers. Without labels,
+            the logits [B, S, V].
         """
         if labels_BS is None:
             return self._logits(x_BTh)
@@ -69,7 +71,7 @@ class PreferenceHead(ParallelHead):
         return _preference_loss(x_BTh, weight, labels_BS, self, loss_scale, reference_B)
 
     def log_probabilities(self, x_BSh: Tensor, weight: Tensor, labels_BS: Tensor) -> Tensor:
-        """Return the log-probability of each row's answer [B], which is the sum over the row's labels on all ranks."""
+        """Return the log-probability of each sequence's answer, [B], summed over the sequence's labels on all ranks."""
         x_Nh, labels_N = x_BSh.flatten(0, 1), labels_BS.flatten()
         rows_N = torch.arange(len(labels_BS), device=x_BSh.device).repeat_interleave(labels_BS.shape[1])
         found_B = torch.zeros(len(labels_BS), dtype=torch.float32, device=x_BSh.device)
@@ -85,7 +87,7 @@ class PreferenceHead(ParallelHead):
         return found_B
 
     def note(self, margins_P: Tensor, rewards_P: Tensor) -> None:
-        """Add the margins and chosen rewards of a micro-batch's pairs to ``figures``."""
+        """Add the margins and the chosen answers' rewards of a micro-batch to ``figures``."""
         seen = margins_P.new_full((), len(margins_P))
         sums = torch.stack([seen, margins_P.sum(), (margins_P > 0).sum().to(seen), rewards_P.sum()]).double()
         self.figures = sums if self.figures is None else self.figures + sums

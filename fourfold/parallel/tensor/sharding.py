@@ -1,4 +1,4 @@
-"""Describe how the tensor axes x and y cut each parameter into tiles. Checkpoints, parity, and gradient norms use this
+"""Describe which tile of each parameter a rank holds. Initial weights, checkpoints, parity, and gradient norms use this
 description."""
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from fourfold.parallel.grid.grid import Axis, Grid
 
 @dataclass(frozen=True)
 class Tile:
-    """How the ranks of one (x, y) plane, and of the expert axis ep, cut a parameter.
+    """How the tensor axes x and y, and the expert axis ep, split a parameter into tiles.
 
     Attributes:
         x, y, ep: the dim that the axis splits, or None if its ranks hold the same values. If x and y split the same
-            dim, x is the outer cut.
-        partial_over: axes that the gradient must be summed over, because each of their ranks computes only a part of
-            it.
-        turned: whether the tile of a matrix is stored as its transpose. Shapes and slices here are not transposed.
-        sharded: whether z, and with ``zero`` also dp·cp, may cut the tile further. Otherwise each of their ranks holds
-            the whole tile.
+            dim, x splits it first, and y splits the parts.
+        partial_over: the axes over which the gradient must be summed, because each of their ranks computes only a part
+            of it.
+        turned: whether the tile of a matrix is stored as its transpose. Shapes and slices in this class always describe
+            the matrix, not its transpose.
+        sharded: whether FSDP2 may split the tile further, over z and, with ``zero``, over dp·cp. Otherwise each rank of
+            z, dp, and cp holds the whole tile.
     """
 
     x: int | None = None
@@ -36,7 +37,7 @@ class Tile:
     sharded: bool = True
 
     def local_shape(self, shape: tuple[int, ...], grid: Grid) -> tuple[int, ...]:
-        """Return the shape of one rank's tile, for a parameter with the global ``shape``."""
+        """Return the shape of a rank's tile, given the shape of the full parameter."""
         local = list(shape)
         for dim, axis in self._cuts(grid):
             if dim is not None:
@@ -45,7 +46,7 @@ class Tile:
         return tuple(local)
 
     def global_shape(self, local: tuple[int, ...], grid: Grid) -> tuple[int, ...]:
-        """Return the global shape of a parameter whose tiles have the shape ``local``."""
+        """Return the shape of the full parameter, given the shape of a tile."""
         shape = list(local)
         for dim, axis in self._cuts(grid):
             if dim is not None:
@@ -54,15 +55,16 @@ class Tile:
 
     @property
     def sharded_dim(self) -> int:
-        """Return the dim of the tile that FSDP2 cuts, which is the first dim of the stored parameter."""
+        """Return the dim of the tile that FSDP2 splits. It is the first dim of the stored parameter."""
         return 1 if self.turned else 0
 
     def as_tile(self, stored: Tensor) -> Tensor:
-        """Convert a stored parameter to its tile, or a tile to its stored form. Nothing is copied."""
+        """Convert a stored parameter to its tile, or a tile to its stored form. If ``turned``, return a transposed
+        view."""
         return stored.T if self.turned else stored
 
     def slices(self, shape: tuple[int, ...], grid: Grid) -> tuple[slice, ...]:
-        """Return the slices of the global parameter that are this rank's tile."""
+        """Return which slices of the full parameter this rank's tile holds."""
         return cut(shape, [(dim, axis.size, axis.rank) for dim, axis in self._cuts(grid)])
 
     def _cuts(self, grid: Grid) -> tuple[tuple[int | None, Axis], ...]:
@@ -70,10 +72,11 @@ class Tile:
 
 
 def cut(shape: Sequence[int], cuts: Sequence[tuple[int | None, int, int]]) -> tuple[slice, ...]:
-    """Return the slices of one part of a tensor that is cut evenly.
+    """Return the slices of one piece of a tensor that is cut evenly, one or several times.
 
     Args:
-        cuts: (dim or None, number of pieces, index of this piece) for each cut, outer cuts first.
+        cuts: (dim, number of pieces, index of this piece) for each cut, in the order of the cuts. A dim of None means
+            no cut.
     """
     begin, length = [0] * len(shape), list(shape)
     for dim, pieces, piece in cuts:
@@ -84,11 +87,12 @@ def cut(shape: Sequence[int], cuts: Sequence[tuple[int | None, int, int]]) -> tu
 
 
 def shard_number(rank: int, ranks: int, per_node: int) -> int:
-    """Return the index of the piece that a rank of a shard group holds: its rank, unless the group has two levels.
+    """Return the index of the shard that a rank of a shard group holds.
 
-    With two levels, the first ranks of all nodes hold the first pieces, then the second ranks, and so on
-    (``TwoLevels.rank``). If you pass the number of nodes as ``per_node``, you get the inverse, from a piece to its
-    rank.
+    Usually this is the rank itself. But if the group has two levels, consecutive shards are on different nodes
+    (``TwoLevels.rank``). First come the shards of the first rank of each node, then the shards of the second rank of
+    each node, and so on. To find the rank of a shard, pass the shard as ``rank`` and the number of nodes as
+    ``per_node``.
 
     Args:
         rank: the rank within the shard group.
@@ -102,21 +106,22 @@ def shard_number(rank: int, ranks: int, per_node: int) -> int:
 
 
 def chunk(rows: slice, pieces: int, piece: int) -> slice:
-    """Return one piece of rows, cut like torch.chunk and FSDP2 cut them: the last pieces may be shorter, or empty."""
+    """Return one piece of rows, cut as in torch.chunk and FSDP2: the last pieces may be shorter, or empty."""
     size = math.ceil((rows.stop - rows.start) / pieces)
     first, last = (min(rows.start + number * size, rows.stop) for number in (piece, piece + 1))
     return slice(first, last)
 
 
 class Tiled(nn.Module):
-    """A module whose parameters are tiles. ``tiles`` maps each parameter's name to its tile."""
+    """A module whose parameters are tiles. ``tiles`` maps a parameter's name to the description of its tile."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tiles: dict[str, Tile] = {}
 
     def add_tile(self, name: str, parameter: Tensor | None, tile: Tile, grid: Grid) -> None:
-        """Register this rank's tile of a (meta) parameter under ``name``, or None if there is no parameter."""
+        """Register this rank's tile of a parameter under ``name``, on the meta device. If there is no parameter,
+        register None."""
         if parameter is None:
             self.register_parameter(name, None)
             return
@@ -126,11 +131,10 @@ class Tiled(nn.Module):
 
 
 def tile_table(model: nn.Module) -> dict[str, Tile]:
-    """Return the tile of every parameter of a model, by its full name. A parameter without a tile gets an empty
-    ``Tile``, so every rank holds all of it.
+    """Return the tile of every parameter of a model, by its full name.
 
-    A module that is not ``Tiled`` may also have the attribute ``tiles``. It is for parameters that no axis splits, but
-    whose gradients must be summed over ranks.
+    If a module does not describe a parameter, no axis splits it, so its tile is the default ``Tile()``. A module that
+    is not ``Tiled`` can have the attribute ``tiles`` too, if the gradients of its parameters must be summed over ranks.
     """
     table: dict[str, Tile] = {}
     for prefix, module in model.named_modules():
@@ -142,7 +146,7 @@ def tile_table(model: nn.Module) -> dict[str, Tile]:
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has more than one name."""
+    """Return the names of each tied parameter, which is a parameter with more than one name."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -150,17 +154,20 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def tie_again(model: nn.Module, tied: list[list[str]]) -> None:
-    """Tie the parameters again whose names ``tied_names`` returned before modules or parameters were replaced.
+    """Tie parameters again after modules or parameters were replaced.
+
+    Args:
+        tied: the result of ``tied_names`` before the replacement.
 
     Raises:
-        UserError: The tiles of two tied parameters have different shapes.
+        UserError: Two parameters that must be tied have tiles of different shapes.
     """
     for first, *others in tied:
         parameter = model.get_parameter(first)
         for name in others:
             if model.get_parameter(name).shape != parameter.shape:
                 raise UserError(
-                    f"{first} and {name} are one weight, and their rules lay it out in two ways; use the same rule"
+                    f"{first} and {name} are one weight, but their rules split it in two ways; give both the same rule"
                 )
             parent, _, key = name.rpartition(".")
             setattr(model.get_submodule(parent), key, parameter)

@@ -1,5 +1,5 @@
-"""Describe how the ranks of an axis hold a tensor, and run the collectives that gather the whole tensor or sum partial
-tensors."""
+"""Describe how the ranks of an axis hold a tensor: in shares or as copies. Run the collectives that gather the whole
+tensor or sum partial tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Wait = Callable[[], Tensors]
 
 
 class Spread(NamedTuple):
-    """The placement of tensors over the ranks of an axis.
+    """Says how tensors are spread over the ranks of an axis.
 
-    Each rank holds a share of ``dim``, or a copy of the whole tensor if ``dim`` is None. If the ranks hold shares,
-    ``start_sums`` and ``start_gathers`` use one collective for all their tensors.
+    Each rank holds its share along ``dim``. If ``dim`` is None, each rank holds a copy of the whole tensor. With
+    shares, ``start_sums`` and ``start_gathers`` run one collective for all their tensors together.
     """
 
     axis: Axis
@@ -32,7 +32,7 @@ class Spread(NamedTuple):
         return Pending(share) if self.dim is None else start_all_gather(share, self.axis, self.dim, why)
 
     def start_sum(self, partial: Tensor, why: str) -> Pending:
-        """Start to sum the ranks' partial tensors. The result has this placement."""
+        """Start to sum the ranks' partial tensors. Each rank gets its share of the sum, or a copy of the sum."""
         if self.dim is None:
             return start_all_reduce(partial, self.axis, why)
         return start_reduce_scatter(partial, self.axis, self.dim, why)
@@ -42,8 +42,8 @@ class Spread(NamedTuple):
 
         Args:
             compute: one function per tensor [..., features].
-            overlap: whether to compute a tensor while the previous tensor is summed. Ignored if the ranks hold shares,
-                because then one collective sums all tensors.
+            overlap: whether to compute a tensor while the previous tensor is summed. This has no effect if the ranks
+                hold shares, because one collective then sums all tensors.
         """
         if self.dim is None or self.axis.size == 1:
             sums: list[Pending] = []

@@ -56,8 +56,7 @@ class MeasuredRow(BaseModel):
     notes: str = ""
     """Free text. fourfold does not read it."""
     derived: str = ""
-    """Names of columns whose values the source does not state, because they were computed from values that it
-    states."""
+    """Names of columns whose values are not in the source. They were computed from other values in the source."""
     complete: Flag = True
     """`no` if the source does not state the full configuration. The errors of such rows are reported separately."""
     doubt: str = ""
@@ -189,8 +188,8 @@ class MeasuredRow(BaseModel):
     """How the cp ranks share attention: they gather keys and values (gathered), pass them around a ring (ring), or
     exchange heads for tokens (ulysses)."""
     tiled: Literal["none", "loss", "both"] = "none"
-    """What processes one chunk of tokens at a time to save memory: nothing (none), the loss (loss), or the loss and the
-    MLP (both). A chunk has as many tokens as the hidden size."""
+    """Which parts of the model process one chunk of tokens at a time to save memory: none of them (none), the loss
+    (loss), or the loss and the MLP (both). A chunk has as many tokens as the hidden size."""
     offload: Literal["none", "inputs", "optimizer", "both"] = "none"
     """What is stored in host memory: nothing (none), the inputs of recomputed blocks (inputs), the gradients, optimizer
     states, and 32-bit weights (optimizer), or all of these (both)."""

@@ -1,13 +1,14 @@
 """Fit the planner's constants to measured step times, with a robust hierarchical regression.
 
-The constants for a row are the medians of the priors, times exp(all + machine + source). The fit pulls each of these
-three terms (*levels*) towards 0. So the term of a machine or a source with few rows stays close to 0, and without rows
+A *row* is one measured run. Its constants are the medians of the priors, times exp(all + machine + source). The three
+terms are called *levels*: one for all rows, one for each machine, and one for each source, such as a publication. The
+fit pulls every level towards 0. So the level of a machine or a source with few rows stays close to 0, and without rows
 it is 0. Huber's loss limits the influence of outliers.
 
 The rows of a source come from the same experiments, so they say little about other sources. Therefore the first fit
 assumes large noise, and gives n rows of a source only the weight of √n rows. A second fit gives all rows the same
-weight and assumes only the noise between runs. It serves predictions for a known source on a known machine. The
-difference between the two fits is stored as a fourth level.
+weight and assumes only the noise between runs. Predictions for a known source on a known machine use the second fit.
+The difference between the two fits is stored as a fourth level.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
 
 LEVEL_SPREAD = {"all": 0.5, "machine": 0.25, "source": 1.0}
-"""Prior standard deviation of each level's logarithms, in units of the constant's ``Prior.spread``."""
+"""How far each kind of level is expected to be from 0. It is the standard deviation of the level's prior, in units of
+the constant's ``Prior.spread``."""
 NOISE_BETWEEN = 0.1
 """Noise of the first fit: standard deviation of log(measured / predicted) for step times of all sources."""
 NOISE_WITHIN = 0.03
@@ -60,12 +62,12 @@ class Calibration:
 
 
 def levels_of(machine: str, source: str) -> tuple[str, str, str]:
-    """Return the names of the levels of the first fit that apply to a row."""
+    """Return the names of the three levels that apply to a row in the first fit."""
     return ("all", f"machine {machine}", f"source {source}")
 
 
 def known_level(machine: str, source: str) -> str:
-    """Return the name of the level of a known source on a known machine."""
+    """Return the name of the fourth level, for a known source on a known machine."""
     return f"known {source} on {machine}"
 
 
@@ -112,8 +114,8 @@ def _levels(
     precision = 1.0 / (levels[:, None] * spreads[None, :]) ** 2
     theta = np.zeros((len(names), len(NAMES)))
 
-    # For the finite differences, evaluate all rows and one copy of them per shifted constant in a single call. This is
-    # faster than one call per constant.
+    # The finite differences need predictions for all rows, and again for all rows with each constant shifted. A single
+    # call computes all of these, which is faster than one call per constant.
     again = np.tile(np.arange(len(seconds)), 1 + len(NAMES))
     moves = np.repeat(np.vstack([np.zeros(len(NAMES)), STEP * np.eye(len(NAMES))]), len(seconds), axis=0)
     repeated = work.take(again), machine.take(again)
@@ -155,13 +157,14 @@ def _levels(
 
 
 def from_table(table: dict[str, dict[str, float]]) -> Calibration:
-    """Create a calibration from factors on the priors, by level and constant."""
+    """Create a calibration from a table of factors, by level and then by constant. Each factor multiplies the
+    constant's prior."""
     return Calibration({key: np.log([factors[name] for name in NAMES]) for key, factors in table.items()})
 
 
 def to_toml(calibration: Calibration) -> str:
-    """Return a calibration as TOML, with factors on the priors by level and constant. ``from_table`` reads its
-    [constants] table."""
+    """Return a calibration as TOML. Its [constants] table has factors by level and constant, which ``from_table``
+    reads."""
     lines = []
     for key, logs in calibration.offsets.items():
         factors = ", ".join(f"{name} = {factor:.4f}" for name, factor in zip(NAMES, np.exp(logs), strict=True))

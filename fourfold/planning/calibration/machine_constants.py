@@ -1,5 +1,5 @@
-"""Choose the constants for predictions on a machine, and check whether a workload is in the range that they were fitted
-to."""
+"""Choose the constants for predictions on a machine. Also check whether a workload is similar to the workloads that the
+constants were fitted to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def kind_of_extrapolation(machine: Machine) -> str | None:
     """Return "known machine" if the calibration that comes with fourfold is fitted to rows of this machine, and "new
     machine" otherwise.
 
-    Return None if the machine's file has fitted constants, because then that calibration is not used.
+    Return None if the machine's file has its own fitted constants, because they replace this calibration.
     """
     if is_calibrated(machine):
         return None
@@ -40,8 +40,8 @@ def kind_of_extrapolation(machine: Machine) -> str | None:
 
 
 def shipped_interval(machine: Machine) -> tuple[float, float] | None:
-    """Return two factors on the predicted seconds of a step. The measured seconds are between the two products with a
-    probability of 90 %.
+    """Return two factors. With a probability of 90 %, the measured seconds of a step are between the first factor and
+    the second factor, each times the predicted seconds.
 
     Return None if the machine's file has fitted constants.
     """
@@ -53,8 +53,9 @@ def shipped_interval(machine: Machine) -> tuple[float, float] | None:
 
 
 def shipped_order_factor() -> float:
-    """Return the ratio of two predicted times above which the measured times have the same order with a probability of
-    95 % (``order_factor`` in docs/validation_page/error_intervals.py)."""
+    """Return the ratio of two predicted times that is large enough to trust their order. Above this ratio, the measured
+    times have the same order with a probability of 95 % (``order_factor`` in
+    docs/validation_page/error_intervals.py)."""
     return float(_table()["order"]["factor"])
 
 
@@ -72,7 +73,7 @@ def is_calibrated(machine: Machine) -> bool:
 
 
 def range_features(work: Workload) -> dict[str, float]:
-    """Return the features of a workload whose range a calibration records.
+    """Return features of a workload, such as the number of GPUs. A calibration records the range of each feature.
 
     A prediction for a workload outside this range is an extrapolation.
     """

@@ -32,7 +32,7 @@ class FittedMachine:
     skipped: dict[str, int]
     """Number of skipped rows by reason."""
     before: Statistics
-    """Errors of predictions with the priors as constants, on all rows."""
+    """Prediction errors on all rows before the fit. The constants are the medians of the priors."""
     held_out: Statistics
     """Cross-validation errors: each fold is predicted with constants fitted to the other folds."""
 
@@ -63,7 +63,7 @@ def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) 
     rows = [row for row in rows if row.seconds is not None and not row.doubt]
     if others := sorted({row.machine.name for row in rows} - {base.name}):
         raise UserError(
-            f"the rows are of {' and '.join(others)}, and --machine is {base.name}; calibrate one machine at a time, "
+            f"the rows are from {' and '.join(others)}, and --machine is {base.name}; calibrate one machine at a time, "
             f"with --machine {others[0]}"
         )
     if not rows:

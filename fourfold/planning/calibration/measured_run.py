@@ -36,7 +36,7 @@ class RunComparison:
     measured_step_seconds: float
     """Median of the measured step times after the first ``WARM_UP`` steps, in seconds."""
     predicted_memory_bytes: int
-    """Predicted peak of the bytes that the first process allocates, without the runtime and the allocator's cache."""
+    """Predicted peak memory of the first process, without the runtime and the allocator's cache."""
     measured_memory_bytes: int | None
     """Largest number of bytes that the first process has allocated. None if it was not measured."""
 

@@ -18,7 +18,7 @@ time."""
 
 
 class Traits(NamedTuple):
-    """How a framework runs a step. The columns of a row can override the values.
+    """How a framework runs a step. The columns of a measured run can override these values.
 
     The defaults describe PyTorch's FSDP without a compiler.
     """
@@ -30,7 +30,8 @@ class Traits(NamedTuple):
     half_sums: bool = False
     """Whether gradients are summed over ranks in 16 bits, whatever the precision of the run."""
     hides_sums: bool = False
-    """Whether the backward pass hides the gradient sum over data-parallel ranks that shard optimizer states."""
+    """Whether the backward pass hides the gradient sum over the data-parallel ranks. Only used if these ranks shard
+    optimizer states."""
     tp_overlap: Overlap = "backward"
     """Which computation hides tensor-parallel collectives (see the column ``tp_overlap``)."""
     seq_parallel: bool = False

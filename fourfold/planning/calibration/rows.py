@@ -288,16 +288,17 @@ def _deepspeed(measured: MeasuredRow, traits: Traits) -> dict[str, Any]:
         "gradient_copy": traits.deepspeed and measured.precision == "fp16",
         "gradient_bytes": 6 if shares else 0,
         "all_reduces_gradients": shares,
-        # DeepSpeed's stages keep the tensors that they have sent. The first stage, which needs the most memory, also
-        # keeps a dropout mask, which has half as many bytes.
+        # DeepSpeed's stages keep the tensors that they have sent. The first stage needs the most memory. It also keeps
+        # a dropout mask, with half as many bytes as such a tensor.
         "stage_keeps": 1.5 if traits.deepspeed else 0,
     }
 
 
 def _divided(work: Workload, measured: MeasuredRow) -> Workload:
-    """Set how many layers the embedding and the head count as when layers are divided into stages.
+    """Set ``end_layers``, the number of layers that the embedding and the head each count as.
 
-    Each counts as one layer if the row says so, or if the blocks can be divided equally only with them.
+    Each counts as one layer if the row says so. Each also counts as one layer if the stages can have equal numbers of
+    layers only in this way.
     """
     layers, chunks = work.model.num_hidden_layers, work.layout.pp * work.layout.stages_per_rank
     if chunks > layers + 2:

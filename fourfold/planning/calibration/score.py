@@ -17,10 +17,11 @@ from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
 from fourfold.planning.cost.step import step_seconds
 
 MIN_SWEEP, MIN_RANKED = 3, 8
-"""Smallest number of rows for which a sweep's regret is computed, and for which its rank correlation is computed."""
+"""Smallest number of rows in a sweep to compute its regret (``MIN_SWEEP``) and its rank correlation
+(``MIN_RANKED``)."""
 
 KEYS: dict[str, Callable[[Row], str]] = {"source": lambda row: row.source, "machine": lambda row: row.machine.name}
-"""Ways to group rows, to leave out one group after another."""
+"""Functions that group rows by source or by machine, for ``predict_left_out``."""
 
 Statistics = dict[str, float | int | None]
 """Counts, errors, and correlations, by name. An error or a correlation is None if no row has it."""
@@ -170,8 +171,8 @@ def sweeps_in(scored: Sequence[Scored]) -> list[list[Scored]]:
 def sweeps_of(scored: Sequence[Scored]) -> Statistics:
     """Score how well predictions rank the rows of each sweep.
 
-    The *regret* of a sweep is the relative difference in measured time between the row that is predicted to be fastest
-    and the row that is fastest.
+    The *regret* of a sweep says what it costs to trust the predictions. It is the measured time of the row that is
+    predicted to be fastest, divided by the shortest measured time, minus 1.
     """
     regrets, correlations = [], []
     for sweep in sweeps_in(scored):
@@ -199,8 +200,8 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def memory_of(scored: Sequence[Scored]) -> Statistics:
-    """Score the predicted memory: the relative errors, the fraction of out-of-memory rows that were predicted to run
-    out of memory (OOM recall), and the fraction of fitting rows that were predicted to fit."""
+    """Score the predicted memory. In addition to the relative errors, there are two fractions: how many out-of-memory
+    rows were predicted to run out of memory (OOM recall), and how many fitting rows were predicted to fit."""
     errors = [s.memory_gb / s.row.memory_gb - 1 for s in scored if s.row.memory_gb is not None]
     out = [s.p_oom > 0.5 for s in scored if s.row.out_of_memory]
     fitting = [s.p_oom <= 0.5 for s in scored if s.row.ran]

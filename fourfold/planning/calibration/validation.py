@@ -33,7 +33,7 @@ class Validation:
     scored: list[Scored]
     """The rows with their predictions."""
     machine_only: list[Scored]
-    """The same rows, predicted with the priors as constants."""
+    """The same rows, predicted with unfitted constants (the medians of the priors)."""
 
     def record(self, rows: bool = False) -> dict[str, Any]:
         """Return the scores as JSON values. With ``rows``, include the prediction of every row."""
@@ -53,10 +53,15 @@ class Validation:
 def validate(file: Path, calibration_files: Sequence[Path], leave_out: str | None = None) -> Validation:
     """Predict the rows of ``file`` and compare them with their measurements.
 
-    The constants are fitted to ``calibration_files``, without rows that are also in ``file``. If ``leave_out`` is
-    "source" or "machine", the rows of each source or machine are predicted with constants fitted to all other rows of
-    ``file``. With neither, the constants come from the machine's file, if it has any, or from the calibration that
-    comes with fourfold. The rows are also predicted with unfitted constants.
+    The options determine the constants:
+
+    - With ``calibration_files``, the constants are fitted to these files, without rows that are also in ``file``.
+    - If ``leave_out`` is "source" or "machine", the rows of each source or machine are predicted with constants that
+      are fitted to all other rows of ``file``.
+    - With neither, the constants come from the machine's file. If it has none, they come from the calibration that
+      comes with fourfold.
+
+    The rows are also predicted with unfitted constants.
 
     Raises:
         UserError: Both options are given, a file is invalid, ``leave_out`` needs more sources or machines, or there are

@@ -25,7 +25,7 @@ class Constants(ArrayFields):
     - launch: factor on the host time of a kernel launch.
     - intra, inter: fraction of the links' bandwidth that collectives reach, inside a node and between nodes.
     - latency: factor on the latency of a collective.
-    - exposed: fraction that stays exposed of communication that computation could hide.
+    - exposed: communication that computation could hide still costs this fraction of its time.
     - dispersion: relative standard deviation of the nodes' speeds. The slowest node sets the pace.
     - step: seconds that every step takes, regardless of its size.
     """
@@ -43,7 +43,8 @@ class Constants(ArrayFields):
 
 
 class Prior(NamedTuple):
-    """A constant before any measurement, given by its median and the spread of its logarithm."""
+    """What is known about a constant before any measurement: the ``median`` of its distribution, and the standard
+    deviation of its logarithm (``spread``). ``source`` says where these numbers come from."""
 
     median: float
     spread: float

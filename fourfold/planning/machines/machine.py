@@ -29,25 +29,26 @@ class Machine(ArrayFields):
       nodes (NVL72).
     - peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates. ``peak`` is the advertised bf16 rate. The
       achieved rates are the rates of the best shape.
-    - units: number of processors that share the tiles of a matmul.
-    - attention: rate of the fastest fused attention kernel for long sequences. The kernel reaches half of it at
+    - units: number of processors of a device, over which the tiles of a matmul are divided.
+    - attention: rate of the fastest fused attention kernel for long sequences. The kernel reaches half of this rate at
       attention_half tokens.
-    - flash2, flash2_half: the same two values for FlashAttention-2. They are 0 if FlashAttention-2 is the fastest
+    - flash2, flash2_half: the same two values for FlashAttention-2. flash2 is 0 if FlashAttention-2 is the fastest
       kernel.
     - memory, memory_bandwidth: a device's memory, and its bandwidth.
     - intra2, intra4, intra8: bandwidth, in one direction, from a device to a group of 2, 4, or 8 neighbors.
     - intra_far: bandwidth inside a node to members of a group that are not neighbors.
     - host: bandwidth to the host's memory, 0 if unknown.
     - node: injection bandwidth of a node.
-    - base, intra_hop, inter_hop: latency of a collective, and of each step of its ring inside a node and between nodes.
+    - base: latency of a collective, in addition to the steps of its ring.
+    - intra_hop, inter_hop: latency of each step of the ring, inside a node and between nodes.
     - ring_hop: measured latency per rank in rings that leave a node. 0 means that the latencies of the steps are used
       instead.
     - ring_floor: least time per rank of a ring that leaves a node.
     - launch: host time of a kernel launch.
     - reserved: bytes of a device that the runtime takes.
-    - nn, nt, tn: fraction of the achieved rate for three memory layouts of a matmul. nn: both operands as stored (a
-      linear layer's input gradient). nt: the second operand transposed (the layer's output). tn: the first operand
-      transposed (its weight gradient).
+    - nn: fraction of the achieved rate for matmuls with both operands as stored (a linear layer's input gradient).
+    - nt: the same for matmuls with a transposed second operand (a linear layer's output).
+    - tn: the same for matmuls with a transposed first operand (a linear layer's weight gradient).
     - spread: relative standard deviation of the devices' times for the same matmul, 0 if it was not measured.
     - price_per_gpu_hour, watts_per_gpu, mtbf_gpu_hours (mean time between failures of one GPU), checkpoint_bandwidth
       (from one GPU to storage): used for costs. None if unknown.

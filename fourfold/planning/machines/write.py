@@ -45,8 +45,8 @@ def _constant(key: str, value: float, base: Machine) -> str:
 
 
 def with_constants(machine: Machine, name: str, logs: np.ndarray, extent: Mapping[str, tuple[float, float]]) -> Machine:
-    """Return a copy of the machine with fitted constants (exp(``logs``) times the priors) and the range of the
-    workloads that they were fitted to."""
+    """Return a copy of the machine that has fitted constants and the range of the workloads in the fit. The constants
+    are exp(``logs``) times the priors."""
     return replace(
         machine,
         name=name,

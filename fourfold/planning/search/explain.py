@@ -18,7 +18,7 @@ from fourfold.planning.workload import SCHEDULES
 @dataclass(frozen=True)
 class Neighbor:
     """A layout that differs from the best one by one ``change``. ``slower`` is the relative increase of the step time.
-    It is None if the layout is refused, and ``reason`` says why."""
+    If the layout is refused, ``slower`` is None and ``reason`` says why."""
 
     change: str
     slower: float | None
@@ -26,7 +26,8 @@ class Neighbor:
 
 
 def runner_up(plan: Plan) -> Prediction | None:
-    """Return the prediction for the fastest layout on another grid than the best layout's, or None if there is none."""
+    """Return the prediction for the fastest layout whose grid differs from the best layout's grid, or None if there is
+    none."""
     best = plan.best.work
     work, order = plan.found.work, plan.found.order
     other = np.zeros(len(order), dtype=bool)
@@ -44,8 +45,8 @@ def waterfall(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
 
 
 def neighbors(plan: Plan) -> list[Neighbor]:
-    """Compare the best layout with its neighbors. In a neighbor, a factor of two moves from one axis to another, or one
-    choice differs by one step.
+    """Compare the best layout with its neighbors. In a neighbor, one axis is halved and another one is doubled, or one
+    choice changes by one step.
 
     Each neighbor uses the number of batch parts with which it is fastest.
     """
@@ -106,8 +107,8 @@ def neighbors(plan: Plan) -> list[Neighbor]:
 
 
 def in_nodes(plan: Plan) -> list[Neighbor]:
-    """Compare the best layout with the layout whose shard groups run collectives in two levels, or in one level if they
-    use two now.
+    """Predict the best layout with another ``overlap.shards_per_node``. If the collectives of a shard group run in one
+    level, try two levels. If they run in two levels, try one.
 
     Return an empty list if no shard group has several ranks on each of several nodes, or if the change is illegal.
     """
@@ -129,7 +130,8 @@ def _beside(values: Sequence[Any], here: Any) -> Sequence[Any]:
 
 
 def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
-    """Return the changes, each with a text, to the previous and to the next entry of ``space.PIPELINES``."""
+    """Return the changes from the current pipeline to the previous and to the next entry of ``space.PIPELINES``. Each
+    change comes with a text that describes it."""
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in PIPELINES]
     now = (here["schedule"], here["stages_per_rank"])
     if here["pp"] == 1 or now not in pipelines:

@@ -1,8 +1,8 @@
 """Find the fastest layouts that fit into memory. All legal layouts are evaluated, without sampling.
 
-Batch parts are the exception. They only hide communication over the tensor axes x and y. If they hid all of it, a
-layout would reach a lower bound on its time. The search evaluates a layout with several parts only if this bound is low
-enough to be among the fastest.
+Batch parts are the exception. They only hide communication over the tensor axes x and y. The step time without any of
+this communication is a lower bound for all numbers of batch parts. The search evaluates a layout with several parts
+only if its bound is low enough to be among the fastest.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ TIED = 1.01
 HOPELESS = 0.9
 """A layout that runs out of memory with at least this probability is not tried with more batch parts."""
 BLOCK_KEY = ("x", "y", "cp", "micro_batch_size", "cp_method", "batch_parts", "ep", "split_backward")
-"""Fields of a layout that the time and memory of one block depend on within a search."""
+"""Fields of a layout that change the time or memory of one block. All other inputs are the same in one search."""
 TRAFFIC_KEY = ("x", "y", "z", "dp", "cp", "pp", "ep", "zero")
-"""Fields of a layout that weight and gradient traffic depends on within a search."""
+"""Fields of a layout that change the traffic of weights and gradients. All other inputs are the same in one search."""
 RANKED = 400
-"""Number of fastest layouts that the search finds for certain, over all numbers of batch parts."""
+"""The search finds this number of fastest layouts for certain, considering all numbers of batch parts."""
 LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "ep", "launch")
 """Parts of a step that can get shorter if batch parts hide communication over x and y. (The bubble can get shorter
 too.)"""
 COPIES = 0.95
-"""Least fraction of the step time that remains without copies of tokens. If each batch part has one sequence, tokens
-need not be copied before and after collectives."""
+"""If each batch part has one sequence, tokens need not be copied before and after collectives. At least this fraction
+of the step time remains without these copies."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Found(SearchScores):
     - work: the points.
     - order: the points that are legal and fit, fastest first. Ties are ordered by P(OOM) (see ``ranking``).
     - crossed: the number of points in the first round. Candidates with more batch parts come after these.
-    - refused: for each reason, the number of layouts that are illegal with every recompute mode. They are not among the
-      points.
+    - refused: for each reason, the number of illegal layouts that are not among the points. They are illegal with every
+      recompute mode, so they were dropped early.
     - batch_parts: the numbers of batch parts that were tried.
     - seconds_taken: wall time of the search, in seconds.
     """
@@ -191,8 +191,11 @@ def score(
 
 
 def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return three arrays [n]: the peak bytes of the rank that needs the most memory, the seconds of a step, and a
-    lower bound on the seconds with any number of batch parts.
+    """Return the memory and the time of points, as three arrays [n]:
+
+    - the peak bytes of the rank that needs the most memory
+    - the seconds of a step
+    - a lower bound on the seconds of a step with any number of batch parts
 
     Many points share block times and weight traffic, so each distinct value is computed only once. The lower bound
     assumes that batch parts hide all communication over x and y, and avoid copies of tokens (``COPIES``).
@@ -226,7 +229,7 @@ def _candidates(work: Workload, scores: SearchScores) -> np.ndarray:
 
 
 def with_batch_parts(work: Workload, batch_parts: Sequence[int]) -> Workload:
-    """Return each point with each of these numbers of batch parts."""
+    """Return copies of all points, one for each number in ``batch_parts``."""
     count = np.size(work.layout.x)
     repeated = work.map_arrays(lambda array: np.tile(array, len(batch_parts)))
     each: Workload = repeated.but(batch_parts=np.repeat(np.array(batch_parts, dtype=np.int32), count))

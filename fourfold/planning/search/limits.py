@@ -11,7 +11,7 @@ from fourfold.planning.search.space import LIMITED, PIPELINES, SearchLimits
 from fourfold.planning.workload import RECOMPUTE
 
 ON_REQUEST = (("GPipe", 1), ("LoopedBFS", 2), ("LoopedBFS", 4), ("DualPipeV", 2))
-"""Schedules, each with its number of stages per rank, that are searched only if a limit names them."""
+"""Schedules that are searched only if a limit names them, each with its number of stages per rank."""
 EVERYTHING = SearchLimits(pipelines=(*PIPELINES, *ON_REQUEST))
 """No limits, and all schedules."""
 CHOICE_OF: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -22,8 +22,8 @@ CHOICE_OF: dict[str, tuple[str, Callable[[Any], str]]] = {
     "cp_method": ("cp_methods", str),
     "batch_parts": ("batch_parts", str),
 }
-"""For each limit on a choice, the field of ``SearchLimits`` that it restricts, and a function that returns the text of
-an entry of this field."""
+"""Maps the name of each choice to the field of ``SearchLimits`` that it restricts, and to a function that returns an
+entry of this field as text."""
 CHOICES = {
     name: tuple(dict.fromkeys(map(text_of, getattr(EVERYTHING, field)))) for name, (field, text_of) in CHOICE_OF.items()
 }

@@ -24,8 +24,7 @@ GRID = ("pp", "dp", "cp", "z", "y", "x")
 
 @dataclass(frozen=True)
 class Prediction:
-    """One layout with its predictions: seconds by part, and memory by pipeline rank and on the rank that needs the
-    most."""
+    """One layout with its predicted step time and memory."""
 
     work: Workload
     """The layout, with its model, step, and framework."""
@@ -231,7 +230,7 @@ def _nothing_fits(
         for batch in sorted({base.step.global_batch_size, max(base.step.global_batch_size, more)}):
             if _something_fits(base.but(global_batch_size=batch), machine, constants, more, leanest):
                 grown = f" with a global batch of {int(batch)}" if batch != base.step.global_batch_size else ""
-                return f"{sentence}; {more} GPUs{grown} would do, or a shorter --seq"
+                return f"{sentence}; {more} GPUs{grown} would be enough, or a shorter --seq"
     return f"{sentence}; a machine with more memory is needed, or a smaller model"
 
 

@@ -30,8 +30,7 @@ PIPELINES = (
     ("ZBVZeroBubble", 2),
 )
 """Schedules that the search tries, each with its number of stages per rank. Three other schedules are tried only if a
-limit names them: GPipe and LoopedBFS, which are no faster than 1F1B and need more memory, and DualPipeV, which is like
-ZBVZeroBubble."""
+limit names them. GPipe and LoopedBFS are no faster than 1F1B and need more memory. DualPipeV is like ZBVZeroBubble."""
 RECOMPUTES = ((0, 1, False), (1, 1, False), (2, 1, False), (2, 2, False), (2, 4, False), (2, 1, True))
 """Recompute choices to try. Each has a mode (an index into ``workload.RECOMPUTE``), ``recompute_every``, and
 ``offload``."""
@@ -52,8 +51,8 @@ CHUNK = 1 << 15
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """Limits of a search. ``at_most`` has the largest size of axes, and ``fixed`` the allowed sizes of axes. All other
-    fields list the values to try."""
+    """Limits of a search. ``at_most`` lists axes with their largest sizes, and ``fixed`` lists axes with their allowed
+    sizes. All other fields list the values to try."""
 
     at_most: tuple[tuple[str, int], ...] = ()
     fixed: tuple[tuple[str, int | tuple[int, ...]], ...] = ()
@@ -68,8 +67,8 @@ class SearchLimits:
 
 
 def all_grids(base: Workload, gpus: int, limits: SearchLimits) -> dict[str, np.ndarray]:
-    """Return all grids of ``gpus`` GPUs within the limits as columns [n], combined with every ep if there are experts,
-    and with every micro-batch size.
+    """Return all grids of ``gpus`` GPUs within the limits, as columns [n]. Each grid is combined with every micro-batch
+    size, and in models with experts also with every ep.
 
     Raises:
         UserError: There is a limit on ep, but the model has no experts.
@@ -89,16 +88,16 @@ def all_grids(base: Workload, gpus: int, limits: SearchLimits) -> dict[str, np.n
 
 
 def choices_of(base: Workload, grids: dict[str, np.ndarray], limits: SearchLimits) -> Workload:
-    """Return ``base`` with every combination of a grid and the choices of schedule, context-parallel method, and ZeRO
-    stage, and with the first number of batch parts in ``limits`` (1 if x = y = 1).
+    """Return ``base`` with every combination of a grid, a pipeline schedule, a context-parallel method, and a ZeRO
+    stage. All layouts have the first number of batch parts in ``limits`` (1 if x = y = 1).
 
     Recompute modes are added later, because no rule of legality depends on them.
     """
     columns = grids
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in limits.pipelines]
     columns = _crossed(columns, {"schedule": [s for s, _ in pipelines], "stages_per_rank": [c for _, c in pipelines]})
-    # If a choice has no effect on a grid, keep only one of its values. For example, all schedules are the same if pp =
-    # 1.
+    # If a choice has no effect on a grid, keep only one of its values. For example, the schedule has no effect without
+    # a pipeline.
     first = (columns["schedule"] == pipelines[0][0]) & (columns["stages_per_rank"] == pipelines[0][1])
     columns = _kept(columns, (columns["pp"] > 1) | first)
     alone = columns["pp"] == 1

@@ -1,5 +1,5 @@
-"""Find the layouts that are too close to the best one to tell which is the fastest, and propose the limits of a search
-with real trials that decides between them."""
+"""Find the layouts with predicted times so close that any of them may be the fastest. Also propose limits for
+``fourfold tune``, which decides between these layouts with real trials."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Workloa
 NAMED = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "cp_method": CP_METHODS}
 """Names of the choices that a layout stores as indices."""
 MEASURED = 10
-"""Largest number of layouts that the proposed limits are made for."""
+"""The proposed limits allow at most this number of the closest layouts, and few others."""
 
 
 @dataclass(frozen=True)
 class WithinError:
-    """The layouts whose predicted times are so close to the best layout's that any of them may be the fastest."""
+    """The layouts with predicted times so close to the best layout's time that any of them may be the fastest."""
 
     factor: float
     """If two predicted times differ by more than this factor, the measured times have the same order with a probability
@@ -35,7 +35,7 @@ class WithinError:
 
 
 def layouts_within_error(plan: Plan, factor: float) -> WithinError:
-    """Find the layouts whose predicted times are less than ``factor`` times the best layout's."""
+    """Find the layouts with predicted times below ``factor`` times the best layout's time."""
     found = plan.found
     seconds = found.seconds[found.order]
     count = max(1, int(np.count_nonzero(seconds < factor * seconds[0])))

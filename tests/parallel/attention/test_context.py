@@ -1,4 +1,5 @@
-"""The context axis piece by piece: its layout, what each ring step covers, and its attention against a dense one."""
+"""Test the parts of context parallelism: the layout of tokens, the pairs that each ring step covers, and attention
+compared with dense attention."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from fourfold.parallel.attention.ring import block_of_step, merge
 
 @dataclass(frozen=True)
 class Place:
-    """A stand-in for an axis. It has what the layout asks for, and no process group."""
+    """A stand-in for an axis. It has the attributes that the layout needs, but no process group."""
 
     size: int
     rank: int
@@ -67,7 +68,7 @@ def test_taking_chunks_and_putting_them_in_order_are_inverse(ranks: int) -> None
 @pytest.mark.parametrize("masks_documents", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 3, 4, 5, 6, 13, 99])
 def test_the_steps_of_all_ranks_cover_the_mask_exactly(ranks: int, masks_documents: bool, window: int) -> None:
-    """Every visible pair of a query and a key is met once, by the rank that has the query, and no further pair is."""
+    """The rank that has a query computes every visible pair with this query exactly once, and no other pair."""
     length = 8 * ranks
     documents = documents_of(3, length) if masks_documents else torch.zeros(3, length, dtype=torch.int64)
     met = torch.zeros(3, length, length, dtype=torch.int64)
@@ -101,8 +102,8 @@ def test_ranks_that_no_window_reaches_are_skipped() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_rank_has_the_same_work(ranks: int) -> None:
-    """Count the pairs of queries and keys that each rank computes, and half of the pairs in causal blocks. Equal counts
-    are the reason for the head–tail layout."""
+    """Count the pairs of queries and keys that each rank computes. In causal blocks, half of the pairs count. The
+    layout gives each rank an early and a late chunk, so that these counts are equal."""
     tokens, work = 8, set()
     for rank in range(ranks):
         pairs = 0.0
@@ -119,8 +120,7 @@ MASKS = ["none", "causal", "documents", "rows that see nothing"]
 
 
 def case_of(mask: str, kv_heads: int) -> tuple[list[Tensor], bool, Tensor | None, Tensor]:
-    """Return q, k, v, and the output's gradient, then whether attention is causal, the mask to give, and the pairs that
-    may be seen."""
+    """Return q, k, v, the output's gradient, whether attention is causal, the mask argument, and the visible pairs."""
     generator = torch.Generator().manual_seed(3)
     queries, keys = 12, 12 if mask in ("causal", "documents") else 20
     shapes = [(2, 4, queries, 16), (2, kv_heads, keys, 16), (2, kv_heads, keys, 16), (2, 4, queries, 16)]

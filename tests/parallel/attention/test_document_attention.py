@@ -143,8 +143,8 @@ def test_the_kernel_for_all_documents_has_the_shapes_that_are_said() -> None:
 @pytest.mark.parametrize("grid", [{}, {"x": 2, "y": 2}, {"cp": 2, "cp_method": "ulysses"}], ids=str)
 @pytest.mark.parametrize("modules", [[], ["attention"]], ids=["whole", "attention again"])
 def test_documents_cost_no_memory(grid: dict[str, Any], modules: list[str]) -> None:
-    """Training on 32K tokens of packed documents needs the memory of training on one text, and in addition the tables
-    of positions."""
+    """Training on 32K tokens of packed documents needs as much memory as training on one text of this length, plus the
+    tables of positions."""
     sections = {"activation_checkpoint": {"mode": "selective", "modules": modules} if modules else {}}
     peaks = []
     for mask_documents in (False, True):

@@ -1,4 +1,4 @@
-"""Collectives in two levels move what one level moves, on groups of every grid."""
+"""Collectives in two levels give the same results as collectives in one level, for groups of every grid."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from fourfold.verification.batches import random_micro_batches
 
 
 class Slow:
-    """An exchange of two equal parts, which arrives only when it is waited for."""
+    """An exchange of two equal parts. The data arrives only when somebody waits for it."""
 
     def __init__(self, received: Tensor, sent: Tensor) -> None:
         self.received, self.sent = received, sent
@@ -125,7 +125,8 @@ def test_a_gather_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sums_at_once(rank: int, world_size: int, changes: dict[str, Any]) -> list[bool]:
-    """Return for each micro-batch of a step whether gradient sums are waited for as soon as FSDP2 asks for them."""
+    """For each micro-batch of a step, return whether the process waits for gradient sums as soon as FSDP2 needs
+    them."""
     run = make_run(
         {
             "model": {"preset": "llama-tiny", "vocab_size": 128},

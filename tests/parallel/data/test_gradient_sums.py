@@ -23,8 +23,7 @@ BF16 = {"precision": "bf16", "master_weights": "bf16"}
 
 
 def gradients(run: RunConfig) -> tuple[dict[str, torch.Tensor] | None, set[torch.dtype]]:
-    """Return the complete gradients of a step, whole on rank 0, and their types. The weights are numbers that bf16 can
-    hold."""
+    """Return the full gradients of a step on rank 0, and their dtypes. bf16 can represent the weights exactly."""
     job = Job(run, Grid(run.parallel, "cpu"), CPU)
     job.initialize(0)
     for shard in job.shards:
@@ -53,7 +52,7 @@ def joined(parts: list[MicroBatch[torch.Tensor]]) -> MicroBatch[torch.Tensor]:
 
 
 def errors_body(rank: int, world_size: int, runs: list[RunConfig]) -> list[float] | None:
-    """Return the relative error of all gradients for each run but the first, whose gradients are taken as right."""
+    """Return the relative error of each run's gradients. The first run is the reference and has no error."""
     whole, types = zip(*map(gradients, runs), strict=True)
     for run, found in zip(runs, types, strict=True):
         low = "fp32" not in (run.training.reduce_dtype, run.training.master_weights)

@@ -1,4 +1,5 @@
-"""What many processes must not cost: each gets cores next to its GPU, and groups are not created one by one."""
+"""Jobs with many processes stay cheap: each process gets cores next to its GPU, and groups are not created one by
+one."""
 
 from __future__ import annotations
 
@@ -140,4 +141,4 @@ def test_nodes_of_other_sizes_are_noted(monkeypatch: pytest.MonkeyPatch, capsys:
     warn_of_other_nodes(8)
     assert capsys.readouterr().err == ""
     warn_of_other_nodes(4)
-    assert "nodes of 4 processes, and this one has 8" in capsys.readouterr().err
+    assert "nodes with 4 processes, but this node has 8" in capsys.readouterr().err

@@ -59,7 +59,7 @@ def test_the_ranks_of_an_attempt_share_a_store_that_no_attempt_before_has_used()
 def test_a_rank_that_does_not_come_is_named() -> None:
     server = HashStore()
     server.set("/ask/1", "a word of an earlier attempt")
-    with pytest.raises(dist.DistStoreError, match=r"nothing came from ranks \[1\]"):
+    with pytest.raises(dist.DistStoreError, match=r"ranks \[1\] did not arrive"):
         attempt_store(server, 0, 2, timedelta(seconds=0.1))
 
 

@@ -1,4 +1,4 @@
-"""In every recompute mode, the second and all later compiled blocks run the code of the first."""
+"""In every recompute mode, all compiled blocks share the code that was compiled for the first block."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Device:
 
 
 class Stream:
-    """Work that runs in order. ``run`` does what has been issued up to some point."""
+    """A stream whose work runs in order. ``run`` runs the work that was issued up to some point."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.work, self.done = device, list[object](), 0
@@ -111,7 +111,7 @@ def test_computation_that_does_not_wait_goes_on(device: Device) -> None:
 
 
 class Chain(nn.Module):
-    """Blocks that each multiply by a weight of their own, and note when a copy or a product runs."""
+    """Blocks that each multiply by their own weight, and record when a copy or a matmul runs."""
 
     def __init__(self, weights: list[float], notes: list[str]) -> None:
         super().__init__()

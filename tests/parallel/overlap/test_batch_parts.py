@@ -34,8 +34,8 @@ def taken_in_turn(parts: int, ends: list[Until], runs_ahead: bool = True) -> str
 
 
 def test_parts_run_ahead_where_products_hide_what_they_start() -> None:
-    """The steps are of attention and MLP over x. With three parts, one part gathers for the MLP while another has not
-    begun its attention."""
+    """The steps are the steps of attention and MLP over x. With three parts, one part already gathers for its MLP
+    before another part begins its attention."""
     ends = [Until.GATHERED, Until.SUMMED_TO_GATHER, Until.GATHERED, Until.SUMMED]
     assert taken_in_turn(2, ends) == "a0 b0 a1 b1 a2 b2 a3 b3 a4 b4"
     assert taken_in_turn(3, ends) == "a0 b0 c0 a1 b1 a2 c1 b2 a3 c2 b3 a4 c3 b4 c4"
@@ -55,7 +55,7 @@ def test_parts_wait_for_the_others() -> None:
 
 
 def test_a_recomputation_that_ends_early_keeps_the_order_of_the_forward() -> None:
-    """Only the last products are left out. All other steps keep their places."""
+    """Only the last matmuls are left out. All other steps keep their order."""
     ends = [Until.GATHERED, Until.SUMMED_TO_GATHER, Until.GATHERED, Until.SUMMED]
     for parts in (2, 3, 4):
         whole, again = taken_in_turn(parts, ends).split(), taken_in_turn(parts, [*ends, Until.ALL_PARTS]).split()

@@ -1,5 +1,5 @@
-"""The 4D layers beyond parity: overlap, precision, initial weights, and what torch's own functions would compute
-wrongly."""
+"""Test what parity does not cover in the 4D layers: overlap, precision, initial weights, and torch functions that would
+compute wrong results."""
 
 from __future__ import annotations
 
