@@ -43,7 +43,7 @@ from fourfold.parallel.grid.grid import Grid  # noqa: E402
 from fourfold.parallel.state import gather_full  # noqa: E402
 from fourfold.planning.calibration.machine_constants import constants_for  # noqa: E402
 from fourfold.planning.machines.machine import load_machine  # noqa: E402
-from fourfold.planning.run_workload import check_predicted, workload_of_model  # noqa: E402
+from fourfold.planning.run_workload import workload_of_model  # noqa: E402
 from fourfold.planning.search.plan import make_plan  # noqa: E402
 from fourfold.run_file.load import make_run  # noqa: E402
 from fourfold.verification.parity_report import ParityReport  # noqa: E402
@@ -233,7 +233,6 @@ def check_training(row: Row, pool: Pool, folder: Path) -> None:
 def check_plan(row: Row, folder: Path) -> None:
     machine = load_machine("dgx-h100")
     model = model_of(read_config(folder), str(folder))
-    check_predicted(model)
     work = workload_of_model(model)
     plan = make_plan(work.but(global_batch_size=64, seq_length=32), machine, constants_for(machine), 8)
     assert plan.best.seconds > 0

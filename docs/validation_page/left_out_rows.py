@@ -17,7 +17,7 @@ from fourfold.planning.calibration.score import (
     predict_rows,
     summary,
 )
-from fourfold.planning.cost.memory import CACHED, UNUSABLE
+from fourfold.planning.cost.out_of_memory import CACHED, UNUSABLE
 from validation_page.cells import number, percent, table
 from validation_page.error_intervals import KINDS, MIN_COMPARED, NEAR, coverage, interval_of, order_factor
 from validation_page.memory_rows import allocator_share, memory_rows, misfits
@@ -72,7 +72,7 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
         "PyTorch's allocator holds more memory than a step uses. The planner counts this unused memory as a fraction",
         "of the step's allocations, the *allocator's share*. It is the only fitted constant of the memory prediction.",
         f"Its prior is {UNUSABLE}, and a fit to all rows gives {allocator_share(rows):.3f}. The planner uses {CACHED}",
-        "(`CACHED` in `planning/cost/memory.py`).",
+        "(`CACHED` in `planning/cost/out_of_memory.py`).",
         "In this table, each source is predicted with a share fitted to the rows of all other sources:",
         "",
         *table(("source left out", "rows", "allocator's share", "mean", "bias"), memory_rows(rows)),

@@ -15,7 +15,8 @@ import numpy as np
 
 from fourfold.planning.array_fields import stack
 from fourfold.planning.calibration.rows import Row
-from fourfold.planning.cost.memory import needed_bytes, p_out_of_memory, peak_memory
+from fourfold.planning.cost.memory import peak_memory
+from fourfold.planning.cost.out_of_memory import needed_bytes, p_out_of_memory
 
 CAPACITIES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.25, 1.4, 1.7, 2.0)
 """Memory of the devices, relative to the memory that a run needs."""

@@ -8,7 +8,8 @@ import numpy as np
 
 from fourfold.planning.array_fields import stack
 from fourfold.planning.calibration.rows import Row
-from fourfold.planning.cost.memory import CACHED, SPREAD, UNUSABLE, normal_share, peak_memory, runtime_bytes
+from fourfold.planning.cost.memory import peak_memory
+from fourfold.planning.cost.out_of_memory import CACHED, SPREAD, UNUSABLE, normal_share, runtime_bytes
 from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY
 from validation_page.cells import percent, table
 from validation_page.memory_cases import CAPACITIES, FitCases, memory_cases

@@ -138,7 +138,9 @@ class CheckpointState(Strict):
         model = ModelConfig(**self.model)
         check_countable(model)
         rows = self.expert_rows
-        if rows is not None and [len(row) for row in rows] != [model.num_experts] * model.num_hidden_layers:
+        if rows is not None and [len(row) for row in rows] != [model.num_experts] * (
+            model.num_hidden_layers + model.num_nextn_predict_layers
+        ):
             raise ValueError("expert_rows do not fit the model")
         return self
 

@@ -1,4 +1,4 @@
-"""The sections [validation], [ema], [dpo], [audit], [evaluation], and [sample] of the run file."""
+"""The sections [validation], [loss_scaling], [ema], [dpo], [audit], [evaluation], and [sample] of the run file."""
 
 from __future__ import annotations
 
@@ -36,6 +36,17 @@ class ValidationConfig(Strict):
                 "interval = 100 works"
             )
         return self
+
+
+class LossScalingConfig(Strict):
+    """Loss scaling for training.precision = 'fp16'."""
+
+    initial: float = Field(65536.0, gt=0)
+    """Initial loss scale."""
+    growth_interval: int = Field(2000, gt=0)
+    """Double the scale after this many steps without overflow."""
+    max_overflows: int = Field(20, ge=1)
+    """End the run after this many overflows in a row."""
 
 
 class EMAConfig(Strict):

@@ -17,6 +17,10 @@ CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
 """Number of logits that one rank computes at once, by device type. On a CPU, this many logits fit into the cache. On a
 GPU, they are enough to use all tensor cores."""
 
+LINEAR_CHUNK = 64
+"""Number of tokens that linear attention processes at once. Larger chunks make larger matmuls, but need more FLOPs per
+token."""
+
 
 class MatmulSizes(NamedTuple):
     """Sizes of one linear layer's matmuls on one rank."""
@@ -56,7 +60,7 @@ def check_layout(run: RunConfig) -> None:
         if rule.broken(sizes):
             raise UserError(rule.sentence(run, sizes))
     training, grid = run.training, run.parallel
-    not_compiled = ("num_experts", "linear_num_key_heads")
+    not_compiled = ("num_experts", "linear_num_key_heads", "num_nextn_predict_layers")
     not_tuned = (*not_compiled, "kv_lora_rank", "attention_output_gate")
     for key, off, others in (("compile", False, not_compiled), ("tuned_products", "off", not_tuned)):
         found = [f"model.{other} = {shown(getattr(run.model, other))}" for other in others if getattr(run.model, other)]
@@ -65,6 +69,8 @@ def check_layout(run: RunConfig) -> None:
                 f"training.{key} = {shown(getattr(training, key))} does not work with {found[0]}; training.{key} = "
                 f"{shown(off)} works"
             )
+    if run.model.num_nextn_predict_layers:
+        _check_predictions(run)
     if training.tuned_products != "off":
         if training.float8 != "none":
             raise UserError(
@@ -76,6 +82,23 @@ def check_layout(run: RunConfig) -> None:
                 "training.compile = true lays out the matmuls of whole blocks itself, if x, y and cp are 1; "
                 "set training.tuned_products = 'off', or compile = false"
             )
+
+
+def _check_predictions(run: RunConfig) -> None:
+    """Raise ``UserError`` if prediction layers do not work with the run's other settings."""
+    refused = {
+        f"lora.rank = {run.lora.rank}": run.lora.rank > 0,
+        f"dpo.beta = {run.dpo.beta}": run.dpo.beta > 0,
+        f"model.from_hf = '{run.model.from_hf}', an import without these layers": run.model.from_hf is not None,
+        f"model.tie_word_embeddings = true and parallel.pp = {run.parallel.pp}": (
+            run.model.tie_word_embeddings and run.parallel.pp > 1
+        ),
+    }
+    for other in (setting for setting, is_refused in refused.items() if is_refused):
+        raise UserError(
+            f"model.num_nextn_predict_layers = {run.model.num_nextn_predict_layers} does not work with {other}; "
+            "num_nextn_predict_layers = 0 works"
+        )
 
 
 def attention_split(run: RunConfig) -> AttentionSplit:

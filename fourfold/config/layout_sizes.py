@@ -70,6 +70,8 @@ class Sizes:
     shared_inner: int = 0
     """Width of the shared expert. 0 if there is none."""
     ep: Number = 1
+    predictions: int = 0
+    """Number of layers that predict further tokens."""
 
     @classmethod
     def of(cls, run: RunConfig) -> Self:
@@ -105,6 +107,7 @@ class Sizes:
             output_gate=model.attention_output_gate,
             shared_inner=model.shared_expert_intermediate_size,
             ep=grid.ep,
+            predictions=model.num_nextn_predict_layers,
         )
 
     @property
@@ -169,9 +172,9 @@ class Sizes:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether batch parts and float8 support the model. They support dense models without latent, linear, or
-        gated attention."""
-        return self.experts + self.latents + self.linear_heads + self.output_gate == 0
+        """Return whether batch parts and float8 support the model. They support dense models without prediction layers
+        and without latent, linear, or gated attention."""
+        return self.experts + self.latents + self.linear_heads + self.output_gate + self.predictions == 0
 
     @cached_property
     def head_ranks(self) -> Number:

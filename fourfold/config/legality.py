@@ -106,7 +106,7 @@ KV_FEATURES = "model.num_key_value_heads × head_dim = {s.kv_heads} × {s.head_d
 TOKENS = "training.micro_batch_size × seq_length = {s.micro_batch} × {s.seq}"
 EXPERTS = "layers.*.mlp.experts"
 LINEAR = "the key heads of linear attention"
-PLAIN = "dense models with neither latent, linear, nor gated attention"
+PLAIN = "dense models with neither latent, linear, nor gated attention, and without multi-token prediction"
 LATENTS = "the common divisor of model.q_lora_rank, kv_lora_rank, and qk_rope_head_dim"
 
 RULES: tuple[Divides | Rule, ...] = (

@@ -130,6 +130,9 @@ class ModelKeys(Strict):
     """Width of a value head of a linear_attention layer."""
     linear_conv_kernel_dim: int = Field(4, gt=0, le=64)
     """Number of tokens that the convolution in a linear_attention layer reads, including the current token."""
+    num_nextn_predict_layers: int = Field(0, ge=0, le=16)
+    """Number of extra layers for multi-token prediction (DeepSeek-V3). Each of them predicts one token further ahead.
+    Training adds training.mtp_loss_weight times their mean loss. Validation and text generation do not run them."""
     tie_word_embeddings: bool = False
     """The LM head shares the embedding's weights."""
     scale_embeddings: bool = False

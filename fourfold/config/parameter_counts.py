@@ -27,7 +27,16 @@ def num_parameters(model: ModelConfig) -> int:
     norm = hidden * (2 if model.norm == "layernorm" else 1)
     dense, linear = model.num_hidden_layers - model.sparse_layers, model.linear_layers
     layers = dense * (_attention_and_norms(model) + _mlp(model)) + model.sparse_layers * parameters_per_layer(model)
-    return embeddings + norm + layers + linear * (_linear_attention(model) - _attention(model))
+    later = model.num_nextn_predict_layers * _prediction_layer(model, norm)
+    return embeddings + norm + layers + linear * (_linear_attention(model) - _attention(model)) + later
+
+
+def _prediction_layer(model: ModelConfig, norm: int) -> int:
+    """Return the number of parameters of a layer that predicts further tokens. ``norm`` is the number of a norm's
+    parameters."""
+    is_linear = model.type_of(model.num_hidden_layers - 1) == "linear_attention"
+    attention = _linear_attention(model) - _attention(model) if is_linear else 0
+    return parameters_per_layer(model) + attention + 2 * model.hidden_size**2 + 3 * norm
 
 
 def parameters_per_layer(model: ModelConfig) -> int:

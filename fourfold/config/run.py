@@ -15,6 +15,7 @@ from fourfold.config.during_training import (
     DPOConfig,
     EMAConfig,
     EvaluationConfig,
+    LossScalingConfig,
     SampleConfig,
     ValidationConfig,
 )
@@ -128,6 +129,8 @@ class TrainingConfig(Strict):
     found on this machine. `measured` also measures sizes without a result when the run starts."""
     compile: bool = False
     """Compile each block with torch.compile."""
+    mtp_loss_weight: float = Field(0.1, gt=0)
+    """Factor on the mean loss of the model.num_nextn_predict_layers layers that predict further tokens."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the initial weights and of the order of the samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -151,17 +154,6 @@ class TrainingConfig(Strict):
                 "float8 = 'none' works"
             )
         return self
-
-
-class LossScalingConfig(Strict):
-    """Loss scaling for training.precision = 'fp16'."""
-
-    initial: float = Field(65536.0, gt=0)
-    """Initial loss scale."""
-    growth_interval: int = Field(2000, gt=0)
-    """Double the scale after this many steps without overflow."""
-    max_overflows: int = Field(20, ge=1)
-    """End the run after this many overflows in a row."""
 
 
 class SchedulerConfig(Strict):

@@ -56,7 +56,8 @@ def stage_layers(model: ModelConfig, grid: ParallelConfig) -> list[range]:
     counts = grid.layers_per_stage
     if counts is None:
         embedding = model.padded_vocab_size * model.hidden_size / active_parameters_per_layer(model)
-        counts = balanced(model.num_hidden_layers, grid.pp * stages_per_rank(grid), embedding, embedding)
+        last = embedding + model.num_nextn_predict_layers * (1 + embedding)
+        counts = balanced(model.num_hidden_layers, grid.pp * stages_per_rank(grid), embedding, last)
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 

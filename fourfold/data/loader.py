@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fourfold.config.model import IGNORE_INDEX
 from fourfold.data.dataset import Samples, positions_of
 from fourfold.data.masks import LossMask, document_boundary, labels_of
 
@@ -36,6 +37,11 @@ class MicroBatch(Generic[Array]):
     is_data: Array | None = None
     """False for padding, bool [B, S]. Experts neither compute nor count padding. Prompts and masked tokens are data.
     None means that there is no padding."""
+    next_tokens: Array | None = None
+    """For multi-token prediction, int64 [B, S, D]: the D tokens after each token, or IGNORE_INDEX after the end of its
+    document or sequence."""
+    next_labels: Array | None = None
+    """The label of each of these tokens [B, S, D], or IGNORE_INDEX if there is no such token."""
 
     def map(self, function: Callable[[Array], Other]) -> "MicroBatch[Other]":
         """Apply `function` to every field that is not None."""
@@ -44,7 +50,7 @@ class MicroBatch(Generic[Array]):
             return None if field is None else function(field)
 
         others = (self.labels, self.positions, self.document_ends, self.reference, self.is_data)
-        return MicroBatch(function(self.tokens), *map(of, others))
+        return MicroBatch(function(self.tokens), *map(of, (*others, self.next_tokens, self.next_labels)))
 
 
 class Loader:
@@ -64,6 +70,7 @@ class Loader:
         size: Number of ranks that split the batch.
         masks: Masks of the loss. A token is in the loss if all masks keep it.
         prefetch: Whether a thread assembles step t + 1 while step t is used. `close` ends the thread.
+        depths: Number of tokens beyond the next one that the model also predicts.
     """
 
     def __init__(
@@ -76,6 +83,7 @@ class Loader:
         size: int = 1,
         masks: Sequence[LossMask] = (document_boundary,),
         prefetch: bool = False,
+        depths: int = 0,
     ) -> None:
         assert dataset.seq_length == seq_length, (dataset.seq_length, seq_length)
         assert 0 <= rank < size, (rank, size)
@@ -86,7 +94,7 @@ class Loader:
         self.micro_batch_size = micro_batch_size
         self.rank = rank
         self.size = size
-        self.masks = tuple(masks)
+        self.masks, self.depths = tuple(masks), depths
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="loader") if prefetch else None
         self._ahead: tuple[int, Future[list[MicroBatch[NDArray[Any]]]]] | None = None
 
@@ -123,6 +131,7 @@ class Loader:
         positions = positions_of(documents)
         rows = [slice(begin, begin + self.micro_batch_size) for begin in range(0, len(tokens), self.micro_batch_size)]
         reference, is_data = windows.reference, windows.is_data
+        ahead = [shifted(each, documents, self.depths) for each in (tokens, labels)] if self.depths else []
         return [
             MicroBatch(
                 tokens[row],
@@ -131,9 +140,20 @@ class Loader:
                 document_ends(documents[row]),
                 None if reference is None else reference[row],
                 None if is_data is None else np.ascontiguousarray(is_data[row, :-1]),
+                *(each[row] for each in ahead),
             )
             for row in rows
         ]
+
+
+def shifted(values: NDArray[np.int64], documents: NDArray[np.int64], depths: int) -> NDArray[np.int64]:
+    """Return the values of the next `depths` tokens after each token, [B, S, depths], or IGNORE_INDEX after the end of
+    the token's document."""
+    found = np.full((*values.shape, depths), IGNORE_INDEX)
+    for depth in range(1, depths + 1):
+        is_same = documents[:, depth:] == documents[:, :-depth]
+        found[:, :-depth, depth - 1] = np.where(is_same, values[:, depth:], IGNORE_INDEX)
+    return found
 
 
 def document_ends(documents: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -88,7 +88,8 @@ def export_huggingface(
         return _export_adapter(checkpoint, saved, out)
     weights = Merged(saved, open_base(saved)) if merge else saved
     source = source_of(checkpoint)
-    config = _config(saved.model, source, kind)
+    model = saved.model.model_copy(update={"num_nextn_predict_layers": 0})  # transformers has no prediction layers.
+    config = _config(model, source, kind)
     types = dict(weights.dtypes)
     wanted = DTYPES.get(dtype)
     if wanted is None and source is not None and not saved.state.weights_only:
@@ -100,7 +101,7 @@ def export_huggingface(
         key = "dtype" if "dtype" in config else "torch_dtype"
         config[key] = next(name for name, each in _TYPE_NAMES.items() if each == types["embed_tokens.weight"])
     entries = []
-    tensors = name_map(config["model_type"], saved.model)
+    tensors = name_map(config["model_type"], model)
     for tensor in tensors:
         make = partial(_joined, weights, tensor, types[tensor.pieces[0].name])
         entries.append(Entry(tensor.name, types[tensor.pieces[0].name], tensor.shape, make))

@@ -11,14 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.config.layout import LINEAR_CHUNK
 from fourfold.config.model import ModelConfig
 from fourfold.models.causal_attention import AttentionContext, documents_of
 from fourfold.models.mlp import Linears
 from fourfold.models.norms import RMSNorm
 from fourfold.models.recomputation import recomputable
-
-CHUNK = 64
-"""Number of tokens that matmuls process at once. Larger chunks make larger matmuls, but need more FLOPs per token."""
 
 NORM_EPS = 1e-6
 """Added to the squared length of a query or key before it is scaled to length 1, to avoid a division by zero."""
@@ -165,18 +163,21 @@ def gated_delta_rule(
     fresh, corrections = solved.split([v.shape[-1], k.shape[-1]], -1)
     inside, q_reads, k_writes = (q @ k.mT) * pair, q * reads, k * writes
     state, outputs = torch.zeros_like(k[:, :, 0].mT @ v[:, :, 0]), list[Tensor]()
-    for chunk in range(q.shape[2]):
-        values = fresh[:, :, chunk] - corrections[:, :, chunk] @ state
-        outputs.append(q_reads[:, :, chunk] @ state + inside[:, :, chunk] @ values)
-        state = state * reads[:, :, chunk, -1:] + k_writes[:, :, chunk].mT @ values
+    # Index with ``unbind``, because the gradient of t[:, :, chunk] is as large as t. With a gradient of this size for
+    # each chunk, the time of the backward pass would be quadratic in the number of chunks.
+    each_chunk = (t.unbind(2) for t in (fresh, corrections, q_reads, inside, k_writes, reads[:, :, :, -1:]))
+    for fresh_c, corrections_c, q_c, inside_c, k_c, decay in zip(*each_chunk, strict=True):
+        values = fresh_c - corrections_c @ state
+        outputs.append(q_c @ state + inside_c @ values)
+        state = state * decay + k_c.mT @ values
     return torch.stack(outputs, 2).flatten(2, 3)[:, :, :length].transpose(1, 2)
 
 
 def _chunks(t_BSN: Tensor) -> Tensor:
     """Split a tensor [B, S, N, …] into chunks [B, N, n, c, …]. Pad the last chunk with zeros."""
-    missing = -t_BSN.shape[1] % CHUNK
+    missing = -t_BSN.shape[1] % LINEAR_CHUNK
     padded_BSN = F.pad(t_BSN, (0, 0) * (t_BSN.ndim - 2) + (0, missing))
-    chunks_BncN: Tensor = padded_BSN.unflatten(1, (-1, CHUNK))
+    chunks_BncN: Tensor = padded_BSN.unflatten(1, (-1, LINEAR_CHUNK))
     return chunks_BncN.movedim(3, 1)
 
 
@@ -194,10 +195,10 @@ def _decays(decay_BNnc: Tensor, documents_BS: Tensor | None) -> tuple[Tensor, Te
         - From the state before the chunk to each token, [B, N, n, c, 1].
         - From each token to the state after the chunk, [B, N, n, c, 1].
     """
-    is_seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay_BNnc.device).tril(-1)
+    is_seen = torch.ones(LINEAR_CHUNK, LINEAR_CHUNK, dtype=torch.bool, device=decay_BNnc.device).tril(-1)
     # A token reads its own write before any decay, so this factor is 1. Use a constant, not exp(decay − decay).
     # Autograd would differentiate this difference, and rounding errors would exceed the gradients of fast decays.
-    own = torch.eye(CHUNK, dtype=decay_BNnc.dtype, device=decay_BNnc.device)
+    own = torch.eye(LINEAR_CHUNK, dtype=decay_BNnc.dtype, device=decay_BNnc.device)
     reads, writes = decay_BNnc.exp(), F.pad((decay_BNnc[..., -1:] - decay_BNnc[..., :-1]).exp(), (0, 1), value=1.0)
     if documents_BS is not None:
         documents_B1nc = _chunks(documents_BS[..., None])

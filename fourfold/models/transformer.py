@@ -28,9 +28,9 @@ from fourfold.models.softcap import softcapped
 class Transformer(nn.Module):
     """The decoder, or one pipeline stage of it.
 
-    The first stage also has the embeddings. The last stage also has the final norm and the head. Modules of a stage
-    keep the names they have in the full model. Build the model under ``torch.device("meta")``. ``initialize`` fills
-    its weights after their memory is allocated.
+    The first stage also has the embeddings. The last stage also has the final norm, the head, and the prediction
+    layers, with a copy of the token embedding for them. Modules of a stage keep the names they have in the full model.
+    Build the model under ``torch.device("meta")``. ``initialize`` fills its weights after their memory is allocated.
 
     Args:
         layers: the indices of the stage's layers, by default all layers.
@@ -42,10 +42,14 @@ class Transformer(nn.Module):
         layers = range(config.num_hidden_layers) if layers is None else layers
         has_first, has_last = layers.start == 0, layers.stop == config.num_hidden_layers
         learned = has_first and config.position_embedding == "learned"
-        self.embed_tokens = nn.Embedding(config.padded_vocab_size, config.hidden_size) if has_first else None
+        beyond = range(layers.stop, layers.stop + config.num_nextn_predict_layers * has_last)
+        kind = TokenEmbedding if config.num_nextn_predict_layers else nn.Embedding
+        reads_tokens = has_first or len(beyond) > 0
+        self.embed_tokens = kind(config.padded_vocab_size, config.hidden_size) if reads_tokens else None
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.attention_tables = AttentionTables(config)
         self.layers = BlockStack({str(number): Block(config, number) for number in layers})
+        self.layers.update({str(number): PredictionBlock(config) for number in beyond})
         self.norm = norm_of(config) if has_last else None
         self.lm_head = LMHead(config) if has_last else None
         if config.tie_word_embeddings and self.lm_head is not None and self.embed_tokens is not None:
@@ -61,6 +65,8 @@ class Transformer(nn.Module):
         x_BSH: Tensor | None = None,
         reference_B: Tensor | None = None,
         is_data_BS: Tensor | None = None,
+        next_tokens_BSD: Tensor | None = None,
+        next_labels_BSD: Tensor | None = None,
     ) -> Tensor:
         """Run the model, or one stage of it.
 
@@ -69,14 +75,19 @@ class Transformer(nn.Module):
             positions_BS: each token's position, by default 0, 1, 2, …
             document_ends_BE: the position after the last token of each document. With it, tokens attend only within
                 their own document. The last end in each row is S. Rows with fewer documents repeat S.
-            loss_scale: the factor that the caller multiplies the loss by before the backward pass.
+            loss_scale: the factor that the caller multiplies the loss by before the backward pass. If several losses
+                are returned, each has its own factor.
             x_BSH: the hidden states from the previous stage.
             reference_B: the reference model's log-probability of each sequence, for preference optimization (DPO).
             is_data_BS: True for tokens, False for padding. Experts do not process padding. By default there is none.
+            next_tokens_BSD: the tokens that the D prediction layers read (``MicroBatch.next_tokens``). Without them,
+                these layers do not run.
+            next_labels_BSD: the labels of the prediction layers.
 
         Returns:
-            The sum of the token losses if there are labels, and the logits [B, S, vocab_size] if there are none. A
-            stage without the last layer returns its hidden states [B, S, H].
+            The sum of the token losses if there are labels, and the logits [B, S, vocab_size] if there are none. With
+            ``next_tokens_BSD``, the losses or logits of the model and of each prediction layer, stacked. A stage
+            without the last layer returns its hidden states [B, S, H].
         """
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
@@ -86,12 +97,37 @@ class Transformer(nn.Module):
         x_BSH = self.layers(x_BSH, contexts)
         if self.norm is None or self.lm_head is None:
             return x_BSH
+        if next_tokens_BSD is not None:
+            return self._predict(x_BSH, contexts, labels_BS, loss_scale, next_tokens_BSD, next_labels_BSD)
         reference = () if reference_B is None else (reference_B,)
-        x_BSH = self.norm(x_BSH)
-        if self.config.logits_scaling != 1:  # Scale the head's inputs here, so that the heads need no factor.
-            x_BSH = x_BSH / self.config.logits_scaling
+        x_BSH = self._for_head(self.norm(x_BSH))
         out: Tensor = self.lm_head(x_BSH, labels_BS, loss_scale, *reference)
         return out
+
+    def _predict(
+        self,
+        x_BSH: Tensor,
+        contexts: Mapping[LayerType, AttentionContext],
+        labels_BS: Tensor | None,
+        loss_scale: Tensor | float,
+        next_tokens_BSD: Tensor,
+        next_labels_BSD: Tensor | None,
+    ) -> Tensor:
+        """Return the logits or losses of the model and of each prediction layer, stacked."""
+        assert self.norm is not None and self.lm_head is not None
+        scales, later = torch.as_tensor(loss_scale).expand(1 + next_tokens_BSD.shape[2]), list[Tensor]()
+        normal_BSH = self._for_head(self.norm(x_BSH))
+        for depth, block in enumerate(block for block in self.blocks if isinstance(block, PredictionBlock)):
+            next_BSH = self._embed_tokens(next_tokens_BSD[..., depth])
+            x_BSH, predicting_BSH = block(x_BSH, contexts[block.layer_type], next_BSH)
+            labels = None if next_labels_BSD is None else next_labels_BSD[..., depth]
+            # Call the method, not the module: FSDP2's hooks expect one call of each module in a pass.
+            later.append(self.lm_head.forward(self._for_head(predicting_BSH), labels, scales[1 + depth]))
+        return torch.stack([self.lm_head(normal_BSH, labels_BS, scales[0]), *later])
+
+    def _for_head(self, x_BSH: Tensor) -> Tensor:
+        """Scale the head's inputs, so that no head needs to know the factor on logits."""
+        return x_BSH if self.config.logits_scaling == 1 else x_BSH / self.config.logits_scaling
 
     @property
     def blocks(self) -> list[Block]:
@@ -99,6 +135,10 @@ class Transformer(nn.Module):
 
     def embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """Return the token embeddings [B, S, H], plus the position embeddings if positions are learned."""
+        x_BSH = self._embed_tokens(tokens_BS)
+        return x_BSH if self.embed_positions is None else x_BSH + self.embed_positions(positions_BS)
+
+    def _embed_tokens(self, tokens_BS: Tensor) -> Tensor:
         assert self.embed_tokens is not None
         x_BSH: Tensor = self.embed_tokens(tokens_BS)
         if self.config.scale_embeddings:
@@ -106,15 +146,24 @@ class Transformer(nn.Module):
             x_BSH = x_BSH * x_BSH.new_full((), self.config.hidden_size**0.5)
         if self.config.embedding_multiplier != 1:
             x_BSH = x_BSH * self.config.embedding_multiplier
-        return x_BSH if self.embed_positions is None else x_BSH + self.embed_positions(positions_BS)
+        return x_BSH
+
+
+class TokenEmbedding(nn.Embedding):
+    """An embedding that maps negative indices, such as IGNORE_INDEX, to zeros."""
+
+    def forward(self, indices_BS: Tensor) -> Tensor:
+        return super().forward(indices_BS.clamp(min=0)).masked_fill((indices_BS < 0)[..., None], 0)
 
 
 class BlockStack(nn.ModuleDict):
-    """The decoder's blocks in order. The keys are layer indices."""
+    """The decoder's blocks in order, followed by the prediction layers. The keys are layer indices. Calling the stack
+    runs only the blocks."""
 
     def forward(self, x_BSH: Tensor, contexts: Mapping[LayerType, AttentionContext]) -> Tensor:
         for block in cast("list[Block]", list(self.values())):
-            x_BSH = block(x_BSH, contexts[block.layer_type])
+            if not isinstance(block, PredictionBlock):
+                x_BSH = block(x_BSH, contexts[block.layer_type])
         return x_BSH
 
 
@@ -148,6 +197,30 @@ class Block(nn.Module):
         padding = () if isinstance(self.mlp, MLP) else (context.is_data_BS,)
         mlp_BSH = self.mlp(normed(mlp_reads_BSH, self.post_attention_layernorm), *padding)
         return torch.add(attended_BSH, normed(mlp_BSH, self.mlp_output_layernorm), alpha=self.residual_multiplier)
+
+
+class PredictionBlock(Block):
+    """A layer that predicts one token further than the layers before it (multi-token prediction, DeepSeek-V3, arXiv
+    2412.19437, section 2.2). Its attention and MLP are those of the decoder's last layer.
+
+    At position i, the layer of depth k reads the hidden state of depth k − 1 and the embedding of token i + k. It
+    predicts token i + k + 1. Hidden states of depth 0 are the outputs of the decoder's last layer, before the final
+    norm. In weight files, [e_proj, h_proj] is one matrix [H, 2H], ``eh_proj``.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, config.num_hidden_layers - 1)
+        self.embedding_layernorm, self.hidden_layernorm = norm_of(config), norm_of(config)
+        self.e_proj, self.h_proj = (nn.Linear(config.hidden_size, config.hidden_size, bias=False) for _ in range(2))
+        self.output_layernorm = norm_of(config)
+
+    def forward(  # type: ignore[override]  # this layer also reads embeddings, and returns two tensors
+        self, x_BSH: Tensor, context: AttentionContext, next_BSH: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the hidden states, and their norm, which the head reads."""
+        x_BSH = self.e_proj(self.embedding_layernorm(next_BSH)) + self.h_proj(self.hidden_layernorm(x_BSH))
+        x_BSH = super().forward(x_BSH, context)
+        return x_BSH, self.output_layernorm(x_BSH)
 
 
 def attention_of(config: ModelConfig, number: int) -> Attention | LatentAttention | DeltaNet:

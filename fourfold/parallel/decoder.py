@@ -19,7 +19,7 @@ from fourfold.models.transformer import Transformer
 from fourfold.parallel.attention.attention import OVER_Y, SharedAttentionCore
 from fourfold.parallel.attention.context import DocumentTables
 from fourfold.parallel.attention.delta_core import SharedDeltaCore
-from fourfold.parallel.attention.latent_core import SharedLatentCore, latent_projections
+from fourfold.parallel.attention.latent_core import LatentLinear, SharedLatentCore, latent_projections
 from fourfold.parallel.data.data_parallel import DataParallel, StepTypes, units_of
 from fourfold.parallel.experts.experts import ParallelMixture
 from fourfold.parallel.grid.grid import Grid
@@ -81,13 +81,14 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     split = attention_split(run)
     mixtures: Rules = {
         f"layers.{layer}.mlp": lambda name, m: ParallelMixture(m, grid, overlap, layer=int(name.split(".")[1]))
-        for layer in range(model.num_hidden_layers)
+        for layer in range(model.num_hidden_layers + model.num_nextn_predict_layers)
         if model.is_sparse(layer)
     }
     inputs_and_head: Rules = mixtures | {
         "layers.*.self_attn.qkv": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "qkv", overlap),
         "layers.*.self_attn.inputs": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "linear attention", overlap),
         "layers.*.mlp.up": lambda name, m: LinearGroup(m, grid, "replicate", "up", overlap),
+        "layers.*.[eh]_proj": lambda name, m: LatentLinear(m, grid, "features", "eh_proj", overlap),
         "layers.*layernorm": lambda name, m: Norm(m, grid, "norm"),
         "norm": lambda name, m: Norm(m, grid, "norm"),
         "lm_head": lambda name, m: PreferenceHead(m, grid, beta) if beta else ParallelHead(m, grid),

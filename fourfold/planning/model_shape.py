@@ -92,10 +92,27 @@ class ModelShape(ArrayFields):
     heads."""
     linear: Number = 0
     """Fraction of the blocks with linear attention."""
-    linear_weights: Number = 0
-    """Number of weight entries in the matrices of a block's linear attention."""
-    linear_states: Number = 0
-    """Number of entries in the states of all linear-attention heads of a block."""
+    after_linear: Number = 0
+    """Number of blocks after the last block with linear attention."""
+    linear_num_key_heads: Number = 0
+    linear_num_value_heads: Number = 0
+    linear_key_head_dim: Number = 0
+    linear_value_head_dim: Number = 0
+
+    @property
+    def linear_keys(self) -> Number:
+        """Return the width of all key heads of linear attention together. The queries have the same width."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def linear_values(self) -> Number:
+        """Return the width of all value heads of linear attention together."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def linear_states(self) -> Number:
+        """Return the number of entries in the states of all linear-attention heads of a block."""
+        return self.linear_values * self.linear_key_head_dim
 
     @property
     def has_latents(self) -> Flag:
@@ -122,10 +139,11 @@ class ModelShape(ArrayFields):
 
     @property
     def projected(self) -> Number:
-        """Return the total output width of the projections to queries, keys, and values. With latent attention, this
-        excludes the key channels that all heads share."""
+        """Return the total output width of the projections to queries, keys, values, and output gate. With latent
+        attention, this excludes the key channels that all heads share."""
         own_keys = self.keys * (1 - self.rotary_share)
-        return self.queries + np.where(self.has_latents, own_keys + self.latent_values, 2 * self.keys)
+        gated = self.queries * (1 + self.output_gate)
+        return gated + np.where(self.has_latents, own_keys + self.latent_values, 2 * self.keys)
 
     @property
     def attention_weights(self) -> Number:
@@ -134,7 +152,9 @@ class ModelShape(ArrayFields):
         latent = self.hidden_size * self.latents + reads * self.queries
         latent = latent + self.kv_latent * (self.projected - self.queries) + self.latent_values * self.hidden_size
         plain = self.hidden_size * ((2 + self.output_gate) * self.queries + 2 * self.keys)
-        return (1 - self.linear) * np.where(self.has_latents, latent, plain) + self.linear * self.linear_weights
+        softmax = np.where(self.has_latents, latent, plain)
+        outputs = 2 * self.linear_keys + 3 * self.linear_values + 2 * self.linear_num_value_heads
+        return (1 - self.linear) * softmax + self.linear * self.hidden_size * outputs
 
     @property
     def dense_first(self) -> Number:

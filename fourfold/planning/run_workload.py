@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from fourfold.config.expected_values import shown
 from fourfold.config.layout import CHUNK_LOGITS, context_method
 from fourfold.config.model import ModelConfig
-from fourfold.config.parameter_counts import active_parameters_per_layer, linear_attention_matrices
+from fourfold.config.parameter_counts import active_parameters_per_layer
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import stages_per_rank
 from fourfold.errors import UserError
@@ -16,7 +15,7 @@ from fourfold.planning.workload import CP_METHODS, OPTIMIZERS, RECOMPUTE, SCHEDU
 
 def model_shape(model: ModelConfig) -> ModelShape:
     """Return the sizes of a run file's model."""
-    sparse = model.sparse_layers
+    sparse, kinds = model.sparse_layers, [model.type_of(layer) for layer in range(model.num_hidden_layers)]
     inner = model.intermediate_size if sparse < model.num_hidden_layers else 0
     return ModelShape(
         num_hidden_layers=model.num_hidden_layers,
@@ -57,8 +56,11 @@ def model_shape(model: ModelConfig) -> ModelShape:
         latent_values=model.num_attention_heads * model.v_head_dim if model.kv_lora_rank else 0,
         output_gate=model.attention_output_gate,
         linear=model.linear_layers / model.num_hidden_layers,
-        linear_weights=linear_attention_matrices(model),
-        linear_states=model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim,
+        after_linear=kinds[::-1].index("linear_attention") if "linear_attention" in kinds else 0,
+        linear_num_key_heads=model.linear_num_key_heads,
+        linear_num_value_heads=model.linear_num_value_heads,
+        linear_key_head_dim=model.linear_key_head_dim,
+        linear_value_head_dim=model.linear_value_head_dim,
     )
 
 
@@ -69,20 +71,19 @@ def workload_of_model(model: ModelConfig) -> Workload:
 
 
 def check_predicted(model: ModelConfig) -> None:
-    """Raise ``UserError`` if the planner does not model the memory and time of the model's attention."""
-    for key in ("linear_num_key_heads", "attention_output_gate"):
-        if getattr(model, key):
-            raise UserError(
-                f"model.{key} = {shown(getattr(model, key))}: the planner does not predict this attention; `fourfold "
-                "trace` counts its memory and collectives"
-            )
+    """Raise ``UserError`` if the planner does not model the memory and time of the model's layers."""
+    if model.num_nextn_predict_layers:
+        raise UserError(
+            f"model.num_nextn_predict_layers = {model.num_nextn_predict_layers}: the planner does not predict "
+            "multi-token prediction; `fourfold trace` counts its memory and collectives"
+        )
 
 
 def workload_of(run: RunConfig) -> Workload:
     """Return the workload of one step of a run.
 
     Raises:
-        UserError: The run uses LoRA, DPO, linear attention, or gated attention, which the planner does not model.
+        UserError: The run uses LoRA, DPO, or multi-token prediction, which the planner does not model.
     """
     check_predicted(run.model)
     if run.lora.rank:

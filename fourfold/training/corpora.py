@@ -228,7 +228,8 @@ def make_loader(run: RunConfig, dataset: Samples, batch: Axis, masks: Sequence[L
     """Return a loader that reads this process's share of each batch."""
     training = run.training
     sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
-    return Loader(dataset, *sizes, batch.rank, batch.size, masks, prefetch=prefetch)
+    depths = run.model.num_nextn_predict_layers
+    return Loader(dataset, *sizes, batch.rank, batch.size, masks, prefetch=prefetch, depths=depths)
 
 
 def _check_corpus(prefix: str, run: RunConfig) -> None:

@@ -39,7 +39,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
     Attention is QK^T and PV. Each takes 2·K·heads·head_dim FLOPs for a token that sees K keys. With a causal mask, a
     token sees S/2 keys on average (exactly (S+1)/2). The backward pass takes twice as many FLOPs as the forward pass:
     one matmul for the input gradient and one for the weight gradient. Norms, softmax, rotary embedding, and activations
-    are not counted, as in the paper.
+    are not counted, as in the paper. Each prediction layer (``num_nextn_predict_layers``) also calls the head.
 
     Args:
         model: Sizes of the decoder.
@@ -48,6 +48,13 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
     """
     work = workload_of_model(model).but(seq_length=seq_length)
     matrices, attention = round(float(work.token_matrices)), round(float(work.token_attention))
+    if depths := model.num_nextn_predict_layers:
+        kinds = [model.type_of(model.num_hidden_layers - 1)]
+        sizes = {"num_hidden_layers": depths, "layer_types": kinds, "first_k_dense_replace": 0}
+        layers = workload_of_model(model.model_copy(update=sizes)).but(seq_length=seq_length)
+        heads = (depths - 1) * model.padded_vocab_size * model.hidden_size
+        matrices += round(float(layers.token_matrices)) + heads + 2 * depths * model.hidden_size**2
+        attention += round(float(layers.token_attention))
     forward = 2 * matrices + attention
     return FlopCount(matrices, forward, 3 * forward - (2 * matrices if frozen else 0))
 

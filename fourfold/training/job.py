@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from fourfold.parallel.pipeline.pipeline import Pipeline, TiedEnds, tied_ends_as
 from fourfold.parallel.state import initialize_shards
 from fourfold.parallel.tensor.matmul_layouts import Layouts
 from fourfold.parallel.tensor.preference_head import PreferenceHead
+from fourfold.training.later_losses import LaterLosses
 from fourfold.training.loss_scaling import LossScale
 from fourfold.training.optimizer import ShardedOptimizer, check_groups, learning_rate
 from fourfold.training.weight_average import WeightAverage
@@ -88,17 +89,20 @@ class Job(TrainingState):
             meta_stages(run, grid, agreed_layouts(run, device)) if stages is None else stages, grid, device
         )
         self.pipeline = Pipeline(self.stages, grid, run, device) if run.parallel.pp > 1 else None
-        if run.model.tie_word_embeddings and self.pipeline is not None:
-            self.shards = tied_ends_as_one(self.shards)
+        is_tied, depths = run.model.tie_word_embeddings, run.model.num_nextn_predict_layers
+        has_copy = (is_tied or depths > 0) and self.pipeline is not None
+        if has_copy:
+            self.shards = tied_ends_as_one(self.shards, is_tied)
         self.trained = [shard for shard in self.shards if shard.parameter.requires_grad]
         """The shards that the optimizer updates. LoRA freezes all other shards."""
-        if run.model.tie_word_embeddings and self.pipeline is not None and not run.lora.rank:
+        if has_copy and not run.lora.rank:
             copies = [shard for shard in self.shards if shard.name == "embed_tokens.weight"]
             self.tied_ends = TiedEnds(copies, grid, run)
         self.optimizer: ShardedOptimizer = ShardedOptimizer(self.trained, run, grid)
         self.loss_scale: LossScale | None = None
         if run.training.precision == "fp16":
             self.loss_scale = LossScale(run.loss_scaling, run.loss_scaling.initial)
+        self.later_losses = LaterLosses(run, grid, device) if depths else None
         self.recent, self.best = RecentSteps(), BestValidation()
         self.copies = None
         self.average: WeightAverage | None = WeightAverage(self.trained, run.ema.decay) if run.ema.decay else None
@@ -134,7 +138,10 @@ class Job(TrainingState):
             kept: Number of tokens in the loss over all ranks, from ``count_kept``. With [dpo], the number of pairs.
         """
         factor = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        scale = factor / kept.clamp(min=1)
+        weights: Tensor | float = 1.0
+        if self.later_losses is not None:
+            weights, kept = self.later_losses.weights, torch.cat([kept[None], self.later_losses.count(micro_batches)])
+        scale = factor * weights / kept.clamp(min=1)
         if self.expert_load is not None:
             self.expert_load.begin(factor, micro_batches)
         if self.pipeline is None:
@@ -142,14 +149,15 @@ class Job(TrainingState):
             for number, micro_batch in enumerate(micro_batches, start=1):
                 loss = self.forward(micro_batch, scale)
                 self.stages[0].begin_backward(last=number == len(micro_batches))
-                (loss * scale).backward()
+                (loss * scale).sum().backward()
                 losses.append(loss.detach())
         else:
             losses = self.pipeline.forward_backward(micro_batches, scale)
         self.finish_gradients()
         if self.expert_load is not None:
             self.expert_load.finish()
-        return self.mean_loss(losses, kept)
+        mean = self.mean_loss(losses, kept)
+        return mean if self.later_losses is None else self.later_losses.note(mean)
 
     def forward(self, micro_batch: MicroBatch[Tensor], loss_scale: Tensor | float = 1.0) -> Tensor:
         """Run the model on one micro-batch, without a pipeline.
@@ -164,7 +172,8 @@ class Job(TrainingState):
         """
         doing("forward and backward of a micro-batch")
         inputs = (micro_batch.tokens, micro_batch.labels, micro_batch.positions, micro_batch.document_ends)
-        result: Tensor = self.stages[0].model(*inputs, loss_scale, None, micro_batch.reference, micro_batch.is_data)
+        more = (micro_batch.reference, micro_batch.is_data, micro_batch.next_tokens, micro_batch.next_labels)
+        result: Tensor = self.stages[0].model(*inputs, loss_scale, None, *more)
         return result
 
     def clip(self) -> Tensor:
@@ -262,6 +271,7 @@ class Job(TrainingState):
             The outputs of the last pipeline stage, one for each micro-batch. On ranks of other stages, the list is
             empty.
         """
+        micro_batches = [replace(batch, next_tokens=None, next_labels=None) for batch in micro_batches]
         try:
             for stage in self.stages.values():
                 stage.model.eval()
@@ -291,7 +301,7 @@ class Job(TrainingState):
 
     def mean_loss(self, losses: Sequence[Tensor], kept: Tensor) -> Tensor:
         """Return the mean loss over all ranks: the sum of their losses, divided by the step's number of kept tokens."""
-        total = sum(losses, start=torch.zeros((), device=self.device))
+        total = sum(losses, start=torch.zeros(kept.shape, device=self.device))
         for axis in (self.grid.tokens, self.grid.pp):
             total = all_reduce(total, axis, "loss")
         return total / kept.clamp(min=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fourfold.config.run import LossScalingConfig
+from fourfold.config.during_training import LossScalingConfig
 from fourfold.errors import UserError
 
 SMALLEST = 2.0**-14

@@ -93,7 +93,7 @@ class TakenStep:
     """False if the weights are unchanged: the step was bad, its batch was left out, or its fp16 gradients
     overflowed."""
     preferences: dict[str, float]
-    """The metrics of preference training ([dpo]). Empty otherwise."""
+    """The metrics of preference training ([dpo]), or the loss of the prediction layers. Empty otherwise."""
     seconds: float
 
 
@@ -231,7 +231,7 @@ class Trainer:
             self.last_loss = figures.loss
         else:
             is_updated = job.skip_update()
-        preferences = job.take_preferences()
+        preferences = job.take_preferences() if job.later_losses is None else job.later_losses.take()
         self.steps = step + 1
         return TakenStep(step, figures, verdict, is_updated, preferences, time.perf_counter() - started)
 

@@ -8,7 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from fourfold.errors import UserError
-from fourfold.planning.cost.memory import needed_bytes, peak_memory, runtime_bytes
+from fourfold.planning.cost.memory import peak_memory
+from fourfold.planning.cost.out_of_memory import needed_bytes, runtime_bytes
 from fourfold.planning.cost.step import PARTS, step_parts
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine

@@ -11,7 +11,7 @@ import numpy as np
 
 from fourfold.config.run import RunConfig
 from fourfold.planning.calibration.measured_run import WARM_UP
-from fourfold.planning.cost.memory import UNUSABLE, runtime_bytes
+from fourfold.planning.cost.out_of_memory import UNUSABLE, runtime_bytes
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.run_workload import workload_of
 from fourfold.run_file.load import make_run

@@ -140,5 +140,6 @@ def random_micro_batches(run: RunConfig, step: int, grid: Grid, device: torch.de
     processes as in training."""
     samples, training = RandomSamples(run), run.training
     sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
-    loader = Loader(samples, *sizes, grid.batch.rank, grid.batch.size, samples.masks)
+    depths = run.model.num_nextn_predict_layers
+    loader = Loader(samples, *sizes, grid.batch.rank, grid.batch.size, samples.masks, depths=depths)
     return micro_batches(loader.step(step), run, grid.cp, device)

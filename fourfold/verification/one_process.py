@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -40,13 +41,14 @@ class Figures(NamedTuple):
     gradients: dict[str, Tensor]
     """Gradients before clipping, by parameter name."""
     preferences: dict[str, Tensor]
-    """In preference training (section [dpo]), the metrics of the preference pairs before the update. Otherwise
-    empty."""
+    """In preference training (section [dpo]), the metrics of the preference pairs before the update. With prediction
+    layers, their mean loss. Otherwise empty."""
 
 
 Logits = Callable[[Parameters, Sequences], Tensor]
 """A function that computes logits [B, S, V]. Its arguments are the parameters, by fourfold's names, and the sequences.
-If ``documents_BS`` is not None, tokens may attend only to tokens of their own document."""
+If ``documents_BS`` is not None, tokens may attend only to tokens of their own document. With ``later_tokens_BSD``, the
+function returns the logits of the model and of each prediction layer, [1 + D, B, S, V]."""
 
 
 class Reference:
@@ -79,6 +81,7 @@ class Reference:
             batch: The sequences.
             averaged: Whether to use the moving averages in place of the weights.
         """
+        batch = replace(batch, later_tokens_BSD=None)
         with self._evaluating():
             loss = self._loss(batch, self.parameters(averaged)) / self._units(batch)
         return {"loss": loss, **self._take_preferences()}
@@ -107,9 +110,10 @@ class Reference:
             for first in range(0, len(batch.tokens_BS), size):
                 rows = slice(first, first + size)
                 part = self._loss(batch.part(rows), self.parameters()) / self._units(batch)
-                (self.loss_scale * (part + self.router_losses.of(self.logits, batch, rows))).backward()
+                total = part if part.ndim == 0 else part[0] + self.run.training.mtp_loss_weight * part[1:].mean()
+                (self.loss_scale * (total + self.router_losses.of(self.logits, batch, rows))).backward()
                 self.after_backward()
-                loss += part.detach()
+                loss = loss + part.detach()
         for p in self.trained.values():
             if p.grad is not None:
                 p.grad /= self.loss_scale
@@ -119,6 +123,8 @@ class Reference:
         self.after_step()
         self._average()
         self.router_losses.end_step(self.trained)
+        if loss.ndim:
+            return Figures(loss[0], norm, gradients, {"mtp_loss": loss[1:].mean()})
         return Figures(loss, norm, gradients, self._take_preferences())
 
     def parameters(self, averaged: bool = False) -> Parameters:
@@ -159,11 +165,14 @@ class Reference:
 
     def _units(self, batch: Sequences) -> Tensor | int:
         """Return the divisor of the mean loss: the number of labels in the loss, or with [dpo], the number of
-        preference pairs."""
+        preference pairs. With prediction layers, return one number for the model and one for each layer."""
+        if batch.later_tokens_BSD is not None and batch.later_kept_BSD is not None:
+            return torch.stack([batch.kept_BS.sum(), *batch.later_kept_BSD.sum((0, 1)).clamp(min=1)])
         return batch.kept_BS.sum() if batch.reference_B is None else len(batch.kept_BS) // 2
 
     def _loss(self, batch: Sequences, parameters: Parameters) -> Tensor:
-        """Return the sum of the token losses. With [dpo], return the sum of the losses of the preference pairs."""
+        """Return the sum of the token losses. With [dpo], return the sum of the losses of the preference pairs. With
+        prediction layers, return one sum for the model and one for each layer."""
         if batch.reference_B is not None:
             answers_B = self._answers(batch, parameters)
             gains_B = self.run.dpo.beta * (answers_B - batch.reference_B.to(answers_B.dtype))
@@ -171,6 +180,12 @@ class Reference:
             self.pairs.append(torch.stack([margins_P, gains_B[0::2]]).detach())
             return (1 + (-margins_P).exp()).log().sum()
         logits_BSV, kept_BS = self.logits(parameters, batch).float(), batch.kept_BS
+        if batch.later_tokens_BSD is not None:
+            assert batch.later_targets_BSD is not None and batch.later_kept_BSD is not None
+            targets = [batch.targets_BS, *batch.later_targets_BSD.unbind(2)]
+            kept = [kept_BS, *batch.later_kept_BSD.unbind(2)]
+            each = zip(logits_BSV, targets, kept, strict=True)
+            return torch.stack([F.cross_entropy(own[k], labels[k], reduction="sum") for own, labels, k in each])
         return F.cross_entropy(logits_BSV[kept_BS], batch.targets_BS[kept_BS], reduction="sum")
 
     def _answers(self, batch: Sequences, parameters: Parameters) -> Tensor:
@@ -210,7 +225,8 @@ class PlainLogits:
     def __call__(self, parameters: Parameters, batch: Sequences) -> Tensor:
         document_ends_BE = None if batch.documents_BS is None else document_ends(batch.documents_BS)
         inputs = (batch.tokens_BS, None, batch.positions_BS, document_ends_BE)
-        out: Tensor = functional_call(self.model, dict(parameters), inputs, {"is_data_BS": batch.is_data_BS})
+        more = {"is_data_BS": batch.is_data_BS, "next_tokens_BSD": batch.later_tokens_BSD}
+        out: Tensor = functional_call(self.model, dict(parameters), inputs, more)
         return out
 
     @contextlib.contextmanager

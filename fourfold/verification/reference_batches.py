@@ -13,7 +13,7 @@ from fourfold.config.run import RunConfig
 from fourfold.data.dataset import Samples, SourceMixture
 from fourfold.verification.batches import RandomSamples
 from fourfold.verification.random_corpora import are_answers, end_token
-from fourfold.verification.reference_labels import kept_tokens, positions
+from fourfold.verification.reference_labels import kept_tokens, later_tokens, positions
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ class Sequences:
     model."""
     is_data_BS: Tensor | None = None
     """False for padding. None if there is no padding."""
+    later_tokens_BSD: Tensor | None = None
+    """What the prediction layers read and predict, as ``later_tokens`` says. None if the model has none."""
+    later_targets_BSD: Tensor | None = None
+    later_kept_BSD: Tensor | None = None
 
     def part(self, rows: slice) -> Sequences:
         """Return the sequences in these rows."""
@@ -68,4 +72,6 @@ def batch_of(samples: Samples, run: RunConfig, step: int, device: torch.device, 
     optional = (windows.reference, None if windows.is_data is None else windows.is_data[:, :-1])
     reference_B, is_data_BS = (None if each is None else torch.from_numpy(each).to(device) for each in optional)
     within_BS, kept_BS = documents_BS if apart else None, kept_BS.to(device)
-    return Sequences(tokens[:, :-1], tokens[:, 1:], kept_BS, positions_BS, within_BS, reference_B, is_data_BS)
+    own, depths = (tokens[:, :-1], tokens[:, 1:], kept_BS), run.model.num_nextn_predict_layers
+    later = later_tokens(*own, documents_BS, depths) if depths else ()
+    return Sequences(*own, positions_BS, within_BS, reference_B, is_data_BS, *later)

@@ -38,6 +38,24 @@ def kept_tokens(windows: Windows, goldfish: GoldfishConfig, is_masked: Sequence[
     return found
 
 
+def later_tokens(
+    tokens_BS: Tensor, targets_BS: Tensor, kept_BS: Tensor, documents_BS: Tensor, depths: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the prediction layers read and predict, [B, S, D] each: tokens (-1 if there is none), targets, and
+    which targets are in the loss."""
+    shape = (*tokens_BS.shape, depths)
+    tokens, targets, kept = torch.full(shape, -1), torch.zeros(shape, dtype=torch.long), torch.zeros(shape) > 0
+    for row, documents in enumerate(documents_BS.tolist()):
+        for place, document in enumerate(documents):
+            for depth in range(depths):
+                later = place + depth + 1
+                if later < len(documents) and documents[later] == document:
+                    tokens[row, place, depth] = tokens_BS[row, later]
+                    targets[row, place, depth] = targets_BS[row, later]
+                    kept[row, place, depth] = kept_BS[row, later]
+    return tokens.to(tokens_BS.device), targets.to(tokens_BS.device), kept.to(tokens_BS.device)
+
+
 def positions(documents_BS: Tensor) -> Tensor:
     """Return the position of each token in its document, as int64 [B, S]: the number of earlier tokens of the document
     in this sequence."""

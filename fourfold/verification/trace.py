@@ -235,7 +235,10 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_l
             reference = torch.zeros(len(batch.tokens)) if run.dpo.beta else None
             is_padded = run.model.num_experts > 0 and run.data.format != "text"
             is_data = torch.ones(shape, dtype=torch.bool) if is_padded else None
-            micro_batches.append(share_of_sequences(replace(batch, reference=reference, is_data=is_data), grid.cp))
+            depths = run.model.num_nextn_predict_layers
+            ahead = torch.zeros(*shape, depths, dtype=torch.int64) if depths else None
+            batch = replace(batch, reference=reference, is_data=is_data, next_tokens=ahead, next_labels=ahead)
+            micro_batches.append(share_of_sequences(batch, grid.cp))
         recorder = Recorder(grid, durations, is_for_gpu)
         recorder.exclude(micro_batches)
         with recorder:

@@ -13,7 +13,7 @@ from pool import Pool
 from safetensors.torch import save_file
 from tiny_corpus import run_file
 from tiny_huggingface import MODELS, make_model, ours_of, tokens, weights_of
-from tiny_runs import random_global_batch
+from tiny_runs import LLAMA, random_global_batch, tiny_run
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import CheckpointConfig, RunConfig
+from fourfold.data.loader import MicroBatch
 from fourfold.data.prepare import prepare
 from fourfold.data.tokenizer import train_bpe
 from fourfold.errors import UserError
@@ -281,6 +282,23 @@ def test_a_run_begins_with_an_import(pool: Pool, tmp_path: Path) -> None:
     assert steps == 0
     expected = ours_of(folder).state_dict()
     assert all(torch.equal(weight, expected[key].float()) for key, weight in weights.items())
+
+
+def save_body(rank: int, world_size: int, run: RunConfig, folder: Path) -> Tensor:
+    job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
+    job.initialize(0)
+    job.train_step(random_micro_batches(run, 0, job.grid, job.device), 0)
+    Checkpointer(folder, job, CheckpointConfig()).save(1)
+    return job.outputs([MicroBatch(tokens())])[0]
+
+
+def test_an_exported_model_has_no_prediction_layers(pool: Pool, tmp_path: Path) -> None:
+    run = tiny_run(LLAMA | {"num_nextn_predict_layers": 2})
+    logits = pool.run(1, save_body, run, tmp_path / "ours")[0]
+    export_huggingface(tmp_path / "ours", tmp_path / "out")
+    with torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(tokens()).logits
+    assert torch.allclose(logits, theirs, atol=1e-5)
 
 
 def test_an_exported_model_stops_at_the_end_of_a_trained_document(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_gradients_are_the_recurrences(length: int, is_packed: bool) -> None:
 
 def test_gradients_are_differences(monkeypatch: pytest.MonkeyPatch) -> None:
     """With chunks of four tokens, a sequence of eleven tokens has several chunks."""
-    monkeypatch.setattr(delta_net, "CHUNK", 4)
+    monkeypatch.setattr(delta_net, "LINEAR_CHUNK", 4)
     inputs = [t.requires_grad_() for t in heads(11, 1)]
     assert torch.autograd.gradcheck(lambda *t: gated_delta_rule(*t, documents([[3, 8, 11]], 11)), inputs)
 

@@ -28,7 +28,7 @@ from fourfold.parallel.attention.block_attention import (
 from fourfold.parallel.attention.document_attention import KeyLimits
 from fourfold.parallel.grid.process_group import NVIDIA_SETTINGS
 from fourfold.parallel.tensor import head
-from fourfold.planning.cost.activations import kept_by_core
+from fourfold.planning.cost.attention_memory import kept_by_core
 from fourfold.planning.run_workload import workload_of
 from fourfold.verification import recorder
 from fourfold.verification.recorder import flash_backward_bytes

@@ -57,6 +57,25 @@ def test_the_peak_of_other_models_is_near_the_traces(model: str, layout: str, ot
 
 
 @pytest.mark.parametrize(
+    ("model", "parallel", "recompute"),
+    [
+        ("qwen3.5-9b", {"x": 2, "y": 2}, "full"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *product(["qwen3.5-9b"], ({"z": 4}, {"y": 2, "z": 2}, {"dp": 4, "zero": 1}), ("none", "selective")),
+                *product(["qwen3-next-80b-a3b"], ({"z": 4, "ep": 4},), ("none", "full")),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_the_peak_of_hybrids_is_that_of_the_trace(model: str, parallel: dict[str, int], recompute: str) -> None:
+    run = run_of(parallel, recompute, 2, layers=4, model=model)
+    assert planned_peak(run) == pytest.approx(trace(run).memory.total_peak, rel=0.01)
+
+
+@pytest.mark.parametrize(
     ("parallel", "seq", "training", "within"),
     [
         pytest.param({}, 4096, {"reduce_dtype": "bf16"}, 0.001, id="sums in bf16"),

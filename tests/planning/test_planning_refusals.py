@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_runs import HYBRID, LLAMA, tiny_run
 
 from fourfold.errors import UserError
 from fourfold.planning.calibration.measured_run import row_of_run
@@ -14,7 +13,6 @@ from fourfold.planning.machines.machine import load_machine, parse_machine
 from fourfold.planning.machines.names import FOLDER
 from fourfold.planning.plan_record import plan_request
 from fourfold.planning.request import request_from_options
-from fourfold.planning.run_workload import workload_of
 from fourfold.planning.scaling import sizes_of
 from fourfold.planning.search.limits import parse_limits
 
@@ -49,18 +47,6 @@ REFUSALS: list[tuple[Callable[[], object], str, str, str]] = [
     (lambda: request_from_options(model="gpt2", gpus=8, precision="fp9"), "--precision", "fp9", "there are bf16, "),
     (lambda: request_from_options(model="gpt2", gpus=8, optimizer="sgd"), "--optimizer", "sgd", "there are adamw"),
     (lambda: plan_request(GPT2, "laptop", [], 1, -1.0, False), "--tokens", "-1", "such as 2e12"),
-    (
-        lambda: workload_of(tiny_run(HYBRID)),
-        "model.linear_num_key_heads",
-        "4",
-        "does not predict this attention; `fourfold trace` counts its memory and collectives",
-    ),
-    (
-        lambda: workload_of(tiny_run(LLAMA | {"attention_output_gate": True})),
-        "model.attention_output_gate",
-        "true",
-        "`fourfold trace`",
-    ),
     (
         lambda: row_of_run(Path("no.jsonl"), load_machine("laptop")),
         "no.jsonl",

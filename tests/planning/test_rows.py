@@ -19,7 +19,8 @@ from fourfold.planning.calibration.rows import Skipped, measured_table, read_row
 from fourfold.planning.calibration.score import Scored, errors_of, memory_of, predict_rows, summary, sweeps_of
 from fourfold.planning.cost.activations import kept_by_block
 from fourfold.planning.cost.head_memory import head_bytes
-from fourfold.planning.cost.memory import CACHED, CATEGORIES, stage_memory
+from fourfold.planning.cost.memory import CATEGORIES, stage_memory
+from fourfold.planning.cost.out_of_memory import CACHED
 from fourfold.planning.machines.constants import prior_constants
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.program_flags import Program

@@ -9,7 +9,8 @@ import torch
 from pool import Pool
 from tiny_runs import GPT, LLAMA, tiny_run
 
-from fourfold.config.run import LossScalingConfig, RunConfig
+from fourfold.config.during_training import LossScalingConfig
+from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.parallel.data.fully_sharded import FullySharded
 from fourfold.parallel.data.replicated import Replicated

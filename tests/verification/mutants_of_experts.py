@@ -309,8 +309,8 @@ EXPERTS = [
     on_grid(
         "every micro-batch of a pipeline has the mask of the first one",
         "parallel.pipeline.pipeline:_PipelineStep._forward",
-        "model(*inputs, self.loss_scale, hidden, batch.reference, batch.is_data)",
-        "model(*inputs, self.loss_scale, hidden, batch.reference, self.micro_batches[0].is_data)",
+        "model(*inputs, self.loss_scale, hidden, batch.reference, batch.is_data, *ahead)",
+        "model(*inputs, self.loss_scale, hidden, batch.reference, self.micro_batches[0].is_data, *ahead)",
         MIXTURE,
         {"pp": 2},
         LOSSES,

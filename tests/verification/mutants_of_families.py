@@ -131,7 +131,7 @@ CAPS = [
 FACTORS = [
     Mutant(
         "embeddings have no factor",
-        "models.transformer:Transformer.embed",
+        "models.transformer:Transformer._embed_tokens",
         "x_BSH * self.config.embedding_multiplier",
         "x_BSH",
         GRANITE,
@@ -139,7 +139,7 @@ FACTORS = [
     ),
     Mutant(
         "logits are multiplied by what divides them",
-        "models.transformer:Transformer.forward",
+        "models.transformer:Transformer._for_head",
         "x_BSH / self.config.logits_scaling",
         "x_BSH * self.config.logits_scaling",
         GRANITE,

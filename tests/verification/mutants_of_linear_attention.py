@@ -163,8 +163,8 @@ LINEAR_ATTENTION = [
     Mutant(
         "the delta rule adds values without a correction",
         RULE,
-        "fresh[:, :, chunk] - corrections[:, :, chunk] @ state",
-        "fresh[:, :, chunk]",
+        "fresh_c - corrections_c @ state",
+        "fresh_c",
         HYBRID,
         X2,
         {"training": {"seq_length": 96}},

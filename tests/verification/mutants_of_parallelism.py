@@ -267,8 +267,8 @@ PIPELINE = [
     Mutant(
         "a pipeline's loss is not scaled",
         "parallel.pipeline.pipeline:_PipelineStep._forward",
-        "out = out * self.loss_scale",
-        "out = out * 1.0",
+        "(out * self.loss_scale).sum()",
+        "out.sum()",
         DEEP_LLAMA,
         {"pp": 2},
         ONE_SEQUENCE,

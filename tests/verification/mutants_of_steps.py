@@ -76,7 +76,7 @@ MODEL = [
     ),
     Mutant(
         "embeddings are scaled by H",
-        "models.transformer:Transformer.embed",
+        "models.transformer:Transformer._embed_tokens",
         "self.config.hidden_size**0.5",
         "self.config.hidden_size",
         GEMMA,

@@ -25,6 +25,10 @@ PUBLISHED = {
         "the gradient of the key that heads share is not summed over x",
         "every batch, with latent attention",
     ),
+    "Megatron-LM #4494": (
+        "prediction layers read the next document's tokens",
+        "packed documents, with multi-token prediction",
+    ),
     "Megatron-LM #6717, #7207": ("the validation loss counts only one rank", "labels spread unevenly over ranks"),
     "optimum-intel #1877": (
         "scores lack the factor of mscale_all_dim",

@@ -21,7 +21,12 @@ PRECISIONS = ({"precision": "fp16"}, {"precision": "bf16"}, {"precision": "bf16"
 def random_table(seed: int) -> Table:
     """Return the sections of a legal run file on two to eight processes. They depend only on the seed."""
     table = _random_table(random.Random(seed))
-    for name, change in (("latents", _with_latents), ("some linear attention", _with_linear_attention)):
+    changes = {
+        "latents": _with_latents,
+        "some linear attention": _with_linear_attention,
+        "multi-token prediction": _with_predictions,
+    }
+    for name, change in changes.items():
         draw = random.Random(f"{name} of {seed}")
         changed = change(draw, table)
         table = changed if draw.random() < 0.2 and is_legal(changed) else table
@@ -239,6 +244,14 @@ def _with_linear_attention(draw: random.Random, table: Table) -> Table:
     if "lora" in table:
         hybrid["lora"] = {key: value for key, value in table["lora"].items() if key != "targets"}
     return hybrid
+
+
+def _with_predictions(draw: random.Random, table: Table) -> Table:
+    """Return a run file whose model predicts further tokens. It is not legal with LoRA or DPO, among others."""
+    model = table["model"] | {"num_nextn_predict_layers": draw.choice((1, 1, 2))}
+    weight = {"mtp_loss_weight": draw.choice((0.1, 0.5))}
+    training = {**table["training"], **weight, "tuned_products": "off", "compile": False}
+    return {**table, "model": model, "training": training, "overlap": {**table["overlap"], "batch_parts": 1}}
 
 
 def _grid(draw: random.Random) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from mutants_of_gpt_oss import GPT_OSS_FAULTS
 from mutants_of_latents import LATENTS
 from mutants_of_layers import LAYERS
 from mutants_of_linear_attention import LINEAR_ATTENTION
+from mutants_of_multi_token import MULTI_TOKEN
 from mutants_of_optimizers import OPTIMIZERS
 from mutants_of_parallelism import PARALLELISM
 from mutants_of_preferences import PREFERENCES
@@ -38,6 +39,7 @@ FAULTS = [
     *GPT_OSS_FAULTS,
     *LATENTS,
     *LINEAR_ATTENTION,
+    *MULTI_TOKEN,
     *PREFERENCES,
     *RUNS,
     *DTYPES,

@@ -10,6 +10,7 @@ import layouts
 import layouts_of_experts
 import layouts_of_latents
 import layouts_of_linear_attention
+import layouts_of_multi_token
 import numpy as np
 import pytest
 import torch
@@ -61,7 +62,12 @@ def check(pool: Pool, case: Case, folder: Path, against: Against = "plain") -> N
     assert report.ok, report.record()
 
 
-OTHERS = {"experts": layouts_of_experts, "latents": layouts_of_latents, "linear attention": layouts_of_linear_attention}
+OTHERS = {
+    "experts": layouts_of_experts,
+    "latents": layouts_of_latents,
+    "linear attention": layouts_of_linear_attention,
+    "multi-token": layouts_of_multi_token,
+}
 CASES = layouts.CASES | {f"{kind}, {name}": case for kind, of in OTHERS.items() for name, case in of.CASES.items()}
 SLOW_CASES = layouts.SLOW_CASES | {
     f"{kind}, {name}": case for kind, of in OTHERS.items() for name, case in of.SLOW_CASES.items()

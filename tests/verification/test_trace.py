@@ -114,6 +114,7 @@ CONTINUED = [
     pytest.param(GPT, {"z": 2}, {"activation_checkpoint": {"mode": "selective", "every": 3}}, marks=pytest.mark.slow),
     (LLAMA, {"x": 2}, {"training": {"global_batch_size": 2}}),
     (HYBRID, {"x": 2}, {"training": {"global_batch_size": 2}}),
+    (LLAMA | {"num_nextn_predict_layers": 1}, {"x": 2}, {"training": {"global_batch_size": 2}}),
     pytest.param(HYBRID, {"y": 2, "z": 2, "zero": 3}, FULL, marks=pytest.mark.slow),
     pytest.param(GPT, {"z": 2}, {"training": {"global_batch_size": 4}} | FULL, marks=pytest.mark.slow),
 ]
@@ -137,6 +138,7 @@ PIPELINES = [
     (DEEPSEEK | {"num_hidden_layers": 12, "first_k_dense_replace": 3}, {"pp": 6}),
     (LLAMA | {"num_hidden_layers": 32}, {"pp": 2, "x": 2}),
     (HYBRID | {"num_hidden_layers": 12}, {"pp": 3, "x": 2}),
+    (LLAMA | {"num_nextn_predict_layers": 1}, {"pp": 6}),
 ]
 
 
@@ -196,6 +198,9 @@ def recorded_body(rank: int, world_size: int, run: RunConfig) -> tuple[dict[tupl
         (HYBRID, {"x": 2, "cp": 2}),
         (HYBRID, {"y": 2, "z": 2, "zero": 3}),
         (HYBRID | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}, {"x": 2, "y": 2}),
+        (LLAMA | {"num_nextn_predict_layers": 2}, {"x": 2, "y": 2}),
+        (LLAMA | {"num_nextn_predict_layers": 1}, {"x": 2, "cp": 2}),
+        (LLAMA | {"num_nextn_predict_layers": 1}, {"z": 2, "dp": 2, "zero": 3}),
     ],
     ids=str,
 )

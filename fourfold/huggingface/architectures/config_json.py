@@ -41,7 +41,7 @@ DECISIVE_KEYS = (
     "norm_topk_prob", "router_bias", "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate",
     "first_k_dense_replace", "attention_sinks", "swiglu_limit", "norm_rounds_last", "attention_multiplier",
     "embedding_multiplier", "residual_multiplier", "logits_scaling", "no_rope_layers", "kv_lora_rank", "n_group",
-    "attention_output_gate",
+    "attention_output_gate", "num_nextn_predict_layers",
 )  # fmt: skip
 """Keys of [model] that determine which families a model can belong to."""
 

@@ -52,7 +52,7 @@ class ExpertLoad:
         self.run, self.grid, self.experts, self.chosen = run, grid, model.num_experts, model.num_experts_per_tok
         self.tokens: Tensor | int = 1
         """Number of tokens in the step over all ranks, without padding."""
-        shape = (model.num_hidden_layers, self.experts)
+        shape = (model.num_hidden_layers + model.num_nextn_predict_layers, self.experts)
         self.rows_LE = torch.zeros(shape, dtype=torch.float64, device=device)
         """Number of rows per layer and expert in the last step that changed the weights, including dropped rows. Zero
         before the first step."""

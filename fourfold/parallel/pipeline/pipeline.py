@@ -126,14 +126,15 @@ class _PipelineStep:
             hidden.requires_grad_(torch.is_grad_enabled())
         batch, model = self.micro_batches[op.micro_batch], self.pipeline.stages[op.stage].model
         inputs = (batch.tokens, batch.labels, batch.positions, batch.document_ends)
-        out = model(*inputs, self.loss_scale, hidden, batch.reference, batch.is_data)
+        ahead = (batch.next_tokens, batch.next_labels)
+        out = model(*inputs, self.loss_scale, hidden, batch.reference, batch.is_data, *ahead)
         if op.stage == self.pipeline.last_stage:
             self.outputs.append(out.detach())
         else:
             self.to_send[op] = out.detach()
         if torch.is_grad_enabled():
             if op.stage == self.pipeline.last_stage:
-                out = out * self.loss_scale
+                out = (out * self.loss_scale).sum()
             # Keep only the output's place in autograd's graph. So the output's memory is freed as soon as it is sent.
             self.inputs[key], self.results[key] = hidden, get_gradient_edge(out)
 
@@ -194,19 +195,20 @@ class _PipelineStep:
         return rank_of_stage(stage, self.pipeline.run.parallel)
 
 
-def tied_ends_as_one(shards: Sequence[LocalShard]) -> list[LocalShard]:
-    """Mark the two copies of a tied embedding, in the first and in the last stage, as replicas of one parameter.
+def tied_ends_as_one(shards: Sequence[LocalShard], is_tied: bool) -> list[LocalShard]:
+    """Mark the two copies of the embedding, in the first and in the last stage, as replicas of one parameter.
 
-    Both copies get the same name and twice as many replicas. So the gradient norm counts the embedding once.
+    Both copies get the same name and twice as many replicas. So the gradient norm counts the embedding once. The copy
+    in the last stage is the head if the two are tied. Otherwise it is the embedding that prediction layers read.
     """
-    ends = ("embed_tokens.weight", "lm_head.weight")
+    ends = ("embed_tokens.weight", *(["lm_head.weight"] if is_tied else []))
     return [
         replace(shard, name=ends[0], replicas=2 * shard.replicas) if shard.name in ends else shard for shard in shards
     ]
 
 
 class TiedEnds:
-    """Sums the gradients of a tied embedding that has one copy in the first stage and one in the last stage."""
+    """Sums the gradients of an embedding that has one copy in the first stage and one in the last stage."""
 
     def __init__(self, copies: Sequence[LocalShard], grid: Grid, run: RunConfig) -> None:
         """Find the rank that holds the other copy.

@@ -13,7 +13,8 @@ from fourfold.planning.array_fields import stack
 from fourfold.planning.calibration.fit import Calibration, fit
 from fourfold.planning.calibration.machine_constants import constants_for, is_calibrated
 from fourfold.planning.calibration.rows import Row
-from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
+from fourfold.planning.cost.memory import peak_memory
+from fourfold.planning.cost.out_of_memory import p_out_of_memory
 from fourfold.planning.cost.step import step_seconds
 
 MIN_SWEEP, MIN_RANKED = 3, 8

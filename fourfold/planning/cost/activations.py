@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fourfold.planning.array_fields import ArrayFields, Flag, Number
+from fourfold.planning.cost.attention_memory import attention_backward, kept_by_core, kept_latents
 from fourfold.planning.cost.expert_sizes import (
     backward_of_experts,
     choices_kept,
@@ -22,54 +23,14 @@ from fourfold.planning.cost.expert_sizes import (
     states_of_experts,
 )  # fmt: skip
 from fourfold.planning.cost.head_memory import head_bytes, head_kept_bytes
+from fourfold.planning.cost.linear_attention import has_linear, kinds_of_attention, saved_by_core
 from fourfold.planning.cost.tensor_sizes import (
-    attention_over_y,
-    capped_scores,
-    caps_scores,
     copies_heads,
-    flash_workspace,
-    heads_on_rank,
-    is_ring,
     log_sum_exp_bytes,
+    mlp_made_again,
     tensor_bytes,
 )
 from fourfold.planning.workload import CP_METHODS, Workload
-
-
-def kept_by_core(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes that attention saves for its backward pass: the tensors between qkv and o_proj, except the
-    attention kernel's output. The first number is without recomputation of attention. The second is with it: only the
-    outputs of the projections are saved."""
-    model, layout, step = work.model, work.layout, work.step
-    p, split = tensor_bytes(work), attention_over_y(work)
-    ranks = layout.x * np.where(split == "heads", layout.y, 1)
-    # In float32, as under a mask, fourfold's attention repeats each key-value head for all query heads that share it.
-    repeated = np.asarray(work.program.is_fourfold, bool) & (step.item_bytes == 4) & (model.keys != model.queries)
-    gathered = repeated | (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
-    # The sum over y writes q, k, and v into one buffer, and attention saves v. If v is neither gathered nor copied, it
-    # is a view of the buffer, so the full buffer stays in memory.
-    one_buffer = (layout.y > 1) & ~np.asarray(model.attention_bias, bool) & ~gathered & ~copies_heads(work)
-    read = np.where(split == "sequence", p.whole_queries, np.where(repeated, p.queries, p.keys))
-    qkv = p.queries + np.where(one_buffer, 2 * p.keys + model.rotated * (p.queries + read), 2 * read)
-    # For norms of queries and keys, autograd saves the input in float32, and the normalized values: in float32 if the
-    # norm multiplies by 1 + weight, and in the step's dtype otherwise. A norm over several ranks is fourfold's own
-    # autograd function, which saves only its input in the step's dtype.
-    over_ranks = np.asarray(model.joint_head_norms, bool) & (layout.x * layout.y > 1)
-    # Latent attention copies queries, keys, and values to join the channels of each head. It also saves its padded
-    # output.
-    qkv = np.where(model.has_latents, 2 * p.queries + 2 * p.keys, qkv)
-    in_32 = 4 / step.item_bytes
-    copies = np.where(over_ranks, 1, np.where(model.zero_centered_norm, in_32, 1) + in_32)
-    normed = np.where(model.qk_norm, (p.queries + p.keys) * copies, 0)
-    # Without a fused kernel, autograd saves 5 bytes per query-key pair: the outputs of softmax and dropout (2 + 2), and
-    # the dropout mask (1).
-    pairs = layout.micro_batch_size * step.seq_length**2 / layout.cp * heads_on_rank(work)
-    scores = np.where(work.program.flash, 0, 5 * pairs)
-    # If y splits the queries, a causal kernel does not know the positions of a rank's queries. So attention reads an
-    # explicit mask from memory.
-    mask = np.where(split == "sequence", step.item_bytes * step.seq_length**2 / layout.y, 0)
-    arriving = step.item_bytes * work.tokens * (model.projected + model.shared_key) / (layout.x * layout.y)
-    return qkv + normed + log_sum_exp_bytes(work) + scores + mask, arriving
 
 
 def kept_by_block(work: Workload, selective: bool) -> Number:
@@ -99,13 +60,16 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     # With Ulysses, the kernel's output is exchanged over cp before the projection reads it. The exchanged output is
     # another tensor, so the kernel's output counts too.
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
-    is_apart = (gathers | exchanged | copies_heads(work)) & ~model.has_latents
-    core = core + np.where(is_apart, p.queries, 0)
+    is_copied = exchanged | copies_heads(work)
+    is_apart = (gathers | is_copied) & ~model.has_latents
+    # A gate multiplies the kernel's output, or the copy or exchanged output if there is one.
+    outputs = np.where(model.output_gate, 1 + is_copied, is_apart)
+    core = core + np.where(model.linear == 1, 0, outputs) * p.queries
     # In parallel blocks, the norms of attention and MLP read the same tensor, so it counts once.
     read = np.where(model.parallel_residual, 1, model.norms) * p.residual
     # 8-bit matmuls save their inputs in 8 bits, which halves ``every``. The attention kernel saves its output in 16
     # bits, so the 8-bit copy that the output projection saves is added.
-    every = (1 + model.mlps) * tokens + np.where(model.has_latents, _kept_latents(work, tokens), 0)
+    every = (1 + model.mlps) * tokens + np.where(model.has_latents, kept_latents(work, tokens), 0)
     inputs = np.where(in_8, every / 2 + p.queries / 2, every)
     stream = read + model.norms * p.statistics + inputs + out
     if not selective:
@@ -122,30 +86,6 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     return np.where(program.recomputes_per_op, per_op, kept)
 
 
-def _kept_latents(work: Workload, tokens: Number) -> Number:
-    """Return the bytes that latent attention saves in addition to ``tokens``, the gathered input that other kinds of
-    attention save. It saves the rank's shard of the input, its latents, and the gathered latents, but no gathered
-    input."""
-    model, layout = work.model, work.layout
-    token = work.step.item_bytes * work.tokens / layout.y
-    arrived = np.where(layout.y > 1, model.latents, model.q_latent + model.kv_latent) / layout.x
-    statistics = 4 * work.tokens / layout.x * (1 + np.greater(model.q_latent, 0))
-    return (
-        model.read_by_heads / model.hidden_size * tokens
-        - tokens
-        + token * arrived
-        + statistics
-        + tensor_bytes(work).residual
-    )
-
-
-def mlp_made_again(work: Workload) -> Number:
-    """Return the bytes of the MLP's activation, which selective recompute can compute again: silu(gate) and silu(gate)
-    · up, or GELU's output."""
-    model = work.model
-    return np.where(model.mean_gate_up > model.mean_inner, 2, 1) * tensor_bytes(work).inner
-
-
 def mlp_backward(work: Workload) -> tuple[Number, Number]:
     """Return the peak bytes of the MLP's backward pass, not counting the tensors that the forward pass has saved. The
     first number is for weights that are sharded over data-parallel ranks. The second is for replicated weights, whose
@@ -157,34 +97,6 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
     activation = mlp_made_again(work)  # The gradients of gate and up have the same size.
     sharded, replicated = (np.maximum(activation + size * weight, down) for size in (step.item_bytes, 4))
     return p.residual + sharded, p.residual + replicated
-
-
-def attention_backward(work: Workload) -> Number:
-    """Return the peak bytes of attention's backward pass, not counting the tensors that the forward pass has saved. By
-    then, the backward pass of the MLP has freed the tensors that the block has saved for it, so their bytes are
-    subtracted."""
-    model, p = work.model, tensor_bytes(work)
-    # A ring sums gradients in 32 bits: of the queries, of the rank's own keys and values, and of the keys and values
-    # that currently pass by.
-    passing = 4 / work.step.item_bytes * (p.queries + 4 * p.keys) + 2 * p.keys
-    in_kernel = p.queries + 2 * p.keys + flash_workspace(work) + np.where(is_ring(work), passing, 0)
-    held = p.queries + np.where(caps_scores(work), _capped_backward(work), in_kernel)
-    # By now, the inputs of the MLP's norms and of attention's output norm have also been freed. If weight gradients are
-    # deferred, nothing has been freed, because they still need these tensors.
-    norms = (model.norms / 2 + np.asarray(model.output_norms, bool)) * p.residual
-    freed = np.where(work.layout.split_backward, 0, p.gathered + norms + 2 * mlp_made_again(work))
-    return p.residual + held - freed
-
-
-def _capped_backward(work: Workload) -> Number:
-    """Return the additional peak bytes of attention's backward pass with soft-capped scores. At the peak, five fp32
-    tensors have an entry per score: the softmax weight, the derivative of the soft-cap, the soft-capped value, the
-    gradient of the softmax weight, and a result computed from that gradient. Keys, values, and their gradients are
-    expanded to all query heads. The gradients of queries, keys, and values are summed in fp32."""
-    item, p, scores = work.step.item_bytes, tensor_bytes(work), capped_scores(work)
-    of_heads = scores.heads * scores.keys * work.model.head_dim * (2 * item + 2 * 4)
-    sums = 4 / item * (p.queries + 2 * p.keys)
-    return 20 * scores.heads * scores.queries * scores.keys + of_heads + sums
 
 
 def is_replicated(work: Workload) -> Flag:
@@ -217,7 +129,11 @@ class BlockBytes(ArrayFields):
     - mlp_again, core_again: tensors that selective recompute computes again, in the MLP (``mlp_made_again``) and inside
       attention.
     - head, head_kept: peak of head and loss, and the tensors that they hold until their backward pass.
+    - linear_core: tensors that the core of linear attention saves if its block is recomputed as a whole. Otherwise, the
+      core is recomputed on its own, and ``attention_backward`` includes these tensors.
     - dense: the bytes of blocks with a dense MLP, if some blocks of an MoE model have one.
+    - linear: the bytes of blocks with linear attention, if some blocks have it. The other fields are for blocks with
+      softmax attention.
     """
 
     whole: Number
@@ -230,10 +146,18 @@ class BlockBytes(ArrayFields):
     core_again: Number
     head: Number
     head_kept: Number
+    linear_core: Number
     dense: BlockBytes | None = None
+    linear: BlockBytes | None = None
 
     def kept(self, work: Workload, layers: Number) -> Number:
         """Return the bytes that ``layers`` blocks save for a micro-batch."""
+        own = self._kept(work, layers)
+        if self.linear is None:
+            return own
+        return (1 - work.model.linear) * own + work.model.linear * self.linear.kept(work, layers)
+
+    def _kept(self, work: Workload, layers: Number) -> Number:
         layout = work.layout
         full = np.where(layout.offload, 0, self.full)
         light = np.where(layout.recompute == 2, full, np.where(layout.recompute == 1, self.selective, self.whole))
@@ -242,14 +166,23 @@ class BlockBytes(ArrayFields):
 
     def in_backward(self, work: Workload, layers: Number) -> Number:
         """Return the peak bytes that the backward pass of one of ``layers`` blocks adds to the saved bytes."""
+        own = self._in_backward(work, layers)
+        if self.linear is None:
+            return own
+        # The blocks after the last block with linear attention have freed what they had saved.
+        freed = self._kept(work, np.minimum(work.model.after_linear, layers - 1))
+        return np.where(work.model.linear > 0, np.maximum(own, self.linear.in_backward(work, layers) - freed), own)
+
+    def _in_backward(self, work: Workload, layers: Number) -> Number:
         layout, program = work.layout, work.program
         full = layout.recompute == 2
         by_module = (layout.recompute == 1) & ~np.asarray(program.recomputes_per_op, bool)
         # Subtract the block's input, which is in memory already, unless it was offloaded.
-        made = self.whole - np.where(layout.offload, 0, self.full)
+        made = self.whole + self.linear_core - np.where(layout.offload, 0, self.full)
         again = np.where(full, made, np.where(by_module & program.recomputes_mlp, self.mlp_again, 0))
         core_again = np.where(by_module & program.recomputes_attention, self.core_again, 0)
         backward = np.where(is_replicated(work), self.backward_replicated, self.backward)
+        core_again = core_again - np.where(full, self.linear_core, 0)
         backward = np.maximum(backward, self.attention_backward + core_again)
         # The input of the next recomputed block is already being copied back from host memory.
         several = np.ceil(layers / layout.recompute_every) > 1
@@ -269,6 +202,14 @@ def block_bytes(work: Workload) -> BlockBytes:
 
 
 def _bytes_of_equal_blocks(work: Workload) -> BlockBytes:
+    """Return the bytes of blocks with equal MLPs."""
+    if not has_linear(work):
+        return _bytes_of_one_kind(work)
+    softmax, linear = kinds_of_attention(work)
+    return replace(_bytes_of_one_kind(softmax), linear=_bytes_of_one_kind(linear))
+
+
+def _bytes_of_one_kind(work: Workload) -> BlockBytes:
     core, core_kept = kept_by_core(work)
     block = BlockBytes(
         kept_by_block(work, False),
@@ -280,6 +221,7 @@ def _bytes_of_equal_blocks(work: Workload) -> BlockBytes:
         core - core_kept,
         head_bytes(work),
         head_kept_bytes(work),
+        np.where(work.model.linear == 1, saved_by_core(work), 0),
     )
     return _bytes_with_experts(block, work) if has_experts(work) else block
 

@@ -12,6 +12,7 @@ from fourfold.planning.array_fields import ArrayFields, Number
 from fourfold.planning.cost.attention_time import attention_seconds, softmax_is_plain
 from fourfold.planning.cost.expert_sizes import has_experts
 from fourfold.planning.cost.expert_time import ExpertTime, expert_time
+from fourfold.planning.cost.linear_attention import core_launches, core_seconds, has_linear, kinds_of_attention
 from fourfold.planning.cost.rates import Rates
 from fourfold.planning.cost.tensor_sizes import attention_over_y, capped_scores, caps_scores
 from fourfold.planning.cost.terms import attention_core, host, pointwise
@@ -39,6 +40,7 @@ class BlockTime(ArrayFields):
     - launch_forward, launch_backward: host time to launch kernels, without the experts.
     - head, head_x, head_y: head and loss in forward and backward: computation, and communication over x and y.
     - embedding: the embedding in forward and backward.
+    - linear_forward: the core of linear attention in the forward pass, which is always recomputed.
     - experts: the experts' share of the fields above, their exchanges over ep, and their launches.
     """
 
@@ -66,11 +68,22 @@ class BlockTime(ArrayFields):
     head_x: Number
     head_y: Number
     embedding: Number
+    linear_forward: Number = 0.0
     experts: ExpertTime = field(default_factory=ExpertTime)
 
 
 def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockTime:
-    """Return the times of a block and of the head for each case of ``work``."""
+    """Return the times of a block and of the head for each case of ``work``. In a hybrid model, a block's times are
+    means over both kinds of blocks."""
+    if not has_linear(work):
+        return _time_of_one_kind(work, machine, constants)
+    softmax, linear = (_time_of_one_kind(kind, machine, constants) for kind in kinds_of_attention(work))
+    share = np.asarray(work.model.linear)
+    times = {name: time for name, time in vars(softmax).items() if name != "experts"}
+    return replace(softmax, **{name: (1 - share) * t + share * getattr(linear, name) for name, t in times.items()})
+
+
+def _time_of_one_kind(work: Workload, machine: Machine, constants: Constants) -> BlockTime:
     parts = work.active_parts
     part = work.but(micro_batch_size=work.layout.micro_batch_size / parts)
     model, layout = work.model, work.layout
@@ -79,6 +92,7 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     y_group = group_of(layout.y, layout.x, machine, constants)
     forward, input_gradients, weight_gradients = _matmuls(part, rates)
     attend, attend_backward = attention_seconds(part, rates, machine)
+    mixed, mixed_backward = (np.where(model.linear == 1, time, 0.0) for time in core_seconds(part, rates))
     pointwise_forward, pointwise_backward = (size / parts / rates.bandwidth for size in pointwise_traffic(work))
     x_forward, x_backward, hideable_x = _over_x(part, x_group)
     y_forward, y_backward, hideable_y = _over_y(part, y_group)
@@ -90,8 +104,8 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     # The first batch part writes the weight gradients. Each further part reads them, adds its own, and writes them.
     added = 3 * item * weights * (1 - 1 / parts) / rates.bandwidth
     seconds: dict[str, Number] = {
-        "forward": forward + attend + pointwise_forward,
-        "backward": input_gradients + weight_gradients + attend_backward + pointwise_backward + added,
+        "forward": forward + attend + mixed + pointwise_forward,
+        "backward": input_gradients + weight_gradients + attend_backward + mixed_backward + pointwise_backward + added,
         "attention_forward": attend,
         "activation_forward": _activation(part, rates),
         # An output norm reads the result of the last matmul, so recompute cannot skip this matmul and its sum.
@@ -111,6 +125,7 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
         "weight_gradients": weight_gradients,
         "launch_forward": launch_forward,
         "launch_backward": launch_backward,
+        "linear_forward": mixed,
     }
     head, head_x, head_y, embedding = _head(work, rates, x_group, y_group)
     of_all: dict[str, Any] = {name: parts * of_part for name, of_part in seconds.items()}
@@ -158,6 +173,10 @@ def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
         pieces = np.where(caps_scores(work), capped_scores(work).pieces, 0.0)
         more = more + pieces * attention_core.CAPPED_KERNELS
         more_back = more_back + pieces * attention_core.CAPPED_KERNELS_BACKWARD
+    more, more_back = (
+        kernels + np.where(work.model.linear == 1, of_core, 0.0)
+        for kernels, of_core in zip((more, more_back), core_launches(work), strict=True)
+    )
     forward = rates.launch * (host.block_launches(host.FORWARD_KERNELS, fused, collectives) + more)
     return forward, rates.launch * (host.block_launches(host.BACKWARD_KERNELS, fused, collectives) + more_back)
 
@@ -197,6 +216,8 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
     biased = np.where(model.attention_bias, heads + np.where(gated, 0, inner + apart), 0)
     both = token * (model.queries + model.keys) / (layout.x * layout.y)
     joined = np.where(model.has_latents, 2 * (2 * both + heads), 0)
+    # Softmax attention reads and writes the gate, and multiplies. The core of linear attention includes its gate.
+    gated_outputs = np.where(model.linear == 1, 0, token * model.queries * model.output_gate / (layout.x * layout.y))
     turned = both * model.rotary_share * model.rotated
     others = pointwise.others_bytes(residual, heads, turned, inner, gated, program.fused)
     fused = np.asarray(program.fused, bool)
@@ -207,8 +228,8 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
     )  # fmt: skip
     is_own = np.asarray(program.is_fourfold, bool)
     forward, backward = (
-        np.where(is_own, ours + copied + joined, theirs + joined)
-        for ours, copied, theirs in zip(own, _copied(work), others, strict=True)
+        np.where(is_own, ours + copied, theirs) + joined + gates * gated_outputs
+        for ours, copied, theirs, gates in zip(own, _copied(work), others, (5, 8), strict=True)
     )
     return forward, backward
 

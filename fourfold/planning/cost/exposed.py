@@ -8,6 +8,7 @@ from fourfold.planning.array_fields import Number
 from fourfold.planning.cost.block import BlockTime
 from fourfold.planning.cost.expert_sizes import has_experts
 from fourfold.planning.cost.exposed_batch_parts import exposed_batch_parts
+from fourfold.planning.cost.linear_attention import has_linear, kinds_of_attention
 from fourfold.planning.cost.terms.bubble import transfer_seconds
 from fourfold.planning.cost.terms.collective import gather_seconds, group_of, reduce_seconds
 from fourfold.planning.machines.constants import Constants
@@ -59,8 +60,16 @@ def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: Bl
 
     Keys and values are gathered and their gradients scattered, or both are passed around a ring (gradients in fp32).
     Attention hides these transfers. With Ulysses, heads are exchanged for tokens before attention and back after it,
-    and no computation hides these exchanges.
+    and no computation hides these exchanges. Linear attention always exchanges heads for tokens, and repeats both
+    exchanges in its recomputation.
     """
+    if has_linear(work):
+        softmax, linear = (_cp_of_one_kind(kind, machine, constants, block) for kind in kinds_of_attention(work))
+        return (1 - work.model.linear) * softmax + work.model.linear * linear
+    return _cp_of_one_kind(work, machine, constants, block)
+
+
+def _cp_of_one_kind(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
     model, layout, step = work.model, work.layout, work.step
     group = group_of(layout.cp, layout.x * layout.y * layout.z, machine, constants)
     token = layout.micro_batch_size * step.seq_length / (layout.x * layout.y)
@@ -76,6 +85,8 @@ def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: Bl
     returns = 2 + np.where(layout.recompute == 2, layout.recomputing, 0.0)
     heads = forwards * (model.queries + 2 * model.keys) + returns * model.queries
     exchanged = gather_seconds(one * heads, forwards + returns, group)
+    if has_linear(work):  # All blocks have linear attention.
+        return gather_seconds(one * 3 * (2 * model.queries + 2 * model.keys), 6, group)
     return np.where(layout.cp_method == CP_METHODS.index("ulysses"), exchanged, passed)
 
 

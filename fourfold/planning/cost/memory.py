@@ -1,8 +1,7 @@
-"""Compute the peak memory of each pipeline rank by category, and the probability of running out of memory."""
+"""Compute the peak memory of each pipeline rank by category."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from fourfold.planning.cost.optimizer_cost import (
     lion_workspace,
     muon_workspace,
 )
+from fourfold.planning.cost.out_of_memory import CACHED, runtime_bytes
 from fourfold.planning.cost.stage_split import Blocks, blocks_of, split_of
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.model_shape import ModelShape
@@ -30,19 +30,6 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", 
 - logits: how much the head and the loss raise the peak above the activations.
 - reserve: the runtime, communication buffers, and unused memory that the allocator holds.
 """
-
-UNUSABLE = 0.06
-"""Memory overhead, as a fraction of the bytes that a step allocates. PyTorch's allocator rounds blocks up and fragments
-memory, and libraries allocate workspaces. (Megatron-LM's own estimate adds 5 %.)"""
-CACHED = 0.14
-"""``UNUSABLE``, plus the blocks that the allocator caches until memory runs low. The value is fitted to the measured
-rows that come with fourfold, with ``UNUSABLE`` as prior (docs/planner_validation.py)."""
-COMMUNICATOR = 0.5e9
-"""Bytes of one process group's communicator: NCCL allocates channels of 4 to 8 MB for each of a few protocols and
-peers, in both directions."""
-SPREAD = 0.07
-"""Standard deviation of log(needed / predicted bytes). This is an assumption for fourfold, whose tensors are counted
-exactly. For other frameworks, the ratio of measured to predicted bytes varies more (docs/planner_validation.py)."""
 
 
 def in_flight(work: Workload, rank: Number) -> Number:
@@ -120,7 +107,8 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
         parameters, gradients, optimizer, copied = (
             every + own for every, own in zip((parameters, gradients, optimizer, copied), of_experts, strict=True)
         )
-    weights = _weights(work, layers, tables, block, _freed_by_then(work, layers, last, block))
+    higher = np.where(last, block.head - block.in_backward(work, layers), -np.inf)
+    weights = _weights(work, layers, tables, block, higher)
     activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
     of_table = np.maximum(tables.embedding, tables.head)
     copied = copied + muon_workspace(work, layers) + lion_workspace(work, layers, of_table)
@@ -221,17 +209,22 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
     return parameters, gradients - late, optimizer, copied
 
 
-def _freed_by_then(work: Workload, layers: Number, last: Number, block: BlockBytes) -> Number:
-    """Return how many bytes of the backward pass's peak have been freed by the time the rank's first block sums its
-    gradients. These are the tensors that this block has saved. On the last rank, the head may need more memory than the
-    backward pass of a block, and the difference has been freed too."""
-    of_head = np.where(last, np.maximum(block.head - block.in_backward(work, layers), 0), 0)
-    return block.kept(work, 1) + of_head
+def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, higher: Number) -> Number:
+    """Return the bytes of gathered weights or of 16-bit copies when the most memory is in use: in the backward pass of
+    a block, or in the head, whose activations need ``higher`` more bytes. In the head, fourfold has two copies of the
+    head's own weight (the weight, and the buffer that received it), but no weights of blocks."""
+    in_block = _weights_in_block(work, layers, tables, block, block.kept(work, 1) + np.maximum(higher, 0))
+    both = 2 * work.step.item_bytes * tables.own_head / (work.layout.x * work.layout.y)
+    if has_experts(work):
+        both = both + _gathered_entries(states_of_experts(work), layers, Tables(0, 0, 0, 0), 0)
+    most = np.maximum(in_block - np.maximum(higher, 0), both + np.minimum(higher, 0))
+    is_copied = _is_resharded(work) & (work.layout.shards > 1) & np.greater(tables.own_head, 0)
+    return np.where(is_copied & np.asarray(work.program.is_fourfold, bool), most, in_block)
 
 
-def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, freed: Number) -> Number:
-    """Return the peak bytes of gathered weights or of 16-bit copies. This includes a block's unsharded gradients while
-    they are summed, minus the ``freed`` bytes."""
+def _weights_in_block(work: Workload, layers: Number, tables: Tables, block: BlockBytes, freed: Number) -> Number:
+    """Return the bytes of gathered weights or of 16-bit copies in the backward pass of a block, and of a block's
+    unsharded gradients while they are summed, minus the bytes that the pass has ``freed`` by then."""
     gathered = np.minimum(1 + work.program.prefetch + work.parts_cross_blocks, layers)
     if block.dense is None:
         held = _gathered(work, layers, tables, work.model, work.model, gathered, 0)
@@ -288,15 +281,6 @@ def _is_resharded(work: Workload) -> Flag:
     return (work.layout.z > 1) | (work.layout.zero == 3)
 
 
-def runtime_bytes(work: Workload, machine: Machine) -> Number:
-    """Return the bytes that the driver and the communication library use on every device."""
-    layout = work.layout
-    groups = sum(
-        np.where(size > 1, 1, 0) for size in (layout.x, layout.y, layout.z, layout.dp, layout.cp, layout.ep)
-    ) + 2 * (layout.pp > 1)
-    return machine.reserved + COMMUNICATOR * groups
-
-
 def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = None) -> Number:
     """Return the peak bytes of the rank that needs the most memory. The first rank of a pipeline holds the most
     micro-batches, and the last rank has the head. A rank between them can have more blocks or more experts."""
@@ -323,25 +307,3 @@ def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple
         [np.broadcast_arrays(sum(_held(work, machine, *place, block)), work.layout.pp)[0] for place in places], 0
     )
     return fullest
-
-
-def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Number:
-    """Return the probability that a step runs out of memory, if ``peak_memory`` has predicted ``predicted`` bytes. The
-    bytes that the step really needs are assumed to be log-normally distributed."""
-    return normal_share(np.log(needed_bytes(predicted, work, machine) / machine.memory) / SPREAD)
-
-
-def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
-    """Return the smallest memory in which a step still runs, in bytes, if ``peak_memory`` has predicted ``predicted``
-    bytes. It is below the peak, because PyTorch frees cached blocks before it runs out of memory."""
-    runtime = runtime_bytes(work, machine)
-    allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + CACHED)
-    return runtime + allocated * (1 + UNUSABLE)
-
-
-def normal_share(x: Number) -> Number:
-    """Return the cumulative distribution function of the standard normal at x (Abramowitz & Stegun 7.1.26, to 2e-7)."""
-    x = x / math.sqrt(2)
-    t = 1 / (1 + 0.3275911 * np.abs(x))
-    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    return 0.5 * (1 + np.sign(x) * (1 - series * np.exp(-x * x)))

@@ -84,14 +84,18 @@ def matrices_of(work: Workload, layers: Number) -> list[Matrices]:
     dense, sparse = layers * (1 - model.sparse), layers * model.sparse
     ups = model.gate_up / np.maximum(model.intermediate_size, 1)
     each = np.where(model.has_latents, layers, 0)
+    plain, linear = (layers - each) * (1 - model.linear), layers * model.linear
 
     def kind(number: Number, width: Number, other: Number = hidden) -> Matrices:
         return Matrices(np.where(np.greater(width, 0), number, 0), np.minimum(width, other), np.maximum(width, other))
 
     return [
         *(kind(each, width, other) for width, other in _of_latents(model)),
-        kind(2 * (layers - each), model.queries),
-        kind(2 * (layers - each), model.keys),
+        kind((2 + model.output_gate) * plain, model.queries),
+        kind(2 * plain, model.keys),
+        kind(3 * linear, model.linear_values),
+        kind(2 * linear, model.linear_keys),
+        kind(2 * linear, model.linear_num_value_heads),
         kind((ups + 1) * dense, model.intermediate_size),
         kind(3 * sparse, model.shared_expert_intermediate_size),
         kind(3 * sparse * model.num_experts, model.moe_intermediate_size),

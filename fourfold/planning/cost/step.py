@@ -185,7 +185,7 @@ def _recompute(work: Workload, block: BlockTime) -> Number:
     selected = np.where(program.recomputes_per_op, (block.forward - block.attention_forward) / 2, selected)
     whole = block.forward - np.where(program.recompute_stops_early, block.last_matmul, 0.0)
     again = np.where(layout.recompute == 2, whole, np.where(layout.recompute == 1, selected, 0.0))
-    return again * layout.recomputing
+    return again * layout.recomputing + block.linear_forward * (1 - forwards_again(work))
 
 
 def _launch(work: Workload, block: BlockTime, device: Number) -> Number:

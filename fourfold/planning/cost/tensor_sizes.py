@@ -61,6 +61,13 @@ def tensor_bytes(work: Workload) -> TensorBytes:
     )
 
 
+def mlp_made_again(work: Workload) -> Number:
+    """Return the bytes of the MLP's activation, which selective recompute can compute again: silu(gate) and silu(gate)
+    · up, or GELU's output."""
+    model = work.model
+    return np.where(model.mean_gate_up > model.mean_inner, 2, 1) * tensor_bytes(work).inner
+
+
 def attention_over_y(work: Workload) -> np.ndarray:
     """Return the dimension along which the y ranks share attention, as in ``config.layout.attention_split``."""
     model, layout = work.model, work.layout

@@ -10,7 +10,8 @@ import numpy as np
 
 from fourfold.errors import UserError
 from fourfold.planning.array_fields import Number
-from fourfold.planning.cost.memory import p_out_of_memory, peak_memory, stage_memory
+from fourfold.planning.cost.memory import peak_memory, stage_memory
+from fourfold.planning.cost.out_of_memory import p_out_of_memory
 from fourfold.planning.cost.step import step_parts
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine

@@ -166,6 +166,7 @@ def _sizes(work: Workload) -> Sizes:
         "float8": step.bits == 8, "experts": model.num_experts, "expert_inner": model.moe_intermediate_size,
         "shared_inner": model.shared_expert_intermediate_size,
         "latents": math.gcd(*(int(width) for width in (model.q_latent, model.kv_latent, model.shared_key))),
+        "linear_heads": model.linear_num_key_heads, "output_gate": model.output_gate,
         "x": x, "y": y, "z": z, "dp": dp, "cp": cp, "pp": pp, "ep": layout.ep, "zero": layout.zero,
         # With 32 bits, sizes of matmuls would overflow.
         "micro_batch": np.asarray(layout.micro_batch_size, np.int64),

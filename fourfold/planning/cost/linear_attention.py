@@ -1,0 +1,110 @@
+"""Compute the sizes and the time of linear attention. Split a hybrid model into its two kinds of blocks: blocks with
+softmax attention and blocks with linear attention."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fourfold.config.layout import LINEAR_CHUNK
+from fourfold.planning.array_fields import Number
+from fourfold.planning.cost.rates import Rates
+from fourfold.planning.workload import Workload
+
+
+def has_linear(work: Workload) -> bool:
+    """Return whether at least one case has blocks with linear attention."""
+    return bool(np.any(work.model.linear))
+
+
+def kinds_of_attention(work: Workload) -> tuple[Workload, Workload]:
+    """Return two workloads: one whose blocks all have softmax attention, and one whose blocks all have linear
+    attention.
+
+    The output gate of linear attention is as wide as its values, so values have the role of queries. The number of
+    heads stays the same, because the y ranks share both kinds of attention in the same way.
+    """
+    model = work.model
+    has = np.greater(model.linear, 0)
+    values = np.where(has, model.linear_values, model.queries)
+    linear = work.but(
+        linear=np.where(has, 1.0, 0.0), queries=values, keys=np.where(has, model.linear_keys, model.keys),
+        head_dim=values * model.head_dim / model.queries, output_gate=True, qk_norm=False, attention_bias=False,
+        rotated=0, sliding=0, caps_scores=False, flash=True,
+    )  # fmt: skip
+    return work.but(linear=0.0, sliding=model.sliding / np.maximum(1 - model.linear, 1e-30)), linear
+
+
+class PerToken(NamedTuple):
+    """A quantity of the core of linear attention per token, summed over all heads. Each field multiplies one width of
+    the core (``of``)."""
+
+    keys: float
+    queries_of_heads: float
+    """Queries that are repeated for each value head that shares a key head."""
+    values: float
+    pairs: float
+    """Pairs of the token with the tokens of its chunk."""
+    states: float
+    """Entries of the states, divided by the tokens of a chunk."""
+
+    def of(self, work: Workload) -> Number:
+        """Return the quantity for a rank's share of a micro-batch."""
+        model, layout = work.model, work.layout
+        heads = model.linear_num_value_heads
+        one = (
+            self.keys * model.linear_keys
+            + self.queries_of_heads * heads * model.linear_key_head_dim
+            + self.values * model.linear_values
+            + self.pairs * heads * LINEAR_CHUNK
+            + self.states * model.linear_states / LINEAR_CHUNK
+        )
+        return one * work.tokens / (layout.x * layout.y)
+
+
+SAVED = PerToken(48.0, 40.0, 52.0, 24.6, 4.0)
+"""Bytes that the core saves for its backward pass, in fp32. The core is always recomputed, so only one block has them
+at a time."""
+GRADIENTS = PerToken(0.0, 0.0, 12.0, 0.0, 0.0)
+"""Bytes that the backward pass of the core adds to the saved bytes at its peak, in fp32."""
+MOVED, MOVED_BACKWARD = PerToken(308.0, 172.0, 306.0, 87.0, 41.0), PerToken(595.0, 261.0, 484.0, 197.0, 81.0)
+"""Bytes that the operations of the core read and write in forward and backward. These numbers and the numbers above are
+counted from the operations that ``models.delta_net`` runs in bf16, with four taps per convolution."""
+KERNELS, KERNELS_BACKWARD = 154.0, 222.0
+"""Number of operations in forward and backward, without the operations of each chunk."""
+KERNELS_OF_A_CHUNK, KERNELS_OF_A_CHUNK_BACKWARD = 12.0, 15.0
+
+
+def saved_by_core(work: Workload) -> Number:
+    """Return the bytes that the core of one block with linear attention saves while it is recomputed. In 16 bits, it
+    also saves two 16-bit tensors as wide as the values."""
+    copies = np.where(work.step.item_bytes == 2, 2.0, 0.0)
+    return SAVED.of(work) + PerToken(0.0, 0.0, 1.0, 0.0, 0.0).of(work) * copies
+
+
+def core_seconds(work: Workload, rates: Rates) -> tuple[Number, Number]:
+    """Return the seconds of the core of one block with linear attention, in forward and backward. The time of the
+    recomputation is not included.
+
+    Per token and head, the matmuls inside a chunk have 5 · D + 3 · E multiply-adds per token of the chunk (D and E are
+    the widths of a key head and of a value head). The matmuls with the state have 3 · D · E. The backward pass has two
+    matmuls for each matmul.
+    """
+    model = work.model
+    inside = LINEAR_CHUNK * (5 * model.linear_key_head_dim + 3 * model.linear_value_head_dim)
+    flops = model.linear_num_value_heads * inside + 6 * model.linear_states
+    flops = flops * work.tokens / (work.layout.x * work.layout.y)
+    forward, backward = (
+        times * flops / rates.router + moved.of(work) / rates.bandwidth
+        for times, moved in ((1, MOVED), (2, MOVED_BACKWARD))
+    )
+    return forward, backward
+
+
+def core_launches(work: Workload) -> tuple[Number, Number]:
+    """Return the number of kernels that the core launches in forward and backward. The backward pass includes the
+    recomputation."""
+    chunks = np.ceil(work.step.seq_length / LINEAR_CHUNK)
+    forward = KERNELS + KERNELS_OF_A_CHUNK * chunks
+    return forward, forward + KERNELS_BACKWARD + KERNELS_OF_A_CHUNK_BACKWARD * chunks

@@ -1,0 +1,56 @@
+"""Compute the memory that a program needs in addition to its tensors, and the probability that a step runs out of
+memory."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fourfold.planning.array_fields import Number
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.workload import Workload
+
+UNUSABLE = 0.06
+"""Memory overhead, as a fraction of the bytes that a step allocates. PyTorch's allocator rounds blocks up and fragments
+memory, and libraries allocate workspaces. (Megatron-LM's own estimate adds 5 %.)"""
+CACHED = 0.14
+"""``UNUSABLE``, plus the blocks that the allocator caches until memory runs low. The value is fitted to the measured
+rows that come with fourfold, with ``UNUSABLE`` as prior (docs/planner_validation.py)."""
+COMMUNICATOR = 0.5e9
+"""Bytes of one process group's communicator: NCCL allocates channels of 4 to 8 MB for each of a few protocols and
+peers, in both directions."""
+SPREAD = 0.07
+"""Standard deviation of log(needed / predicted bytes). This is an assumption for fourfold, whose tensors are counted
+exactly. For other frameworks, the ratio of measured to predicted bytes varies more (docs/planner_validation.py)."""
+
+
+def runtime_bytes(work: Workload, machine: Machine) -> Number:
+    """Return the bytes that the driver and the communication library use on every device."""
+    layout = work.layout
+    groups = sum(
+        np.where(size > 1, 1, 0) for size in (layout.x, layout.y, layout.z, layout.dp, layout.cp, layout.ep)
+    ) + 2 * (layout.pp > 1)
+    return machine.reserved + COMMUNICATOR * groups
+
+
+def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Number:
+    """Return the probability that a step runs out of memory, if ``peak_memory`` has predicted ``predicted`` bytes. The
+    bytes that the step really needs are assumed to be log-normally distributed."""
+    return normal_share(np.log(needed_bytes(predicted, work, machine) / machine.memory) / SPREAD)
+
+
+def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
+    """Return the smallest memory in which a step still runs, in bytes, if ``peak_memory`` has predicted ``predicted``
+    bytes. It is below the peak, because PyTorch frees cached blocks before it runs out of memory."""
+    runtime = runtime_bytes(work, machine)
+    allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + CACHED)
+    return runtime + allocated * (1 + UNUSABLE)
+
+
+def normal_share(x: Number) -> Number:
+    """Return the cumulative distribution function of the standard normal at x (Abramowitz & Stegun 7.1.26, to 2e-7)."""
+    x = x / math.sqrt(2)
+    t = 1 / (1 + 0.3275911 * np.abs(x))
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    return 0.5 * (1 + np.sign(x) * (1 - series * np.exp(-x * x)))

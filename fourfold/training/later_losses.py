@@ -1,0 +1,42 @@
+"""Count and weight the losses of the layers that predict further tokens (``model.num_nextn_predict_layers``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fourfold.config.model import IGNORE_INDEX
+from fourfold.config.run import RunConfig
+from fourfold.data.loader import MicroBatch
+from fourfold.parallel.grid.communicate import all_reduce
+from fourfold.parallel.grid.grid import Grid
+
+
+class LaterLosses:
+    """The losses of a job's D prediction layers."""
+
+    def __init__(self, run: RunConfig, grid: Grid, device: torch.device) -> None:
+        depths, self.grid = run.model.num_nextn_predict_layers, grid
+        self.weights = torch.tensor([1.0, *[run.training.mtp_loss_weight / depths] * depths], device=device)
+        """Factors on the model's own loss and on the loss of each prediction layer, [1 + D]."""
+        self.means: Tensor | None = None
+        """The last step's mean loss of each prediction layer, [D]."""
+
+    def count(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> Tensor:
+        """Count the tokens in each prediction layer's loss over all ranks, [D]."""
+        labels = [micro_batch.next_labels for micro_batch in micro_batches if micro_batch.next_labels is not None]
+        mine = torch.stack([(labels_BSD != IGNORE_INDEX).sum((0, 1)) for labels_BSD in labels]).sum(0)
+        return all_reduce(mine, self.grid.tokens, "kept tokens")
+
+    def note(self, means: Tensor) -> Tensor:
+        """Keep the mean losses of the prediction layers, and return the model's own. ``means`` has both, [1 + D]."""
+        self.means = means[1:]
+        return means[0]
+
+    def take(self) -> dict[str, float]:
+        """Return the mean of the last step's losses as ``mtp_loss``, or {} if there was no step since the last
+        call."""
+        means, self.means = self.means, None
+        return {} if means is None else {"mtp_loss": means.mean().item()}
