@@ -31,7 +31,7 @@ class ReferenceOptimizer:
         self.run, name = run, run.optimizer.name
         self.settings = {key: _settings(key, p, run) for key, p in parameters.items()}
         self.own = {
-            key: p for key, p in parameters.items() if name == "lion" or (name == "muon" and _is_hidden(key, p))
+            key: p for key, p in parameters.items() if name == "lion" or (name == "muon" and is_for_muon(key, p))
         }
         self.means = {key: torch.zeros_like(p) for key, p in self.own.items()}
         self.cut = {key: torch.zeros_like(p) for key, p in (self.own.items() if name == "lion" else ())}
@@ -95,7 +95,8 @@ def _orthogonal(matrix: Tensor) -> Tensor:
     return x
 
 
-def _is_hidden(name: str, parameter: Tensor) -> bool:
+def is_for_muon(name: str, parameter: Tensor) -> bool:
+    """Return whether Muon updates a parameter, if it is the run's optimizer."""
     return parameter.ndim > 1 and name.startswith("layers.") and NOT_OF_MUON.search(name) is None
 
 

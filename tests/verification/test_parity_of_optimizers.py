@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tiny_runs
 import torch
 from layouts import GROUPS, NODES_OF_2, OFFLOADED, ONE_SEQUENCE, PACKED, TUNED, UNEVEN, Case
 from pool import Pool
@@ -12,14 +13,22 @@ from test_parity import check
 from tiny_runs import DEEPSEEK, GPT, LLAMA, MIXTURE, QWEN, QWEN_MOE, tiny_run
 
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
+from fourfold.config.optimizer_rules import rule_of
 from fourfold.config.run import CheckpointConfig, RunConfig
 from fourfold.errors import UserError
+from fourfold.models.transformer import Transformer
 from fourfold.parallel.grid.grid import Grid
 from fourfold.training.job import Job
+from fourfold.verification.reference_optimizer import is_for_muon
 
 LION, MUON = ({"optimizer": {"name": name, **GROUPS["optimizer"]}} for name in ("lion", "muon"))
 ADAPTERS = {"optimizer": {"name": "muon"}, "lora": {"rank": 4, "targets": ["up_proj", "q_proj", "o_proj"]}}
 DEEP_LLAMA, DEEP_GPT = LLAMA | {"num_hidden_layers": 4}, GPT | {"num_hidden_layers": 4}
+MODELS = {
+    name: model
+    for name, model in vars(tiny_runs).items()
+    if isinstance(model, dict) and "preset" in model and not name.startswith("_")
+}
 LOSSES = {"moe": {"load_balancing_loss": 0.5, "z_loss": 0.01}}
 
 CASES: dict[str, Case] = {
@@ -58,6 +67,14 @@ SLOW_CASES: dict[str, Case] = {
     "pp2 dp2 ZBV muon": (DEEP_LLAMA, {"pp": 2, "dp": 2, "schedule": "ZBVZeroBubble"}, MUON | ONE_SEQUENCE),
     "z2 dp2 muon for adapters": (GPT, {"z": 2, "dp": 2, "zero": 1}, ADAPTERS),
 }
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_parity_steps_the_same_parameters_with_muon(model: dict[str, object]) -> None:
+    with torch.device("meta"):
+        parameters = dict(Transformer(tiny_run(model).model).named_parameters())
+    by_muon = {name for name, p in parameters.items() if rule_of(name, p.ndim, "muon") == "muon"}
+    assert by_muon == {name for name, p in parameters.items() if is_for_muon(name, p)} != set()
 
 
 @pytest.mark.fast_cases(1)
