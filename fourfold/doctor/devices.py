@@ -22,7 +22,7 @@ SLOWED = {
     0x40: "slowed by heat",
     0x80: "slowed by its power supply",
 }
-"""Maps bits of nvidia-smi's reasons for lower clocks to words. Only reasons that indicate a problem are listed.
+"""Text for each bit of nvidia-smi's clock-throttle reasons. Only reasons that indicate a problem are listed.
 (Idleness and the power cap are no problem.)"""
 
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")

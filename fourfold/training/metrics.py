@@ -39,7 +39,7 @@ class StepMetrics:
     mfu: float | None  # Fraction of the peak FLOP/s. None if the peak is unknown.
     peak_memory_bytes: int  # Largest peak memory of any GPU, or of any process on the CPU.
     step_seconds: float
-    trained_token_share: float  # Fraction of the step's tokens (in preference training, pairs) in the loss.
+    trained_token_share: float  # Fraction of tokens that are in the loss. In preference training, fraction of pairs.
     validation_loss: float | None = None  # Mean validation loss. Absent in steps without a validation.
     skipped: bool = False  # True if the update was not applied. Absent otherwise.
     # Metrics that only some runs have. Each becomes a key of the line.

@@ -61,8 +61,9 @@ class RunRecord:
         self.prediction = PredictionCheck(run, run_dir, on_gpu)
         self.progress.print_facts("Run", self.facts)
         _warn_about_data(corpora, goldfish, training.seq_length)
+        # A finished run keeps the run file that it was trained with.
         if first_step < training.train_steps or not (run_dir / RUN_FILE).exists():
-            write_output(run_dir / RUN_FILE, to_toml(run))  # Do not replace the run file of a finished run.
+            write_output(run_dir / RUN_FILE, to_toml(run))
         self.tracking = Tracking(run, run_dir, first_step)
         self.failure: WriteFailed | None = None
         """The error, if the record of a step could not be written. The trainer tells it to all other processes after

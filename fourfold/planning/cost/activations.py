@@ -62,7 +62,7 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
     is_copied = exchanged | copies_heads(work)
     is_apart = (gathers | is_copied) & ~model.has_latents
-    # A gate multiplies the kernel's output, or the copy or exchanged output if there is one.
+    # With an output gate, the kernel's output counts. If it was copied or exchanged, the new tensor counts too.
     outputs = np.where(model.output_gate, 1 + is_copied, is_apart)
     core = core + np.where(model.linear == 1, 0, outputs) * p.queries
     # In parallel blocks, the norms of attention and MLP read the same tensor, so it counts once.
@@ -187,8 +187,8 @@ class BlockBytes(ArrayFields):
         # The input of the next recomputed block is already being copied back from host memory.
         several = np.ceil(layers / layout.recompute_every) > 1
         again = again + np.where(full & layout.offload & several, self.full, 0)
-        # When the backward pass reaches the last recomputed block, it has freed everything that later blocks have
-        # saved.
+        # The backward pass runs the blocks after the last recomputed block first. When it reaches the recomputed
+        # block, it has freed everything that they saved.
         freed = (layers - 1) % layout.recompute_every * self.whole
         return backward + np.maximum(again - freed, 0)
 

@@ -59,7 +59,7 @@ of the step time remains without these copies."""
 
 @dataclass(frozen=True)
 class SearchScores(ArrayFields):
-    """Scores of the points of a search, each an array [n]. A *point* is one layout.
+    """Scores of the n points of a search. Each field is an array [n]. A *point* is one layout.
 
     - seconds: the step time. Infinite if the point is illegal.
     - least: a lower bound on the step time with any number of batch parts, in seconds.

@@ -53,7 +53,7 @@ OWN_TURNS = 11.5, 11.5
 """Passes over the channels that rotary embeddings rotate, as separate operations that add in 32 bits
 (``models.rope``)."""
 OWN_FUSED_TURNS = 2.0, 2.0
-"""Passes over the channels that rotary embeddings rotate if one kernel computes rotary embeddings and head norms."""
+"""Passes over the rotated channels if a single kernel computes both the rotary embeddings and the head norms."""
 OWN_GATE, OWN_FUSED_GATE = (5.0, 9.0), (3.0, 5.0)
 """Passes over tensors of the MLP's inner width for silu(gate) · up. The backward pass writes the gradients of gate and
 of up."""
