@@ -16,9 +16,12 @@ from exact_parameters import (
     Stage,
     expert_shards,
     gradient_item,
+    is_linear,
+    linear_widths,
     stages_of_rank,
     tiles_of,
     weight_shards,
+    with_linear_attention,
     without_experts,
 )
 from exact_weights import weight_lines
@@ -45,11 +48,12 @@ def _all_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
     parts = run.overlap.batch_parts if run.parallel.x * run.parallel.y > 1 else 1
     attended = 1 if run.training.micro_batch_size % parts else parts  # parts of sequences share one attention call
     for stage in stages:
-        of_attention = [*_head_norm_lines(run, stage), *_key_lines(run, stage), *_context_lines(run, stage)]
-        dense, rest = stage.parts()
-        of_blocks = [*_block_lines(without_experts(run), dense), *_block_lines(run, rest)]
-        for lines, times in ((of_blocks, parts), (of_attention, attended)):
-            yield from (replace(line, count=line.count * times) for line in lines)
+        for kind, layers in zip((run, with_linear_attention(run)), stage.kinds(), strict=True):
+            of_attention = [*_head_norm_lines(kind, layers), *_key_lines(kind, layers), *_context_lines(kind, layers)]
+            dense, rest = layers.parts()
+            of_blocks = [*_block_lines(without_experts(kind), dense), *_block_lines(kind, rest)]
+            for lines, times in ((of_blocks, parts), (of_attention, attended)):
+                yield from (replace(line, count=line.count * times) for line in lines)
         if stage.is_first:
             yield from _embedding_lines(run)
         if stage.is_last:
@@ -127,7 +131,10 @@ def _head_lines_of(run: RunConfig, once: int, forward: int, gathers: int) -> Ite
     """Yield the collectives of the projections to queries, keys, and values, including latents."""
     model, grid, sizes = run.model, run.parallel, _Sizes(run)
     line, item, tokens = partial(_line, grid), sizes.item, sizes.tokens
-    groups = {"qkv": (model.hidden_size, sizes.queries + 2 * sizes.keys)}
+    groups = {"qkv": (model.hidden_size, sizes.queries * (1 + model.attention_output_gate) + 2 * sizes.keys)}
+    if is_linear(run):
+        keys, values, heads_of_values = linear_widths(run)
+        groups = {"linear attention": (model.hidden_size, 2 * (keys + values + heads_of_values))}
     if model.kv_lora_rank:
         latents = model.q_lora_rank + model.kv_lora_rank + model.qk_rope_head_dim
         own = item * tokens // grid.x * latents
@@ -157,7 +164,7 @@ def _norms(run: RunConfig, inputs: int, outputs: int) -> int:
 
 def _head_norm_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     """Yield the collectives of norms over all heads of the queries or keys, if several ranks share the heads."""
-    if not run.model.qk_norm or run.model.qk_norm_over == "head":
+    if is_linear(run) or not run.model.qk_norm or run.model.qk_norm_over == "head":
         return
     sizes = _Sizes(run)
     over_both = sizes.split == "heads"
@@ -225,6 +232,14 @@ def _context_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     ranks = grid.x * grid.y if sizes.split == "heads" else grid.x
     tokens = sizes.tokens // grid.y if sizes.split == "batch" else sizes.tokens
     queries = sizes.queries // ranks
+    if is_linear(run):  # The core is always recomputed, and its recomputation reads the exchanged outputs.
+        keys, values, heads = linear_widths(run)
+        count = 3 * once
+        parts, outputs = sizes.item * (2 * keys + values + 2 * heads), 4 * values  # Outputs are in fp32.
+        for purpose, entries in (("heads for tokens", parts), ("tokens for heads", outputs)):
+            size = tokens * entries // ranks
+            yield Line("cp", "all_to_all", f"attention: {purpose}", count, count * size)
+        return
     method = context_method(run)
     if method == "ulysses":
         parts = sizes.item * tokens * (queries + 2 * sizes.keys // ranks)
@@ -307,7 +322,7 @@ def _once_a_step_lines(run: RunConfig, stages: list[Stage]) -> Iterator[Line]:
     shares: dict[str, int] = {}
     tiles = [tiles_of(run, stage) for stage in stages]
     parts = [(part, shards) for each in tiles for part in each.parts()]
-    parts += [(part, expert_shards(run)) for each in tiles for part in each.experts * each.layers]
+    parts += [(part, expert_shards(run)) for each in tiles for part in each.experts * each.sparse_layers]
     for part, ranks in parts:
         over = tuple(a for a in ("y", "x") if a in part.partial_over and getattr(grid, a) > 1)
         if over:

@@ -40,6 +40,12 @@ class Stage(NamedTuple):
     before: int = 0
     """Number of layers of the stage that come before these layers. It is above 0 if this object describes only a part
     of the stage."""
+    linear: int = 0
+    """Number of layers with linear attention."""
+
+    def kinds(self) -> tuple[Stage, Stage]:
+        """Split the stage into its layers with softmax attention and its layers with linear attention."""
+        return self._replace(layers=self.layers - self.linear, linear=0), self._replace(layers=self.linear, linear=0)
 
     def parts(self) -> tuple[Stage, Stage]:
         """Split the stage into its layers with a dense MLP, which come first, and its remaining layers."""
@@ -63,16 +69,25 @@ class Tiles:
     dense_layers: int
     """Number of blocks with a dense MLP in a mixture of experts. They come first, and each has the parameters in
     ``dense_block``."""
+    linear_block: tuple[Part, ...]
+    linear_layers: int
+    """Number of blocks with linear attention."""
     last: tuple[Part, ...]
     embedding: tuple[Part, ...]
     positions: tuple[Part, ...]
     experts: tuple[Part, ...] = ()
     """The experts of one block, if ep divides the experts. Otherwise, ``block`` includes them."""
 
+    @property
+    def sparse_layers(self) -> int:
+        """Number of blocks with experts in a mixture of experts."""
+        return self.layers + self.linear_layers
+
     def parts(self) -> list[Part]:
         """All parameters except ``experts``."""
         return [
             *self.dense_block * self.dense_layers,
+            *self.linear_block * self.linear_layers,
             *self.block * self.layers,
             *self.last,
             *self.embedding,
@@ -84,7 +99,14 @@ def stages_of_rank(run: RunConfig, pp_rank: int) -> list[Stage]:
     """Return the stages of one rank of pp, as ``config.stages`` splits the layers."""
     every = stage_layers(run.model, run.parallel)
     return [
-        Stage(number, len(layers), number == 0, number == len(every) - 1, dense_layers(run, layers))
+        Stage(
+            number,
+            len(layers),
+            number == 0,
+            number == len(every) - 1,
+            dense_layers(run, layers),
+            linear=sum(run.model.type_of(layer) == "linear_attention" for layer in layers),
+        )
         for number, layers in enumerate(every)
         if rank_of_stage(number, run.parallel) == pp_rank
     ]
@@ -101,6 +123,25 @@ def without_experts(run: RunConfig) -> RunConfig:
     return run.model_copy(update={"model": run.model.model_copy(update=keys)})
 
 
+def with_linear_attention(run: RunConfig) -> RunConfig:
+    """Return a run whose layers all have linear attention. Its heads are so wide that queries are as wide as values."""
+    model = run.model
+    width = linear_widths(run)[1] // model.num_attention_heads
+    changed = model.model_copy(update={"layer_types": ["linear_attention"], "head_dim": width})
+    return run.model_copy(update={"model": changed})
+
+
+def is_linear(run: RunConfig) -> bool:
+    return run.model.layer_types == ["linear_attention"]
+
+
+def linear_widths(run: RunConfig) -> tuple[int, int, int]:
+    """Return the widths of keys and values, and the number of value heads, of linear attention."""
+    model = run.model
+    keys = model.linear_num_key_heads * model.linear_key_head_dim
+    return keys, model.linear_num_value_heads * model.linear_value_head_dim, model.linear_num_value_heads
+
+
 def tiles_of(run: RunConfig, stage: Stage) -> Tiles:
     """Return the tiles that one (x, y) rank has of a stage's parameters."""
     model, grid = run.model, run.parallel
@@ -110,9 +151,11 @@ def tiles_of(run: RunConfig, stage: Stage) -> Tiles:
     learned = stage.is_first and model.position_embedding == "learned"
     return Tiles(
         block=(*_block(run), *(() if grid.ep > 1 else _experts(run))),
-        layers=stage.layers - stage.dense,
+        layers=stage.layers - stage.dense - stage.linear,
         dense_block=_block(without_experts(run)),
         dense_layers=stage.dense,
+        linear_block=(*_block(with_linear_attention(run)), *(() if grid.ep > 1 else _experts(run))),
+        linear_layers=stage.linear,
         last=(*_norm(run), table) if stage.is_last else (),
         embedding=(table,) if stage.is_first and not shared else (),
         positions=(Part(model.max_position_embeddings // grid.x, hidden),) if learned else (),
@@ -139,18 +182,30 @@ def _latents(run: RunConfig) -> list[Part]:
     ]
 
 
-def _block(run: RunConfig) -> tuple[Part, ...]:
-    model, grid = run.model, run.parallel
-    x, y = grid.x, grid.y
-    hidden, inner = model.hidden_size // y, model.intermediate_size // x
+def _linear_attention(run: RunConfig) -> list[Part]:
+    """The projections, convolutions, decays, and gated norm of linear attention."""
+    model, x, y = run.model, run.parallel.x, run.parallel.y
+    keys, values, heads = linear_widths(run)
+    over = () if attention_split(run) == "heads" else ("y",)
+    ranks = x if over else x * y
+    return [
+        *(Part(out // x, model.hidden_size // y) for out in (keys, keys, values, values, heads, heads)),
+        *(Part(width // ranks, model.linear_conv_kernel_dim, over) for width in (keys, keys, values)),
+        *((Part(heads // ranks, 1, over),) * 2),
+        Part(model.linear_value_head_dim, 1, ("y", "x")),
+    ]
+
+
+def _attention(run: RunConfig) -> list[Part]:
+    """The parameters of attention, without the output projection."""
+    model, x, y = run.model, run.parallel.x, run.parallel.y
+    hidden = model.hidden_size // y
     queries, keys = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
     split = attention_split(run)
     bias_over = () if split == "heads" else ("y",)
     bias_ranks = x * y if split == "heads" else x
-    block = _norm(run) * (4 if model.norm_placement == "around" else 2)
-    if model.kv_lora_rank:
-        block += _latents(run)
-    for out in () if model.kv_lora_rank else (queries, keys, keys):
+    block = _latents(run) if model.kv_lora_rank else []
+    for out in () if model.kv_lora_rank else (queries, keys, keys, *([queries] * model.attention_output_gate)):
         block.append(Part(out // x, hidden))
         if model.attention_bias:
             block.append(Part(out // bias_ranks, 1, bias_over))
@@ -160,6 +215,14 @@ def _block(run: RunConfig) -> tuple[Part, ...]:
         block += [Part(model.head_dim, 1, ("y", "x"))] * 2
     if model.attention_sinks:
         block.append(Part(model.num_attention_heads // bias_ranks, 1, bias_over))
+    return block
+
+
+def _block(run: RunConfig) -> tuple[Part, ...]:
+    model, x, y = run.model, run.parallel.x, run.parallel.y
+    hidden, inner = model.hidden_size // y, model.intermediate_size // x
+    block = _norm(run) * (4 if model.norm_placement == "around" else 2)
+    block += _linear_attention(run) if is_linear(run) else _attention(run)
     block.append(Part(hidden, model.num_attention_heads * (model.v_head_dim or model.head_dim) // x))
     if model.attention_output_bias:
         block.append(Part(hidden, 1, ("x",)))
@@ -213,7 +276,7 @@ def stored_bytes(run: RunConfig, pp_rank: int = 0) -> tuple[int, int, int]:
     shards = weight_shards(run)
     tiles = [tiles_of(run, stage) for stage in stages_of_rank(run, pp_rank)]
     entries = sum(part.chunk(shards) for each in tiles for part in each.parts())
-    entries += sum(part.chunk(expert_shards(run)) for each in tiles for part in each.experts * each.layers)
+    entries += sum(part.chunk(expert_shards(run)) for each in tiles for part in each.experts * each.sparse_layers)
     moment = 4 if run.optimizer.stochastic_rounding else item
     states = 2 * entries
     if run.optimizer.name == "lion":

@@ -26,14 +26,14 @@ def weight_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
             size = sum(part.rows * part.width for part in tiles.parts())
             yield Line(replicas, "all_reduce", "gradients", buckets, reduced * size)
         if tiles.experts and grid.dp * grid.cp > grid.ep:
-            size = sum(part.rows * part.width for part in tiles.experts * tiles.layers)
-            yield Line("ep_replicas", "all_reduce", "gradients", tiles.layers, reduced * size)
+            size = sum(part.rows * part.width for part in tiles.experts * tiles.sparse_layers)
+            yield Line("ep_replicas", "all_reduce", "gradients", tiles.sparse_layers, reduced * size)
         return
     item, steps, shards = 4 if training.precision == "fp32" else 2, run.gradient_accumulation_steps, weight_shards(run)
     axis = axis_name(run, ("z",) if grid.zero == 0 else ("dp", "cp", "z"))
     gathers = _gathers(run, stage)
     groups = [(tiles.dense_block, tiles.dense_layers, gathers.block), (tiles.block, tiles.layers, gathers.block)]
-    groups += [(tiles.last, 1, gathers.last)]
+    groups += [(tiles.linear_block, tiles.linear_layers, gathers.block), (tiles.last, 1, gathers.last)]
     groups += [(tiles.embedding, 1, gathers.embedding), (tiles.positions, 1, gathers.embedding)]
     levels, levels_of_z = _levels(run, axis, shards), _levels(run, "z", grid.z)
     for parts, count, (from_all, from_z) in groups:
@@ -57,7 +57,7 @@ def _expert_weight_lines(run: RunConfig, tiles: Tiles, gathers: _Gathers, item: 
     grid, shards, steps = run.parallel, expert_shards(run), run.gradient_accumulation_steps
     of_z, (from_all, from_z) = max(grid.z // grid.ep, 1), gathers.block
     padded = sum(part.chunk(shards) for part in tiles.experts) * shards
-    count, sums = tiles.layers, tiles.layers * (1 if grid.zero == 1 else steps)
+    count, sums = tiles.sparse_layers, tiles.sparse_layers * (1 if grid.zero == 1 else steps)
     if shards > 1:
         yield Line("ep_shards", "all_gather", "weights", count * from_all, count * from_all * item * padded)
         yield Line("ep_shards", "reduce_scatter", "gradients", sums, sums * reduced * padded)

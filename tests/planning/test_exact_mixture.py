@@ -8,7 +8,18 @@ import pytest
 from exact_collectives import collective_lines
 from exact_lines import Line
 from exact_parameters import stored_bytes
-from tiny_runs import DEEPSEEK, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MIXTURE, QWEN_MOE, YOUTU, tiny_run
+from tiny_runs import (
+    DEEPSEEK,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GPT_OSS,
+    HYBRID,
+    MIXTURE,
+    QWEN3_NEXT,
+    QWEN_MOE,
+    YOUTU,
+    tiny_run,
+)
 
 from fourfold.config.optimizer_rules import OptimizerConfig
 from fourfold.config.run import RunConfig
@@ -21,6 +32,15 @@ from fourfold.verification.trace import Collective, TraceReport, trace
 OF_WEIGHTS = ("weights", "gradients")
 UNBIASED = DEEPSEEK | {"router_bias": False}
 UNBIASED_V3 = DEEPSEEK_V3 | {"router_bias": False}
+HYBRIDS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (HYBRID, {"x": 2, "y": 2, "z": 2}, "none"),
+    (QWEN3_NEXT, {"x": 2, "dp": 2, "ep": 2}, "full"),
+    (HYBRID, {"cp": 2, "y": 2}, "none"),
+    (HYBRID, {"x": 2, "cp": 2, "cp_method": "ring"}, "selective"),
+    (QWEN3_NEXT, {"z": 4, "ep": 4}, "selective"),
+    (QWEN3_NEXT, {"y": 2, "z": 2, "dp": 2, "ep": 2, "zero": 1}, "none"),
+    (HYBRID, {"dp": 2, "zero": 3}, "full"),
+]
 CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MIXTURE, {"x": 2, "y": 2, "dp": 2, "ep": 2}, "full"),
     (QWEN_MOE, {"z": 4, "dp": 2, "ep": 2}, "none"),
@@ -110,6 +130,13 @@ def test_formulas_equal_the_trace(model: dict[str, Any], grid: dict[str, Any], m
     run = run_of(model, grid, mode)
     memory, work = assert_equal_to_the_trace(run).memory, workload_of(run)
     assert peak_bytes(work, work.model.num_hidden_layers, 1) == pytest.approx(memory.activations_peak, rel=0.07)
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(("model", "grid", "mode"), HYBRIDS, ids=str)
+def test_formulas_equal_the_trace_of_hybrids(model: dict[str, Any], grid: dict[str, Any], mode: str) -> None:
+    """Bytes are equal. The memory of activations is compared at the sizes of real models, in test_exact_peak.py."""
+    assert_equal_to_the_trace(run_of(model, grid, mode))
 
 
 @pytest.mark.fast_cases(1)

@@ -85,8 +85,9 @@ def _cp_of_one_kind(work: Workload, machine: Machine, constants: Constants, bloc
     returns = 2 + np.where(layout.recompute == 2, layout.recomputing, 0.0)
     heads = forwards * (model.queries + 2 * model.keys) + returns * model.queries
     exchanged = gather_seconds(one * heads, forwards + returns, group)
-    if has_linear(work):  # All blocks have linear attention.
-        return gather_seconds(one * 3 * (2 * model.queries + 2 * model.keys), 6, group)
+    if has_linear(work):  # All blocks have linear attention. Its outputs are exchanged in fp32.
+        widths = model.queries * (1 + 4 / step.item_bytes) + 2 * model.keys
+        return gather_seconds(one * 3 * widths, 6, group)
     return np.where(layout.cp_method == CP_METHODS.index("ulysses"), exchanged, passed)
 
 
