@@ -31,6 +31,8 @@ from mutants_of_families import FAMILIES  # noqa: E402
 from mutants_of_gpt_oss import GPT_OSS_FAULTS  # noqa: E402
 from mutants_of_latents import LATENTS  # noqa: E402
 from mutants_of_layers import LAYERS  # noqa: E402
+from mutants_of_linear_attention import LINEAR_ATTENTION  # noqa: E402
+from mutants_of_multi_token import MULTI_TOKEN  # noqa: E402
 from mutants_of_optimizers import OPTIMIZERS  # noqa: E402
 from mutants_of_parallelism import PARALLELISM  # noqa: E402
 from mutants_of_preferences import PREFERENCES  # noqa: E402
@@ -121,6 +123,8 @@ FAULTS = [
     *FAMILIES,
     *GPT_OSS_FAULTS,
     *LATENTS,
+    *LINEAR_ATTENTION,
+    *MULTI_TOKEN,
     *PREFERENCES,
     *RUNS,
     *DTYPES,

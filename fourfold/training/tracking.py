@@ -152,7 +152,7 @@ class InBackground:
         self._given_up = threading.Event()
         # Each entry is a call on the tracker. A number starts a new tracker after this many steps, and None is the end.
         self._waiting: Queue[Callable[[Tracker], None] | int | None] = Queue(MOST_WAITING)
-        # As a daemon, a thread that hangs does not keep the process alive.
+        # A daemon thread does not keep the process alive if it hangs.
         self._thread = threading.Thread(target=self._work, args=(first_step,), name=f"tracker-{name}", daemon=True)
         self._thread.start()
 

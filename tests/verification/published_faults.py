@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 PUBLISHED = {
+    "AReno #496": (
+        "the gradient of the key that heads share is not summed over y",
+        "every batch, with latent attention",
+    ),
+    "Automodel #2131": ("the convolution leaks into the next document", "packed documents, with linear attention"),
     "axolotl #3033": (
         "the loss is a mean over the rank's own tokens, even if it has none",
         "a micro-batch without labels",
@@ -16,23 +21,29 @@ PUBLISHED = {
         "a resumed run reads its data from the beginning",
         "the trainer's first batch after resuming",
     ),
-    "AReno #496": (
-        "the gradient of the key that heads share is not summed over y",
-        "every batch, with latent attention",
-    ),
     "Megatron-LM #1446": ("gradients of norm layers and biases are not summed over y", "every batch"),
-    "Megatron-LM #6839": (
-        "the gradient of the key that heads share is not summed over x",
-        "every batch, with latent attention",
-    ),
     "Megatron-LM #4494": (
         "prediction layers read the next document's tokens",
         "packed documents, with multi-token prediction",
     ),
     "Megatron-LM #6717, #7207": ("the validation loss counts only one rank", "labels spread unevenly over ranks"),
-    "optimum-intel #1877": (
-        "scores lack the factor of mscale_all_dim",
-        "every batch, with latent attention and YaRN",
+    "Megatron-LM #6839": (
+        "the gradient of the key that heads share is not summed over x",
+        "every batch, with latent attention",
+    ),
+    "Megatron-LM #7452": (
+        "the gradient of the gated norm is not summed over the ranks that share heads",
+        "every batch, with linear attention",
+    ),
+    "optimum-intel #1877": ("scores lack the factor of mscale_all_dim", "every batch, with latent attention and YaRN"),
+    "prime-rl #3002": ("with cp, linear attention ignores documents", "packed documents, with linear attention"),
+    "prime-rl #3002, second bug": (
+        "the convolution reads nothing of the previous cp rank's tokens",
+        "every batch, with linear attention",
+    ),
+    "slime #1686, Automodel #2131": (
+        "the state of linear attention leaks into the next document",
+        "packed documents, with linear attention",
     ),
     "TransformerEngine #715 (ROCm)": ("the gradient norm counts shared weights once for each rank", "every batch"),
     "transformers #34191": (

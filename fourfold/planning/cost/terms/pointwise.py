@@ -32,7 +32,7 @@ gradient and the input, and writes the input's gradient, while its forward has o
 sum moves nothing."""
 
 # The constants below are for fourfold's operations in 16 bits, in forward and backward. tests/planning/test_traffic.py
-# counts them, except for fused operations and the kernels of norms, which exist only on a GPU or with a compiler.
+# counts the passes, except the passes of fused operations and of norm kernels, which need a GPU or a compiler.
 OWN_SUMS = 6.0, 6.0
 """Passes over the residual stream: two residual sums, and the sums of their gradients (two reads and one write
 each)."""
