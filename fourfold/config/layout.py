@@ -93,10 +93,12 @@ def _check_predictions(run: RunConfig) -> None:
         f"model.tie_word_embeddings = true and parallel.pp = {run.parallel.pp}": (
             run.model.tie_word_embeddings and run.parallel.pp > 1
         ),
+        f"training.seq_length = {run.training.seq_length}": run.training.seq_length
+        <= run.model.num_nextn_predict_layers,
     }
-    for other in (setting for setting, is_refused in refused.items() if is_refused):
+    if found := [setting for setting, is_refused in refused.items() if is_refused]:
         raise UserError(
-            f"model.num_nextn_predict_layers = {run.model.num_nextn_predict_layers} does not work with {other}; "
+            f"model.num_nextn_predict_layers = {run.model.num_nextn_predict_layers} does not work with {found[0]}; "
             "num_nextn_predict_layers = 0 works"
         )
 

@@ -40,7 +40,8 @@ class BlockTime(ArrayFields):
     - launch_forward, launch_backward: host time to launch kernels, without the experts.
     - head, head_x, head_y: head and loss in forward and backward: computation, and communication over x and y.
     - embedding: the embedding in forward and backward.
-    - linear_forward: the core of linear attention in the forward pass, which is always recomputed.
+    - linear_forward, linear_launch: computation and launches of linear attention's core in the forward pass. The core
+      is always recomputed.
     - experts: the experts' share of the fields above, their exchanges over ep, and their launches.
     """
 
@@ -69,6 +70,7 @@ class BlockTime(ArrayFields):
     head_y: Number
     embedding: Number
     linear_forward: Number = 0.0
+    linear_launch: Number = 0.0
     experts: ExpertTime = field(default_factory=ExpertTime)
 
 
@@ -126,6 +128,7 @@ def _time_of_one_kind(work: Workload, machine: Machine, constants: Constants) ->
         "launch_forward": launch_forward,
         "launch_backward": launch_backward,
         "linear_forward": mixed,
+        "linear_launch": np.where(model.linear == 1, rates.launch * core_launches(part)[0], 0.0),
     }
     head, head_x, head_y, embedding = _head(work, rates, x_group, y_group)
     of_all: dict[str, Any] = {name: parts * of_part for name, of_part in seconds.items()}

@@ -103,8 +103,7 @@ def core_seconds(work: Workload, rates: Rates) -> tuple[Number, Number]:
 
 
 def core_launches(work: Workload) -> tuple[Number, Number]:
-    """Return the number of kernels that the core launches in forward and backward. The backward pass includes the
-    recomputation."""
+    """Return the number of kernels that the core launches in forward and backward. The recomputation is not
+    included."""
     chunks = np.ceil(work.step.seq_length / LINEAR_CHUNK)
-    forward = KERNELS + KERNELS_OF_A_CHUNK * chunks
-    return forward, forward + KERNELS_BACKWARD + KERNELS_OF_A_CHUNK_BACKWARD * chunks
+    return KERNELS + KERNELS_OF_A_CHUNK * chunks, KERNELS_BACKWARD + KERNELS_OF_A_CHUNK_BACKWARD * chunks

@@ -197,7 +197,8 @@ def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
     limit, so the host knows the number in advance.
     """
     again, program, experts = forwards_again(work), work.program, block.experts
-    host = (block.launch_forward * (1 + again) + block.launch_backward) * (1 - program.captured)
+    of_core = block.linear_launch * (1 - again)
+    host = (block.launch_forward * (1 + again) + block.launch_backward + of_core) * (1 - program.captured)
     if not has_experts(work):
         return np.where(program.blocking, host, overlapped(device, host) - device)
     of_experts = experts.forward * (1 + again) + experts.backward
