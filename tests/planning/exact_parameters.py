@@ -44,8 +44,10 @@ class Stage(NamedTuple):
     """Number of layers with linear attention."""
 
     def kinds(self) -> tuple[Stage, Stage]:
-        """Split the stage into its layers with softmax attention and its layers with linear attention."""
-        return self._replace(layers=self.layers - self.linear, linear=0), self._replace(layers=self.linear, linear=0)
+        """Split the stage into its layers with softmax attention and its layers with linear attention. Layers with a
+        dense MLP in a mixture of experts have softmax attention."""
+        softmax = self._replace(layers=self.layers - self.linear, linear=0)
+        return softmax, self._replace(layers=self.linear, linear=0, dense=0)
 
     def parts(self) -> tuple[Stage, Stage]:
         """Split the stage into its layers with a dense MLP, which come first, and its remaining layers."""
