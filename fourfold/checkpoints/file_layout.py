@@ -1,4 +1,4 @@
-"""Read and write `layout.json`, which says which part of each tensor is in which file of a checkpoint.
+"""Read and write `layout.json`. It maps each part of a tensor to the checkpoint file that holds the part.
 
 Each process writes at most one file. `layout.json` does not list all parts. It has the sizes of the grid, and for each
 tensor the axes that cut it. From these, every process can compute which files have the parts that it needs.

@@ -36,8 +36,7 @@ PROGRESS_FILE = "parallelized.json"
 """File of a checkpoint for scalars in the optimizer state, such as the number of steps."""
 
 Numbers = dict[str, dict[str, Any]]
-"""What each parameter's optimizer state consists of: its scalars ("numbers") and the names of its tensors
-("tensors")."""
+"""The optimizer state of each parameter. "numbers" has its scalars, and "tensors" has the names of its tensors."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each weight in files. It can differ from a shard's global shape, which may split the last dim

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 RELAYED_INTERRUPT = signal.SIGUSR2
-"""Signal by which the parent tells local workers about a Ctrl-C. The workers ignore SIGINT, which the terminal sends to
-them directly."""
+"""The parent sends this signal to its local workers after a Ctrl-C. The workers ignore the SIGINT that the terminal
+sends them directly."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, RELAYED_INTERRUPT)
 

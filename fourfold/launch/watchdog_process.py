@@ -45,7 +45,7 @@ FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class Watch(NamedTuple):
-    """What a watchdog must know about its rank: file descriptors, position in the job, and limits in seconds."""
+    """The file descriptors of a watchdog's rank, the rank's position in the job, and limits in seconds."""
 
     heartbeat: int
     stacks: int

@@ -109,7 +109,7 @@ class AttentionCore(nn.Module):
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What all layers of one attention type read in addition to hidden states."""
+    """Inputs that all layers of one attention type read in addition to hidden states."""
 
     cos_BS1d: Tensor | None = None
     """Rotary tables. None if the model has no rotary embeddings. B is 1 if all sequences have the same positions."""

@@ -182,7 +182,7 @@ def _chunks(t_BSN: Tensor) -> Tensor:
 
 
 def _decays(decay_BNnc: Tensor, documents_BS: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the factors by which a token's write to the state has decayed when it is read later.
+    """Return the fraction of a token's write to the state that is left when a later token reads the state.
 
     Args:
         decay_BNnc: The logarithm of the total decay from the beginning of the chunk up to and including each token.

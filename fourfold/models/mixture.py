@@ -69,7 +69,7 @@ class Routing(NamedTuple):
     experts_TK: Tensor
     """Indices of the chosen experts, best first. Parallel layers give padding the index ``num_experts``."""
     weights_TK: Tensor
-    """The factors by which the experts' outputs are multiplied, in float32."""
+    """Factors on the experts' outputs, in float32."""
 
 
 BIAS = "e_score_correction_bias"

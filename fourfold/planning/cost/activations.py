@@ -23,7 +23,7 @@ from fourfold.planning.cost.expert_sizes import (
     states_of_experts,
 )  # fmt: skip
 from fourfold.planning.cost.head_memory import head_bytes, head_kept_bytes
-from fourfold.planning.cost.linear_attention import has_linear, kinds_of_attention, saved_by_core
+from fourfold.planning.cost.linear_attention import has_linear, kinds_of_attention, mean_of_kinds, saved_by_core
 from fourfold.planning.cost.tensor_sizes import (
     copies_heads,
     log_sum_exp_bytes,
@@ -155,7 +155,7 @@ class BlockBytes(ArrayFields):
         own = self._kept(work, layers)
         if self.linear is None:
             return own
-        return (1 - work.model.linear) * own + work.model.linear * self.linear.kept(work, layers)
+        return mean_of_kinds(work, own, self.linear.kept(work, layers))
 
     def _kept(self, work: Workload, layers: Number) -> Number:
         layout = work.layout
@@ -222,7 +222,7 @@ def _bytes_of_one_kind(work: Workload) -> BlockBytes:
         core - core_kept,
         head_bytes(work),
         head_kept_bytes(work),
-        np.where(work.model.linear == 1, saved_by_core(work), 0),
+        saved_by_core(work),
     )
     return _bytes_with_experts(block, work) if has_experts(work) else block
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from fourfold.planning.array_fields import Number
-from fourfold.planning.cost.linear_attention import GRADIENTS, saved_by_core
+from fourfold.planning.cost.linear_attention import GRADIENTS, has_linear, saved_by_core
 from fourfold.planning.cost.tensor_sizes import (
     attention_over_y,
     capped_scores,
@@ -88,7 +88,8 @@ def attention_backward(work: Workload) -> Number:
     passing = 4 / work.step.item_bytes * (p.queries + 4 * p.keys) + 2 * p.keys
     in_kernel = p.queries + 2 * p.keys + flash_workspace(work) + np.where(is_ring(work), passing, 0)
     held = p.queries * (1 + model.output_gate) + np.where(caps_scores(work), _capped_backward(work), in_kernel)
-    held = np.where(model.linear == 1, p.queries + saved_by_core(work) + GRADIENTS.of(work), held)
+    if has_linear(work):
+        held = np.where(model.linear == 1, p.queries + saved_by_core(work) + GRADIENTS.of(work), held)
     # By now, the inputs of the MLP's norms and of attention's output norm have also been freed. If weight gradients are
     # deferred, nothing has been freed, because they still need these tensors.
     norms = (model.norms / 2 + np.asarray(model.output_norms, bool)) * p.residual

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from fourfold.planning.array_fields import ArrayFields, Number
+from fourfold.planning.cost import linear_attention
 from fourfold.planning.cost.attention_time import attention_seconds, softmax_is_plain
 from fourfold.planning.cost.expert_sizes import has_experts
 from fourfold.planning.cost.expert_time import ExpertTime, expert_time
-from fourfold.planning.cost.linear_attention import core_launches, core_seconds, has_linear, kinds_of_attention
 from fourfold.planning.cost.rates import Rates
 from fourfold.planning.cost.tensor_sizes import attention_over_y, capped_scores, caps_scores
 from fourfold.planning.cost.terms import attention_core, host, pointwise
@@ -40,8 +40,7 @@ class BlockTime(ArrayFields):
     - launch_forward, launch_backward: host time to launch kernels, without the experts.
     - head, head_x, head_y: head and loss in forward and backward: computation, and communication over x and y.
     - embedding: the embedding in forward and backward.
-    - linear_forward, linear_launch: computation and launches of linear attention's core in the forward pass. The core
-      is always recomputed.
+    - linear_forward, linear_launch: computation and launches of linear attention's core, which is always recomputed.
     - experts: the experts' share of the fields above, their exchanges over ep, and their launches.
     """
 
@@ -75,14 +74,18 @@ class BlockTime(ArrayFields):
 
 
 def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockTime:
-    """Return the times of a block and of the head for each case of ``work``. In a hybrid model, a block's times are
-    means over both kinds of blocks."""
-    if not has_linear(work):
+    """Return the times of a block and of the head for each case. Block times of hybrids are means over all blocks."""
+    if not linear_attention.has_linear(work):
         return _time_of_one_kind(work, machine, constants)
-    softmax, linear = (_time_of_one_kind(kind, machine, constants) for kind in kinds_of_attention(work))
-    share = np.asarray(work.model.linear)
-    times = {name: time for name, time in vars(softmax).items() if name != "experts"}
-    return replace(softmax, **{name: (1 - share) * t + share * getattr(linear, name) for name, t in times.items()})
+    softmax, linear = (
+        _time_of_one_kind(kind, machine, constants) for kind in linear_attention.kinds_of_attention(work)
+    )
+    means: dict[str, Any] = {
+        name: linear_attention.mean_of_kinds(work, time, getattr(linear, name))
+        for name, time in vars(softmax).items()
+        if name != "experts"
+    }
+    return replace(softmax, **means)
 
 
 def _time_of_one_kind(work: Workload, machine: Machine, constants: Constants) -> BlockTime:
@@ -94,7 +97,7 @@ def _time_of_one_kind(work: Workload, machine: Machine, constants: Constants) ->
     y_group = group_of(layout.y, layout.x, machine, constants)
     forward, input_gradients, weight_gradients = _matmuls(part, rates)
     attend, attend_backward = attention_seconds(part, rates, machine)
-    mixed, mixed_backward = (np.where(model.linear == 1, time, 0.0) for time in core_seconds(part, rates))
+    mixed, mixed_backward = linear_attention.core_seconds(part, rates)
     pointwise_forward, pointwise_backward = (size / parts / rates.bandwidth for size in pointwise_traffic(work))
     x_forward, x_backward, hideable_x = _over_x(part, x_group)
     y_forward, y_backward, hideable_y = _over_y(part, y_group)
@@ -128,7 +131,7 @@ def _time_of_one_kind(work: Workload, machine: Machine, constants: Constants) ->
         "launch_forward": launch_forward,
         "launch_backward": launch_backward,
         "linear_forward": mixed,
-        "linear_launch": np.where(model.linear == 1, rates.launch * core_launches(part)[0], 0.0),
+        "linear_launch": rates.launch * linear_attention.core_launches(part)[0],
     }
     head, head_x, head_y, embedding = _head(work, rates, x_group, y_group)
     of_all: dict[str, Any] = {name: parts * of_part for name, of_part in seconds.items()}
@@ -176,10 +179,8 @@ def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
         pieces = np.where(caps_scores(work), capped_scores(work).pieces, 0.0)
         more = more + pieces * attention_core.CAPPED_KERNELS
         more_back = more_back + pieces * attention_core.CAPPED_KERNELS_BACKWARD
-    more, more_back = (
-        kernels + np.where(work.model.linear == 1, of_core, 0.0)
-        for kernels, of_core in zip((more, more_back), core_launches(work), strict=True)
-    )
+    of_core, of_core_back = linear_attention.core_launches(work)
+    more, more_back = more + of_core, more_back + of_core_back
     forward = rates.launch * (host.block_launches(host.FORWARD_KERNELS, fused, collectives) + more)
     return forward, rates.launch * (host.block_launches(host.BACKWARD_KERNELS, fused, collectives) + more_back)
 

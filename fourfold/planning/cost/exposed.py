@@ -8,7 +8,7 @@ from fourfold.planning.array_fields import Number
 from fourfold.planning.cost.block import BlockTime
 from fourfold.planning.cost.expert_sizes import has_experts
 from fourfold.planning.cost.exposed_batch_parts import exposed_batch_parts
-from fourfold.planning.cost.linear_attention import has_linear, kinds_of_attention
+from fourfold.planning.cost.linear_attention import has_linear, kinds_of_attention, mean_of_kinds
 from fourfold.planning.cost.terms.bubble import transfer_seconds
 from fourfold.planning.cost.terms.collective import gather_seconds, group_of, reduce_seconds
 from fourfold.planning.machines.constants import Constants
@@ -63,13 +63,23 @@ def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: Bl
     and no computation hides these exchanges. Linear attention always exchanges heads for tokens, and repeats both
     exchanges in its recomputation.
     """
-    if has_linear(work):
-        softmax, linear = (_cp_of_one_kind(kind, machine, constants, block) for kind in kinds_of_attention(work))
-        return (1 - work.model.linear) * softmax + work.model.linear * linear
-    return _cp_of_one_kind(work, machine, constants, block)
+    if not has_linear(work):
+        return _cp_of_softmax(work, machine, constants, block)
+    softmax, linear = kinds_of_attention(work)
+    of_softmax = _cp_of_softmax(softmax, machine, constants, block)
+    return mean_of_kinds(work, of_softmax, _cp_of_linear(linear, machine, constants))
 
 
-def _cp_of_one_kind(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
+def _cp_of_linear(work: Workload, machine: Machine, constants: Constants) -> Number:
+    """Return the seconds of the exchanges in blocks with linear attention. Outputs are exchanged in fp32."""
+    model, layout, step = work.model, work.layout, work.step
+    group = group_of(layout.cp, layout.x * layout.y * layout.z, machine, constants)
+    one = step.item_bytes * (layout.micro_batch_size * step.seq_length / (layout.x * layout.y)) / layout.cp
+    widths = model.queries * (1 + 4 / step.item_bytes) + 2 * model.keys
+    return gather_seconds(one * 3 * widths, 6, group)
+
+
+def _cp_of_softmax(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
     model, layout, step = work.model, work.layout, work.step
     group = group_of(layout.cp, layout.x * layout.y * layout.z, machine, constants)
     token = layout.micro_batch_size * step.seq_length / (layout.x * layout.y)
@@ -85,9 +95,6 @@ def _cp_of_one_kind(work: Workload, machine: Machine, constants: Constants, bloc
     returns = 2 + np.where(layout.recompute == 2, layout.recomputing, 0.0)
     heads = forwards * (model.queries + 2 * model.keys) + returns * model.queries
     exchanged = gather_seconds(one * heads, forwards + returns, group)
-    if has_linear(work):  # All blocks have linear attention. Its outputs are exchanged in fp32.
-        widths = model.queries * (1 + 4 / step.item_bytes) + 2 * model.keys
-        return gather_seconds(one * 3 * widths, 6, group)
     return np.where(layout.cp_method == CP_METHODS.index("ulysses"), exchanged, passed)
 
 

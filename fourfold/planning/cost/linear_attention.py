@@ -18,6 +18,11 @@ def has_linear(work: Workload) -> bool:
     return bool(np.any(work.model.linear))
 
 
+def mean_of_kinds(work: Workload, softmax: Number, linear: Number) -> Number:
+    """Return the mean over all blocks of a quantity, given its values in the two kinds of blocks."""
+    return (1 - work.model.linear) * softmax + work.model.linear * linear
+
+
 def kinds_of_attention(work: Workload) -> tuple[Workload, Workload]:
     """Return two workloads: one whose blocks all have softmax attention, and one whose blocks all have linear
     attention.
@@ -66,6 +71,8 @@ class PerToken(NamedTuple):
 SAVED = PerToken(48.0, 40.0, 52.0, 24.6, 4.0)
 """Bytes that the core saves for its backward pass, in fp32. The core is always recomputed, so only one block has them
 at a time."""
+COPIES = PerToken(0.0, 0.0, 2.0, 0.0, 0.0)
+"""Bytes that the core saves in addition if the step computes in 16 bits: two tensors as wide as the values."""
 GRADIENTS = PerToken(0.0, 0.0, 12.0, 0.0, 0.0)
 """Bytes that the backward pass of the core adds to the saved bytes at its peak, in fp32."""
 MOVED, MOVED_BACKWARD = PerToken(308.0, 172.0, 306.0, 87.0, 41.0), PerToken(595.0, 261.0, 484.0, 197.0, 81.0)
@@ -77,33 +84,42 @@ KERNELS_OF_A_CHUNK, KERNELS_OF_A_CHUNK_BACKWARD = 12.0, 15.0
 
 
 def saved_by_core(work: Workload) -> Number:
-    """Return the bytes that the core of one block with linear attention saves while it is recomputed. In 16 bits, it
-    also saves two 16-bit tensors as wide as the values."""
-    copies = np.where(work.step.item_bytes == 2, 2.0, 0.0)
-    return SAVED.of(work) + PerToken(0.0, 0.0, 1.0, 0.0, 0.0).of(work) * copies
+    """Return the bytes that the core of one block saves while it is recomputed, or 0 for softmax attention."""
+    if not has_linear(work):
+        return 0.0
+    saved = SAVED.of(work) + np.where(work.step.item_bytes == 2, COPIES.of(work), 0.0)
+    return np.where(work.model.linear == 1, saved, 0.0)
 
 
 def core_seconds(work: Workload, rates: Rates) -> tuple[Number, Number]:
-    """Return the seconds of the core of one block with linear attention, in forward and backward. The time of the
-    recomputation is not included.
+    """Return the seconds of the core of one block with linear attention, in forward and backward, or 0 for softmax
+    attention. The time of the recomputation is not included.
 
     Per token and head, the matmuls inside a chunk have 5 · D + 3 · E multiply-adds per token of the chunk (D and E are
     the widths of a key head and of a value head). The matmuls with the state have 3 · D · E. The backward pass has two
     matmuls for each matmul.
     """
+    if not has_linear(work):
+        return 0.0, 0.0
     model = work.model
     inside = LINEAR_CHUNK * (5 * model.linear_key_head_dim + 3 * model.linear_value_head_dim)
     flops = model.linear_num_value_heads * inside + 6 * model.linear_states
     flops = flops * work.tokens / (work.layout.x * work.layout.y)
     forward, backward = (
-        times * flops / rates.router + moved.of(work) / rates.bandwidth
+        np.where(model.linear == 1, times * flops / rates.router + moved.of(work) / rates.bandwidth, 0.0)
         for times, moved in ((1, MOVED), (2, MOVED_BACKWARD))
     )
     return forward, backward
 
 
 def core_launches(work: Workload) -> tuple[Number, Number]:
-    """Return the number of kernels that the core launches in forward and backward. The recomputation is not
-    included."""
+    """Return the number of kernels that the core launches in forward and backward, or 0 for softmax attention. The
+    recomputation is not included."""
+    if not has_linear(work):
+        return 0.0, 0.0
     chunks = np.ceil(work.step.seq_length / LINEAR_CHUNK)
-    return KERNELS + KERNELS_OF_A_CHUNK * chunks, KERNELS_BACKWARD + KERNELS_OF_A_CHUNK_BACKWARD * chunks
+    forward, backward = (
+        np.where(work.model.linear == 1, kernels + of_a_chunk * chunks, 0.0)
+        for kernels, of_a_chunk in ((KERNELS, KERNELS_OF_A_CHUNK), (KERNELS_BACKWARD, KERNELS_OF_A_CHUNK_BACKWARD))
+    )
+    return forward, backward
