@@ -48,13 +48,13 @@ def is_recomputed(module: nn.Module, name: str) -> bool:
     return bool(getattr(module, "recomputed_method", "") == name)
 
 
-def checkpointed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
+def checkpointed(forward: Callable[..., T], *inputs: Any) -> T:
     """Call a function, keep only its inputs, and call the function again in the backward pass."""
     # Blocks contain no randomness, so there is no random state to restore.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if not torch.compiler.is_compiling():  # Compiled code cannot enter this context, and does not need it.
         options["context_fn"] = _first_and_again
-    out: Tensor = checkpoint(forward, *inputs, **options)
+    out: T = checkpoint(forward, *inputs, **options)
     return out
 
 

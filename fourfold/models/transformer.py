@@ -130,8 +130,9 @@ class Transformer(nn.Module):
         return x_BSH if self.config.logits_scaling == 1 else x_BSH / self.config.logits_scaling
 
     @property
-    def blocks(self) -> list[Block]:
-        return cast("list[Block]", list(self.layers.children()))
+    def blocks(self) -> list[Block | PredictionBlock]:
+        """Return the blocks, followed by the prediction layers."""
+        return cast("list[Block | PredictionBlock]", list(self.layers.children()))
 
     def embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """Return the token embeddings [B, S, H], plus the position embeddings if positions are learned."""
@@ -161,14 +162,14 @@ class BlockStack(nn.ModuleDict):
     runs only the blocks."""
 
     def forward(self, x_BSH: Tensor, contexts: Mapping[LayerType, AttentionContext]) -> Tensor:
-        for block in cast("list[Block]", list(self.values())):
+        for block in cast("list[Block | PredictionBlock]", list(self.values())):
             if not isinstance(block, PredictionBlock):
                 x_BSH = block(x_BSH, contexts[block.layer_type])
         return x_BSH
 
 
-class Block(nn.Module):
-    """One layer: attention followed by the MLP, or both in parallel (GPT-J, GPT-NeoX).
+class AttentionAndMLP(nn.Module):
+    """The modules of one layer: attention and the MLP, with their norms.
 
     Norms come before attention and MLP, after them (OLMo 2, arXiv 2501.00656), or both (Gemma 2, arXiv 2408.00118).
     """
@@ -186,7 +187,9 @@ class Block(nn.Module):
         self.mlp_output_layernorm = norm_of(config) if after else None
 
     @recomputable
-    def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
+    def add_outputs(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
+        """Add the outputs of attention and MLP to the residual stream, one after the other, or both in parallel (GPT-J,
+        GPT-NeoX)."""
         # Nest these calls, because a variable would keep the attention's output in memory until the MLP has run.
         attended_BSH = torch.add(
             x_BSH,
@@ -199,7 +202,14 @@ class Block(nn.Module):
         return torch.add(attended_BSH, normed(mlp_BSH, self.mlp_output_layernorm), alpha=self.residual_multiplier)
 
 
-class PredictionBlock(Block):
+class Block(AttentionAndMLP):
+    """One layer of the decoder."""
+
+    def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
+        return self.add_outputs(x_BSH, context)
+
+
+class PredictionBlock(AttentionAndMLP):
     """A layer that predicts one token further than the layers before it (multi-token prediction, DeepSeek-V3, arXiv
     2412.19437, section 2.2). Its attention and MLP are those of the decoder's last layer.
 
@@ -214,12 +224,10 @@ class PredictionBlock(Block):
         self.e_proj, self.h_proj = (nn.Linear(config.hidden_size, config.hidden_size, bias=False) for _ in range(2))
         self.output_layernorm = norm_of(config)
 
-    def forward(  # type: ignore[override]  # this layer also reads embeddings, and returns two tensors
-        self, x_BSH: Tensor, context: AttentionContext, next_BSH: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BSH: Tensor, context: AttentionContext, next_BSH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the hidden states, and their norm, which the head reads."""
         x_BSH = self.e_proj(self.embedding_layernorm(next_BSH)) + self.h_proj(self.hidden_layernorm(x_BSH))
-        x_BSH = super().forward(x_BSH, context)
+        x_BSH = self.add_outputs(x_BSH, context)
         return x_BSH, self.output_layernorm(x_BSH)
 
 

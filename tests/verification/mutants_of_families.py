@@ -66,7 +66,7 @@ WINDOWS = [
 NORMS = [
     Mutant(
         "the sum of residual and attention is normalized",
-        "models.transformer:Block.forward",
+        "models.transformer:AttentionAndMLP.add_outputs",
         "torch.add( x_BSH, normed(self.self_attn(normed(x_BSH, self.input_layernorm), context), "
         "self.attention_output_layernorm), alpha=self.residual_multiplier )",
         "normed( x_BSH + self.self_attn(normed(x_BSH, self.input_layernorm), context), "
@@ -147,7 +147,7 @@ FACTORS = [
     ),
     Mutant(
         "the MLP's output has no factor",
-        "models.transformer:Block.forward",
+        "models.transformer:AttentionAndMLP.add_outputs",
         "torch.add(attended_BSH, normed(mlp_BSH, self.mlp_output_layernorm), alpha=self.residual_multiplier)",
         "torch.add(attended_BSH, normed(mlp_BSH, self.mlp_output_layernorm))",
         GRANITE,

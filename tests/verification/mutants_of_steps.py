@@ -83,7 +83,7 @@ MODEL = [
     ),
     Mutant(
         "in a parallel block, the MLP reads the output of attention",
-        "models.transformer:Block.forward",
+        "models.transformer:AttentionAndMLP.add_outputs",
         "x_BSH if self.parallel_residual else attended_BSH",
         "attended_BSH",
         NEOX,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from fourfold.config.activation_checkpoint import ActivationCheckpointConfig
 from fourfold.models.recomputation import checkpointed
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.grid.communicate import purpose
+
+T = TypeVar("T")
 
 OFFLOAD = "offload to the CPU"
 
@@ -40,7 +42,7 @@ class OffloadedInputs:
         self._copies: CopyStream | None = None
         self._last: weakref.ref[_OnCPU] | None = None
 
-    def checkpointed(self, forward: Callable[..., Tensor], is_first: bool, x: Tensor, *others: Any) -> Tensor:
+    def checkpointed(self, forward: Callable[..., T], is_first: bool, x: Tensor, *others: Any) -> T:
         """Call a block's ``forward``. In the backward pass, copy its input ``x`` back, and call ``forward`` again.
 
         Args:
@@ -55,7 +57,7 @@ class OffloadedInputs:
         kept, first = _OnCPU(x, self._copies, before), [x]
         self._last = weakref.ref(kept)
 
-        def run() -> Tensor:
+        def run() -> T:
             # The first run removes the input from ``first``. So this closure does not keep the input in memory.
             return forward(first.pop() if first else kept.back(), *others)
 

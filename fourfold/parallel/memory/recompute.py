@@ -10,7 +10,7 @@ from fourfold.config.run import ParallelConfig
 from fourfold.models.delta_net import DeltaNet
 from fourfold.models.mlp import MLP
 from fourfold.models.recomputation import recompute_method
-from fourfold.models.transformer import Block, Transformer
+from fourfold.models.transformer import AttentionAndMLP, Transformer
 from fourfold.parallel.tensor.linear import Linear4D
 
 SELECTIVE = {
@@ -40,7 +40,7 @@ def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
             recompute_method(block.self_attn.core, "forward")
     for block in model.blocks[:: config.every]:
         if config.mode == "full" and not config.offload:
-            recompute_method(block, "forward")
+            recompute_method(block, "add_outputs")
         elif config.mode == "selective":
             for path in (path for name in config.modules for path in _methods(block, name)):
                 module, _, method = path.rpartition(".")
@@ -50,7 +50,7 @@ def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
                     linear.gather_again = True
 
 
-def _methods(block: Block, name: str) -> tuple[str, ...]:
+def _methods(block: AttentionAndMLP, name: str) -> tuple[str, ...]:
     """Return the methods of a block that a name in ``activation_checkpoint.modules`` stands for."""
     if name != "mlp" or isinstance(block.mlp, MLP):
         modules = dict(block.named_modules())

@@ -128,15 +128,19 @@ class BlockInParts(nn.Module):
         self.mlp = block.mlp
         self.mlp_output_layernorm = block.mlp_output_layernorm
 
-    @recomputable
     def forward(self, x_BTh: Tensor, context: AttentionContext) -> Tensor:
+        return self.add_outputs(x_BTh, context)
+
+    @recomputable
+    def add_outputs(self, x_BTh: Tensor, context: AttentionContext) -> Tensor:
+        """Compute what ``AttentionAndMLP.add_outputs`` computes."""
         visit = Visit(self, is_last=True)
         return self.parts.run([visit], x_BTh, self.parts.dim(x_BTh), {self.layer_type: context})
 
     def steps(
         self, x_BTh: Tensor, context: AttentionContext, index: int, joined: JoinedAttention | None, is_last: bool
     ) -> Steps[Tensor]:
-        """Run ``Block.forward`` for one part, in steps. Between two steps, other parts can run.
+        """Run ``add_outputs`` for one part, in steps. Between two steps, other parts can run.
 
         A step ends when it has started a collective, or when it must wait for the other parts.
 
