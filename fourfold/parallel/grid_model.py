@@ -16,7 +16,7 @@ from fourfold.parallel.data.data_parallel import DataParallel, StepTypes, Units
 from fourfold.parallel.data.fully_sharded import FullySharded
 from fourfold.parallel.data.replicated import Replicated
 from fourfold.parallel.grid.grid import Grid
-from fourfold.parallel.pipeline.pipeline import TiedEnds
+from fourfold.parallel.pipeline.pipeline import EmbeddingCopies
 from fourfold.parallel.state import LocalShard, clip_gradients, gather_full, sum_partial_gradients
 
 
@@ -59,19 +59,19 @@ class GridModel:
             stage.materialize(device)
         self.shards: list[LocalShard] = [shard for stage in stages.values() for shard in stage.shards()]
         """This process's part of every parameter."""
-        self.tied_ends: TiedEnds | None = None
-        """Sums the gradients of a tied embedding, if both the first and the last pipeline stage have a copy of it."""
+        self.embedding_copies: EmbeddingCopies | None = None
+        """Sums the gradients of the embedding, if both the first and the last pipeline stage have a copy of it."""
 
     def finish_gradients(self) -> None:
         """Complete the gradients after the last backward pass of a step.
 
-        Sum them over micro-batches, over ranks that computed only a part of them, and over the two copies of a tied
+        Sum them over micro-batches, over ranks that computed only a part of them, and over the two copies of an
         embedding in a pipeline.
         """
         for stage in self.stages.values():
             stage.finish_gradients()
-        if self.tied_ends is not None:
-            self.tied_ends.sum_gradients()
+        if self.embedding_copies is not None:
+            self.embedding_copies.sum_gradients()
         sum_partial_gradients(self.shards, self.grid)
 
     def clip_gradients(self, max_norm: float, loss_scale: float = 1.0) -> Tensor:

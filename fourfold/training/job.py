@@ -29,7 +29,7 @@ from fourfold.parallel.decoder import parallelize_decoder
 from fourfold.parallel.experts.expert_load import ExpertLoad
 from fourfold.parallel.grid.communicate import all_reduce
 from fourfold.parallel.grid.grid import Grid
-from fourfold.parallel.pipeline.pipeline import Pipeline, TiedEnds, tied_ends_as_one
+from fourfold.parallel.pipeline.pipeline import EmbeddingCopies, Pipeline, copies_as_one
 from fourfold.parallel.state import initialize_shards
 from fourfold.parallel.tensor.matmul_layouts import Layouts
 from fourfold.parallel.tensor.preference_head import PreferenceHead
@@ -92,12 +92,12 @@ class Job(TrainingState):
         is_tied, depths = run.model.tie_word_embeddings, run.model.num_nextn_predict_layers
         has_copy = (is_tied or depths > 0) and self.pipeline is not None
         if has_copy:
-            self.shards = tied_ends_as_one(self.shards, is_tied)
+            self.shards = copies_as_one(self.shards, is_tied)
         self.trained = [shard for shard in self.shards if shard.parameter.requires_grad]
         """The shards that the optimizer updates. LoRA freezes all other shards."""
         if has_copy and not run.lora.rank:
             copies = [shard for shard in self.shards if shard.name == "embed_tokens.weight"]
-            self.tied_ends = TiedEnds(copies, grid, run)
+            self.embedding_copies = EmbeddingCopies(copies, grid, run)
         self.optimizer: ShardedOptimizer = ShardedOptimizer(self.trained, run, grid)
         self.loss_scale: LossScale | None = None
         if run.training.precision == "fp16":

@@ -333,7 +333,7 @@ def _once_a_step_lines(run: RunConfig, stages: list[Stage]) -> Iterator[Line]:
     if run.model.tie_word_embeddings and grid.pp > 1 and len(ends) == 1:
         of_end = tiles_of(run, ends[0])
         (*_, table) = of_end.last or of_end.embedding
-        yield Line("pp", "all_reduce", "gradients of the tied embedding", 1, item * table.chunk(shards))
+        yield Line("pp", "all_reduce", "gradients of the embedding's copies", 1, item * table.chunk(shards))
     if grid.dp * grid.cp * grid.z > 1:
         tokens = axis_name(run, ("dp", "cp", "z"))
         yield Line(tokens, "all_reduce", "kept tokens", 1, 8)

@@ -116,9 +116,9 @@ MULTI_TOKEN = [
     ),
     Mutant(
         "the embedding of the last stage loses its gradient",
-        "parallel.pipeline.pipeline:TiedEnds.sum_gradients",
-        'gradient.add_(swap(gradient, self.ends, "gradients of the tied embedding"))',
-        'swap(gradient, self.ends, "gradients of the tied embedding")',
+        "parallel.pipeline.pipeline:EmbeddingCopies.sum_gradients",
+        'gradient.add_(swap(gradient, self.holders, "gradients of the embedding\'s copies"))',
+        'swap(gradient, self.holders, "gradients of the embedding\'s copies")',
         LLAMA | ONE,
         {"pp": 2},
         ONE_SEQUENCE,
@@ -126,7 +126,7 @@ MULTI_TOKEN = [
     ),
     Mutant(
         "the embedding of the last stage counts twice in the gradient norm",
-        "parallel.pipeline.pipeline:tied_ends_as_one",
+        "parallel.pipeline.pipeline:copies_as_one",
         "2 * shard.replicas",
         "shard.replicas",
         LLAMA | ONE,

@@ -195,7 +195,7 @@ class _PipelineStep:
         return rank_of_stage(stage, self.pipeline.run.parallel)
 
 
-def tied_ends_as_one(shards: Sequence[LocalShard], is_tied: bool) -> list[LocalShard]:
+def copies_as_one(shards: Sequence[LocalShard], is_tied: bool) -> list[LocalShard]:
     """Mark the two copies of the embedding, in the first and in the last stage, as replicas of one parameter.
 
     Both copies get the same name and twice as many replicas. So the gradient norm counts the embedding once. The copy
@@ -207,8 +207,9 @@ def tied_ends_as_one(shards: Sequence[LocalShard], is_tied: bool) -> list[LocalS
     ]
 
 
-class TiedEnds:
-    """Sums the gradients of an embedding that has one copy in the first stage and one in the last stage."""
+class EmbeddingCopies:
+    """Sums the gradients of an embedding that has one copy in the first stage and one in the last stage, because it is
+    tied to the head or because prediction layers read it."""
 
     def __init__(self, copies: Sequence[LocalShard], grid: Grid, run: RunConfig) -> None:
         """Find the rank that holds the other copy.
@@ -222,17 +223,17 @@ class TiedEnds:
         last_stage = run.parallel.pp * stages_per_rank(run.parallel) - 1
         ends = [rank_of_stage(stage, run.parallel) for stage in (0, last_stage)]
         apart = len(set(ends)) == 2 and grid.pp.rank in ends
-        self.ends = grid.neighbors[sum(ends) - grid.pp.rank] if apart else None
+        self.holders = grid.neighbors[sum(ends) - grid.pp.rank] if apart else None
         """The process group of the two ranks that hold one copy each. None if this rank holds both copies or none."""
 
     def sum_gradients(self) -> None:
         """Replace the gradient of each copy by the sum of both gradients."""
         gradients = [copy.grad for copy in self.copies if copy.grad is not None]
         assert len(gradients) == len(self.copies)
-        if self.ends is not None:
+        if self.holders is not None:
             (gradient,) = gradients
             # a + b and b + a have the same bits, so both ranks get bit-identical gradients.
-            gradient.add_(swap(gradient, self.ends, "gradients of the tied embedding"))
+            gradient.add_(swap(gradient, self.holders, "gradients of the embedding's copies"))
         elif gradients:
             first, last = gradients
             first.add_(last)
