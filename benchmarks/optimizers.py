@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.one_gpu import device_of, process_group
 from benchmarks.options import add_tiny
-from fourfold.config.optimizer_rules import Rule
+from fourfold.config.optimizer_rules import UpdateRule
 from fourfold.config.run import AXES, RunConfig
 from fourfold.parallel.grid.grid import Grid
 from fourfold.run_file.load import load_run
@@ -28,7 +28,7 @@ from fourfold.training.corpora import micro_batches, open_corpora
 from fourfold.training.job import Job
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
-RATIOS: dict[Rule, float] = {"adamw": 1.0, "muon": 1.0, "lion": 0.1}
+RATIOS: dict[UpdateRule, float] = {"adamw": 1.0, "muon": 1.0, "lion": 0.1}
 """Factor on ``RATES`` for each optimizer's learning rates."""
 TINY = [
     "model.preset=gpt-tiny", "model.vocab_size=257", "data.tokenizer=bytes", "training.seq_length=32",
@@ -56,7 +56,7 @@ def main() -> None:
     run = load_run(given.run, [*alone, *given.set, *(TINY if given.tiny else [])])
     rates = given.rates[:1] if given.tiny else given.rates
     print("| lr | " + " | ".join(RATIOS) + " |\n" + "|---" * (1 + len(RATIOS)) + "|")
-    results: dict[str, dict[Rule, Result]] = {}
+    results: dict[str, dict[UpdateRule, Result]] = {}
     for rate in rates:
         with process_group(device):
             found = {name: trained(run, name, ratio * rate, device) for name, ratio in RATIOS.items()}
@@ -69,7 +69,7 @@ def main() -> None:
         given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def trained(run: RunConfig, name: Rule, rate: float, device: torch.device) -> Result:
+def trained(run: RunConfig, name: UpdateRule, rate: float, device: torch.device) -> Result:
     """Train a run with an optimizer and a learning rate, and return the result."""
     optimizer = run.optimizer.model_copy(update={"name": name, "lr": rate})
     job = Job(run.model_copy(update={"optimizer": optimizer}), Grid(run.parallel, device.type), device)

@@ -1,74 +1,13 @@
-"""Check the rules of docs/architecture.md: imports follow the order of the rooms, no import cycles, unique names, and
-no overlong files or functions."""
+"""Check the house rules: one name for one thing, no tricks with classes, and no overlong files or functions."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
 
-import pytest
-from source_files import MODULES, REPOSITORY, TESTS, tree
-
-ROOMS = (
-    "errors",
-    "parsing",
-    "untrusted_files",
-    "extras",
-    "processes",
-    "environment",
-    "exit_codes",
-    "heartbeat",
-    "overlap_order",
-    "config",
-    "huggingface/architectures",
-    "run_file",
-    "data",
-    "planning/array_fields",
-    "planning/machines",
-    "planning/program_flags",
-    "planning/model_shape",
-    "planning/workload",
-    "planning/run_workload",
-    "planning/cost",
-    "planning/search",
-    "planning/calibration",
-    "planning",
-    "models",
-    "parallel/grid",
-    "parallel/tensor",
-    "parallel/state",
-    "parallel/memory",
-    "parallel/attention",
-    "parallel/data",
-    "parallel/experts",
-    "parallel/pipeline",
-    "parallel/overlap",
-    "parallel/other_models",
-    "parallel",
-    "checkpoints",
-    "huggingface",
-    "launch",
-    "matmul_tuning",
-    "training",
-    "inference",
-    "tuning",
-    "doctor",
-    "memorization",
-    "evaluation",
-    "verification",
-    "train_with_callbacks",
-    "jobs",
-    "reports",
-    "cli",
-)
-"""The rooms, from bottom to top. If a module's path begins with several of these names, the module belongs to the
-longest. A module imports only from its own room and from rooms before it in this list."""
-
-KNOWN_UPWARD: set[tuple[str, str]] = set()
-"""Imports (module, imported module) that still point upwards."""
+from source_files import MODULES, TESTS, tree
 
 LONG_FUNCTIONS = {
     "fourfold.cli.audit.audit": "its options, one a line",
@@ -84,100 +23,10 @@ LONG_FUNCTIONS = {
 """Functions of more than 50 lines, each with the reason why it stays in one piece."""
 
 LONGEST_FILE, LONGEST_FUNCTION = 350, 50
-ONE_MAKERS = {"amdsmi", "apex", "cupy", "flash_attn", "nvidia", "pynvml", "rocm", "transformer_engine", "xformers"}
-"""Packages that support only the GPUs of one vendor."""
-
-
-PUBLIC = {
-    alias.name: node.module
-    for node in ast.walk(tree(MODULES["fourfold"]))
-    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fourfold.")
-    for alias in node.names
-}
-"""The package's public names, and the module that defines each name. The package imports the module at the name's first
-use."""
-
-
-def statements(node: ast.AST, for_types: bool = False) -> Iterator[ast.AST]:
-    """Yield every node below this node. Code under TYPE_CHECKING is left out unless ``for_types`` is true."""
-    for child in ast.iter_child_nodes(node):
-        is_for_types = isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
-        if isinstance(child, ast.If) and is_for_types and not for_types:
-            for otherwise in child.orelse:
-                yield otherwise
-                yield from statements(otherwise)
-        else:
-            yield child
-            yield from statements(child, for_types)
-
-
-def module_of(name: str) -> str | None:
-    """Return the module that a dotted name refers to. For a function or class, this is the module that defines it."""
-    parent, _, attribute = name.rpartition(".")
-    if name in MODULES or parent == "fourfold":
-        return name if name in MODULES else PUBLIC.get(attribute)
-    return parent if parent in MODULES else None
-
-
-def names_used(file: ast.Module, for_types: bool = False) -> Iterator[str]:
-    """Yield every dotted name that a file imports: at its top, inside functions, or by a string."""
-    for node in statements(file, for_types):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"relative import in line {node.lineno}"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "fourfold":
-            yield f"fourfold.{node.attr}"
-        elif isinstance(node, ast.Constant) and re.fullmatch(r"fourfold(\.\w+)+(:\w+)?", str(node.value)):
-            yield str(node.value).partition(":")[0]
-
-
-def modules_used(file: ast.Module, for_types: bool = False) -> frozenset[str]:
-    """Return the modules of fourfold that a file imports. With ``for_types``, include imports under TYPE_CHECKING."""
-    modules = (module_of(name) for name in names_used(file, for_types))
-    return frozenset(module for module in modules if module not in (None, "fourfold"))
-
-
-@cache
-def imports(module: str, for_types: bool = False) -> frozenset[str]:
-    """Return the other modules of fourfold that a module imports."""
-    return modules_used(tree(MODULES[module]), for_types) - {module}
-
-
-def room(module: str) -> str:
-    """Return the room that a module is in."""
-    place = module.removeprefix("fourfold.").replace(".", "/")
-    return max((name for name in ROOMS if f"{place}/".startswith(f"{name}/")), key=len, default="")
-
-
-def circles() -> set[frozenset[str]]:
-    """Return import cycles: groups of modules that import each other, directly or through other modules (Tarjan 1972).
-    Imports for types count too."""
-    order: dict[str, int] = {}
-    low: dict[str, int] = {}
-    path: list[str] = []
-    found = set()
-
-    def visit(module: str) -> None:
-        order[module] = low[module] = len(order)
-        path.append(module)
-        for other in imports(module, for_types=True):
-            if other not in order:
-                visit(other)
-            if other in path:
-                low[module] = min(low[module], low[other])
-        if low[module] == order[module]:
-            start = path.index(module)
-            group = frozenset(path[start:])
-            del path[start:]
-            if len(group) > 1:
-                found.add(group)
-
-    for module in MODULES:
-        if module not in order:
-            visit(module)
-    return found
+WITHOUT_INIT = {"ABC", "Generic", "Protocol"}
+"""Classes of the standard library without an ``__init__`` that must run."""
+ALSO_ANOTHER_TYPE = {"Windows"}
+"""Names of classes that another module still uses for another type."""
 
 
 def functions() -> Iterator[tuple[str, int]]:
@@ -191,61 +40,35 @@ def functions() -> Iterator[tuple[str, int]]:
                 yield f"{module}.{node.name}", (node.end_lineno or 0) - node.lineno + 1 - docstring
 
 
-def test_every_module_is_in_a_room() -> None:
-    assert {module for module in MODULES if not room(module)} == {"fourfold", "fourfold.__main__"}
-    assert {room(module) for module in MODULES} >= set(ROOMS)
+def classes(files: Iterable[ast.Module]) -> Iterator[ast.ClassDef]:
+    for file in files:
+        yield from (node for node in ast.walk(file) if isinstance(node, ast.ClassDef))
 
 
-@pytest.mark.parametrize(
-    ("source", "module"),
-    [
-        ("from fourfold import train", "fourfold.jobs"),
-        ("import fourfold\nfourfold.parallelize(model, grid)", "fourfold.huggingface.parallelize"),
-        ("from fourfold import errors", "fourfold.errors"),
-        ("def later():\n    from fourfold.cli.app import app", "fourfold.cli.app"),
-        ("import importlib\nimportlib.import_module('fourfold.cli.app')", "fourfold.cli.app"),
-        ("imported('fourfold.training.trainer:train')", "fourfold.training.trainer"),
-        ("if TYPE_CHECKING:\n    import torch\nelse:\n    import fourfold.jobs", "fourfold.jobs"),
-        ("if TYPE_CHECKING:\n    import fourfold.jobs", None),
-        ("from fourfold import __version__", None),
-    ],
-)
-def test_every_way_to_import_is_seen(source: str, module: str | None) -> None:
-    assert modules_used(ast.parse(source)) == ({module} if module else set())
-
-
-def test_imports_for_types_are_seen_too() -> None:
-    file = ast.parse("if TYPE_CHECKING:\n    import fourfold.jobs")
-    assert modules_used(file, for_types=True) == {"fourfold.jobs"}
-
-
-def test_no_import_points_upwards() -> None:
-    upward = {
-        (module, other)
-        for module in MODULES
-        if room(module)
-        for other in imports(module)
-        if ROOMS.index(room(other)) > ROOMS.index(room(module))
+def aliases(file: ast.Module) -> set[str]:
+    """Return the names of types that a file defines without a class, such as ``Rules = dict[str, Rule]``."""
+    values = {
+        target.id: node.value
+        for node in file.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and re.fullmatch(r"[A-Z]\w*[a-z]\w*", target.id)
     }
-    assert upward == KNOWN_UPWARD
-
-
-def test_nothing_imports_what_only_one_maker_of_gpus_has() -> None:
-    """With such an import, fourfold would not start on GPUs of another vendor."""
-    for path in MODULES.values():
-        for node in ast.walk(tree(path)):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not {name.split(".")[0] for name in names} & ONE_MAKERS, path
+    return {name for name, value in values.items() if isinstance(value, ast.Subscript | ast.BinOp)}
 
 
 def test_no_two_classes_have_one_name() -> None:
     places = defaultdict(list)
     for module, path in MODULES.items():
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(module)
+        for node in classes([tree(path)]):
+            places[node.name].append(module)
     assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
+def test_no_other_type_has_the_name_of_a_class() -> None:
+    assert aliases(ast.parse("Rules = dict[str, int]\nNumber = int | float\nMOST = SIZES[0]")) == {"Rules", "Number"}
+    names = {node.name for node in classes(map(tree, MODULES.values()))} - ALSO_ANOTHER_TYPE
+    assert {module: found for module, path in MODULES.items() if (found := aliases(tree(path)) & names)} == {}
 
 
 def tricks(file: ast.Module) -> set[str]:
@@ -259,26 +82,35 @@ def tricks(file: ast.Module) -> set[str]:
     return found
 
 
+def skipped_inits(files: Iterable[ast.Module]) -> set[str]:
+    """Return the classes whose ``__init__`` does not call the ``__init__`` of a parent. A class from another package
+    counts as a parent with an ``__init__``."""
+    by_name = {node.name: node for node in classes(files)}
+
+    def init_of(node: ast.ClassDef) -> ast.FunctionDef | None:
+        return next((f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"), None)
+
+    def parent_has_init(node: ast.ClassDef) -> bool:
+        names = {ast.unparse(base.value if isinstance(base, ast.Subscript) else base) for base in node.bases}
+        own = [by_name[name] for name in names & by_name.keys()]
+        return bool(names - by_name.keys() - WITHOUT_INIT) or any(init_of(p) or parent_has_init(p) for p in own)
+
+    inits = {name: init for name, node in by_name.items() if (init := init_of(node)) and parent_has_init(node)}
+    return {name for name, init in inits.items() if "super().__init__(" not in ast.unparse(init)}
+
+
 def test_no_object_changes_its_class_and_no_class_skips_its_parents_init() -> None:
     assert tricks(ast.parse("block.__class__ = A")) and tricks(ast.parse("nn.Module.__init__(self)"))
     assert {module: found for module, path in MODULES.items() if (found := tricks(tree(path)))} == {}
-
-
-def test_no_modules_import_each_other() -> None:
-    assert [sorted(group) for group in circles()] == []
-
-
-def test_architecture_page_has_the_rooms_in_order() -> None:
-    page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-    table = page.partition("| room | what is in it |\n")[2].partition("\n\n")[0]
-    rooms = re.findall(r"^\| `([\w/]+?)(?:\.py|/)` \|", table, re.MULTILINE)
-    assert rooms == list(reversed(ROOMS))
+    skips = "class A(Generic[T]):\n def __init__(self): ...\nclass B(A): ...\nclass C(B):\n def __init__(self): ..."
+    assert skipped_inits([ast.parse(skips)]) == {"C"}
+    assert skipped_inits(map(tree, MODULES.values())) == set()
 
 
 def test_base_names_are_unique() -> None:
     names = defaultdict(list)
     for module, path in MODULES.items():
-        if path.name != "__init__.py" and room(module) != "cli":
+        if path.name != "__init__.py" and not module.startswith("fourfold.cli."):
             names[path.stem].append(module)
     assert [modules for modules in names.values() if len(modules) > 1] == []
 

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from tiny_huggingface import SIZES
+from tiny_dense_models import SIZES
 from torch import Tensor
 
 from fourfold.inference.loki import LokiConfig

@@ -11,7 +11,7 @@ from typing import get_args
 import make
 from make import INK, LINE, PAPER, SOFT, Drawing
 
-from fourfold.config.run import ParallelConfig, Schedule
+from fourfold.config.run import ParallelConfig, PipelineSchedule
 from fourfold.config.stages import stages_per_rank
 from fourfold.parallel.pipeline.schedule import Op, schedule_ops
 
@@ -34,7 +34,7 @@ LEFT, TOP, ROW, GAP, UNIT = 206, 70, 17, 26, 28
 
 def schedules() -> None:
     """Draw every schedule on one time axis, with pp = 4 and 8 micro-batches."""
-    names = get_args(Schedule)
+    names = get_args(PipelineSchedule)
     spans = {name: spans_of(name, DRAWN) for name in names}
     longest = max(rank[-1].end for of_all in spans.values() for rank in of_all)
     height = TOP + len(names) * (PP * ROW + GAP) + 34
@@ -87,7 +87,7 @@ def table() -> str:
         f"| schedule | stages of a rank | idle, m = 4 | idle, m = 16 | kept at once by ranks 0 to {PP - 1}, m = 16 |"
     ]
     rows.append("|---|---|---|---|---|")
-    for name in get_args(Schedule):
+    for name in get_args(PipelineSchedule):
         grid = ParallelConfig(pp=PP, schedule=name)
         chunks = stages_per_rank(grid)
         idle = [

@@ -77,11 +77,11 @@ class SavedPart(NamedTuple):
 AVERAGE = "average"
 """Prefix of the moving averages' names in a checkpoint: `average.<name>`."""
 
-Parts = Mapping[str, SavedPart]
+PartsByName = Mapping[str, SavedPart]
 """Maps names of tensors in a checkpoint to this process's parts of these tensors."""
 
 
-def trained_parts(job: TrainingState, with_averages: bool) -> Parts:
+def trained_parts(job: TrainingState, with_averages: bool) -> PartsByName:
     """Return this process's parts of everything that training changes.
 
     These are the trained weights with their moments and moving averages, and the biases of routers.
@@ -105,7 +105,7 @@ def trained_parts(job: TrainingState, with_averages: bool) -> Parts:
     return parts
 
 
-def weight_parts(job: TrainingState) -> Parts:
+def weight_parts(job: TrainingState) -> PartsByName:
     """Return this process's parts of all weights."""
     return {
         f"model.{name}": SavedPart(job.shards[index], job.shards[index].local)
@@ -113,7 +113,7 @@ def weight_parts(job: TrainingState) -> Parts:
     }
 
 
-def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> CheckpointTensors:
+def layout_of(parts: PartsByName, grid: Grid, shards_per_node: int = 1) -> CheckpointTensors:
     """Return the layout of a checkpoint with these tensors. Every pipeline rank must call this.
 
     If several processes hold the same part of a tensor, the layout says which of them writes it:
@@ -135,7 +135,7 @@ def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> CheckpointT
     return layout
 
 
-def own_layout(parts: Parts, grid: Grid, shards_per_node: int) -> CheckpointTensors:
+def own_layout(parts: PartsByName, grid: Grid, shards_per_node: int) -> CheckpointTensors:
     """Return the layout with only the tensors of this process's pipeline rank."""
     layout = CheckpointTensors(
         sizes={axis: grid.axis(axis).size for axis in AXES},
@@ -154,7 +154,7 @@ def own_layout(parts: Parts, grid: Grid, shards_per_node: int) -> CheckpointTens
     return layout
 
 
-def check_finite(parts: Parts, step: int, folder: Path) -> None:
+def check_finite(parts: PartsByName, step: int, folder: Path) -> None:
     """Check that all tensors on all processes are finite.
 
     Raises:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.checkpoints.file_layout import Box, CheckpointTensors, file_of, inside, intersection
-from fourfold.checkpoints.global_tensors import Parts
+from fourfold.checkpoints.global_tensors import PartsByName
 from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, damaged
 from fourfold.errors import UserError
 from fourfold.heartbeat import doing
@@ -28,7 +28,7 @@ OFFSETS = "DCP_SHARDING_INFO"
 """Metadata key for the position of each part in its full tensor. torch.distributed.checkpoint uses the same key."""
 
 
-def entries_of(parts: Parts, layout: CheckpointTensors, copies: CopyStream | None = None) -> list[Entry]:
+def entries_of(parts: PartsByName, layout: CheckpointTensors, copies: CopyStream | None = None) -> list[Entry]:
     """Return the tensors that this process writes.
 
     Args:
@@ -89,7 +89,7 @@ def gather_written(written: Written | None, device: str) -> dict[str, Written]:
     return found
 
 
-def read_parts(folder: Path, layout: CheckpointTensors, parts: Parts) -> None:
+def read_parts(folder: Path, layout: CheckpointTensors, parts: PartsByName) -> None:
     """Read this process's parts from the files of a checkpoint.
 
     Raises:

@@ -13,7 +13,7 @@ from fourfold.checkpoints.find import STATE_FILE, is_step_name, step_of
 from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_small_file, damaged
 from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
-from fourfold.config.optimizer_rules import Rule
+from fourfold.config.optimizer_rules import UpdateRule
 from fourfold.config.parameter_counts import check_countable
 from fourfold.config.run import RunConfig, SchedulerConfig
 from fourfold.config.strict import Strict
@@ -83,7 +83,7 @@ class SavedSchedule(SchedulerConfig, alias_generator="lr_scheduler.{}".format, e
 
     train_steps: int = Field(gt=0, alias="training.train_steps")
     lr: float = Field(gt=0, alias="optimizer.lr")
-    optimizer: Rule = Field(alias="optimizer.name")
+    optimizer: UpdateRule = Field(alias="optimizer.name")
 
 
 class CheckpointState(Strict):
@@ -124,7 +124,7 @@ class CheckpointState(Strict):
     """The section [lora] if the run trained only adapters. The checkpoint then has only the adapters."""
     base: str | None = None
     """The model that the adapters belong to, as a path or a name on the Hugging Face Hub."""
-    optimizer: Rule = "adamw"
+    optimizer: UpdateRule = "adamw"
     """The value of optimizer.name. It determines which optimizer states the checkpoint has."""
 
     @model_validator(mode="after")

@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from fourfold.config.strict import Strict
 
-Rule = Literal["adamw", "muon", "lion"]
+UpdateRule = Literal["adamw", "muon", "lion"]
 
-STATES: dict[Rule, tuple[str, ...]] = {
+STATES: dict[UpdateRule, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "muon": ("momentum_buffer",),
     "lion": ("exp_avg",),
@@ -50,7 +50,7 @@ class OptimizerConfig(Strict):
     Weight decay applies to matrices. Norms and biases have no weight decay unless a group sets it.
     """
 
-    name: Rule = "adamw"
+    name: UpdateRule = "adamw"
     """Update rule. `muon` uses Muon for the matrices of the layers, and AdamW with the same `lr` for embeddings, head,
     norms, biases, and routers."""
     lr: float = Field(3e-4, gt=0)
@@ -80,7 +80,7 @@ class OptimizerConfig(Strict):
         return self
 
 
-def rule_of(name: str, dims: int, optimizer: Rule) -> Rule:
+def rule_of(name: str, dims: int, optimizer: UpdateRule) -> UpdateRule:
     """Return the update rule of a parameter.
 
     With `muon`, Muon updates the matrices of the layers, and AdamW updates everything else. Routers, convolutions, and

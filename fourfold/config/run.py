@@ -32,7 +32,7 @@ AXES = ("pp", "dp", "cp", "z", "y", "x")
 
 AxisSize = Annotated[int, Field(ge=1, le=2**20)]
 
-Schedule = Literal[
+PipelineSchedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
 
@@ -62,7 +62,7 @@ class ParallelConfig(Strict):
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
     """How cp splits attention. `ring` passes keys and values around a ring. `ulysses` exchanges heads for tokens.
     `auto` uses ulysses if the heads can be divided evenly, and ring otherwise."""
-    schedule: Schedule = "1F1B"
+    schedule: PipelineSchedule = "1F1B"
     """Pipeline schedule, by the name that torch uses."""
     stages_per_rank: int = Field(2, ge=2)
     """Number of stages per pp rank in LoopedBFS and the two Interleaved schedules. ZBVZeroBubble and DualPipeV always

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from fourfold.parallel.other_models.plan_styles import saved_buffers
 
-Rows = dict[str, range]
+RowRanges = dict[str, range]
 """Maps each tensor in files to the rows of a parameter that it holds. Row numbers run through all stacked experts."""
 
 
-def rows_in_files(model: Any) -> dict[str, Rows]:
+def rows_in_files(model: Any) -> dict[str, RowRanges]:
     """For every name of every parameter and saved buffer of a model, find the tensors in files that hold it.
 
     A table in transformers says which stacks of experts become one matrix per expert, and which parameters have another
     name in files. A parameter keeps its own name in the result if files hold its elements in another order.
     """
-    found: dict[str, Rows] = {}
+    found: dict[str, RowRanges] = {}
     for name, parameter in (*model.named_parameters(remove_duplicate=False), *saved_buffers(model).items()):
         counts = tuple(parameter.shape[: 2 if parameter.ndim == 3 else 1])
         rows = range(math.prod(counts))
@@ -47,7 +47,7 @@ def rows_in_files(model: Any) -> dict[str, Rows]:
     return found | {name: {name: range(sum(map(len, found[name].values())))} for name in joined}
 
 
-def in_modules(model: Any, rows: Mapping[str, Rows], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def in_modules(model: Any, rows: Mapping[str, RowRanges], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert all tensors in a model's files to the model's weights, by their names in the modules.
 
     The result is differentiable.

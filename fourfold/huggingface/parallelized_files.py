@@ -18,13 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fourfold.checkpoints.file_layout import write_layout
-from fourfold.checkpoints.global_tensors import Parts, SavedPart, layout_of
+from fourfold.checkpoints.global_tensors import PartsByName, SavedPart, layout_of
 from fourfold.checkpoints.integrity import seal
 from fourfold.checkpoints.rank_files import entries_of, gather_written, read_parts, write_file
 from fourfold.checkpoints.verify import verified
 from fourfold.data.files import new_folder, swap_in, writing
 from fourfold.errors import UserError
-from fourfold.huggingface.expert_files import Rows
+from fourfold.huggingface.expert_files import RowRanges
 from fourfold.models.tensor_files import Entry, TensorFiles, write_tensor_files
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.grid.shared_failure import failing_together
@@ -48,7 +48,7 @@ class ParallelizedTensors:
     """How the parameters of a model are stored in files. This is determined before the model is put on the grid."""
 
     shapes: Shapes
-    rows: Mapping[str, Rows]
+    rows: Mapping[str, RowRanges]
     """For each name of a parameter, the tensors in files that it consists of, and the rows that each tensor fills."""
     tied: Sequence[Sequence[str]]
     """For each parameter that has more than one name, its names."""
@@ -222,7 +222,7 @@ def _gathered(shard: LocalShard) -> Tensor:
     return whole[shard.name]
 
 
-def _parts(shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer | None) -> tuple[Parts, Numbers]:
+def _parts(shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer | None) -> tuple[PartsByName, Numbers]:
     """Return the tensors of a checkpoint by name (weights and optimizer state). Also return the scalars and the names
     of the tensors in the optimizer state, by parameter.
 

@@ -30,7 +30,7 @@ from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.tensor.head import ParallelHead, chunk_size
 from fourfold.training.job import Job
 
-Rows = list[NDArray[np.int64]]
+TokenRows = list[NDArray[np.int64]]
 Scores = list[NDArray[np.float32]]
 Fields = Callable[[Tensor, Tensor], Tensor]
 """A function that computes F numbers for each of m tokens, [F, m], from the logits [m, V] and the targets [m]. It may
@@ -44,7 +44,7 @@ class Scorer(Protocol):
     max_length: int | None
     """Longest input in tokens. None if unknown."""
 
-    def score(self, documents: Rows, fields: Fields | None = None, last: int | None = None) -> Scores | None:
+    def score(self, documents: TokenRows, fields: Fields | None = None, last: int | None = None) -> Scores | None:
         """Score each token after the first of each document.
 
         Args:
@@ -81,7 +81,7 @@ class GridScorer:
         load_sharded_weights(checkpoint, job)
         return cls(job, sampling)
 
-    def score(self, documents: Rows, fields: Fields | None = None, last: int | None = None) -> Scores | None:
+    def score(self, documents: TokenRows, fields: Fields | None = None, last: int | None = None) -> Scores | None:
         grid, size = self.job.grid, self.job.run.training.micro_batch_size
         order = sorted(range(len(documents)), key=lambda number: len(documents[number]))
         at_once = size * grid.batch.size
@@ -145,7 +145,7 @@ class HuggingFaceScorer:
         """Whether the rotary frequencies depend on the longest sequence of a batch."""
 
     @torch.no_grad()
-    def score(self, documents: Rows, fields: Fields | None = None, last: int | None = None) -> Scores:
+    def score(self, documents: TokenRows, fields: Fields | None = None, last: int | None = None) -> Scores:
         order, at_once = sorted(range(len(documents)), key=lambda n: len(documents[n])), self.micro_batch_size
         alike = groupby(order, lambda number: len(documents[number]) if self.depends_on_length else 0)
         groups = [list(group) for _, group in alike]
@@ -212,7 +212,7 @@ def _of_document(fields_FS: Tensor, document: NDArray[np.int64], last: int | Non
     return fields_FS[:, : len(document) - 1][:, -(last or len(document)) :]
 
 
-def _padded(documents: Rows, rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _padded(documents: TokenRows, rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return inputs and targets [rows, width], padded with zeros. Inputs are all tokens except the last, and targets
     are all tokens except the first."""
     tokens = np.zeros((2, rows, width), dtype=np.int64)

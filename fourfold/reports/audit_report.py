@@ -23,7 +23,7 @@ NEAR_EXPLANATION = (
 )
 
 Record = Mapping[str, Any]
-Rows = list[list[str]]
+TableRows = list[list[str]]
 
 COUNT_HEADER = ("trained on", "documents", "exact match", "95 % interval", "longest span", "agreement", "exposure")
 NEAR_HEADER = ("edited tokens", "members that leak", "95 % interval", "controls that leak", "mean probability")
@@ -67,7 +67,7 @@ def audit_tables(record: Record) -> None:
         console.print(Text.assemble(("Note: ", "bold"), warning))
 
 
-def _count_rows(record: Record) -> Rows:
+def _count_rows(record: Record) -> TableRows:
     """Group the documents by how many times the model was trained on them, and return one row per group. With several
     groups, the first row is for all documents. If there is a reference model, the last row is for it."""
     groups = {counted(int(count), "time"): group for count, group in record["by_count"].items()}
@@ -91,7 +91,7 @@ def _count_rows(record: Record) -> Rows:
     ]
 
 
-def _attack_rows(record: Record) -> Rows:
+def _attack_rows(record: Record) -> TableRows:
     """Return a row for each membership inference attack, or no rows if there were too few documents to attack."""
     membership = record["membership"]
     return [
@@ -125,7 +125,7 @@ def _generation_facts(record: Record) -> dict[str, str]:
     }
 
 
-def _near_rows(record: Record) -> Rows:
+def _near_rows(record: Record) -> TableRows:
     """Return a row for each number of edited tokens, or no rows if the audit did not search for near-verbatim
     continuations."""
     near = record["near_verbatim"]

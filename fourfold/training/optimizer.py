@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from fourfold.config.optimizer_rules import STATES, OptimizerConfig, ParameterGroup, Rule, is_matrix, rule_of
+from fourfold.config.optimizer_rules import STATES, OptimizerConfig, ParameterGroup, UpdateRule, is_matrix, rule_of
 from fourfold.config.run import RunConfig, SchedulerConfig
 from fourfold.errors import UserError
 from fourfold.parallel.grid.grid import Grid
@@ -86,7 +86,9 @@ class ShardedOptimizer:
         ]
         config = self.config
         self.treatments = [treatment(shard.name, len(shard.global_shape), config) for shard in self.shards]
-        self.rules: list[Rule] = [rule_of(shard.name, len(shard.global_shape), config.name) for shard in self.shards]
+        self.rules: list[UpdateRule] = [
+            rule_of(shard.name, len(shard.global_shape), config.name) for shard in self.shards
+        ]
         matrices = {i: shard for i, shard in enumerate(self.shards) if self.rules[i] == "muon"}
         self._matrices = OwnedMatrices(matrices, grid, run.overlap.shards_per_node) if config.name == "muon" else None
         self._products = torch.float32 if run.training.precision == "fp32" else torch.bfloat16
@@ -133,7 +135,7 @@ class ShardedOptimizer:
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
             parameter.grad = shard.parameter.grad = None
 
-    def _of_rule(self, rule: Rule) -> Iterator[int]:
+    def _of_rule(self, rule: UpdateRule) -> Iterator[int]:
         """Yield the index of each shard that a rule updates and that has a gradient."""
         for index, shard in enumerate(self.shards):
             if self.rules[index] == rule and shard.grad is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from fourfold.config.run import RunConfig
 from fourfold.exit_codes import HANG, REFUSED, ended_by
 from fourfold.planning.machines.machine import Machine
-from fourfold.tuning.result import Outcome, Result
+from fourfold.tuning.result import Result, TrialOutcome
 from fourfold.tuning.trial_process import LOG, SUBMISSION, TrialProcess, kernel_kills
 from fourfold.tuning.trial_run import hopeless, measured, memory_used, step_seconds_of
 
@@ -93,7 +93,7 @@ class Attempt:
         reason = reason_in(self.folder / LOG) or reason_in(self.folder / SUBMISSION) or f"exit code {code}"
         return Result(self._why(code), reason=reason)
 
-    def _why(self, code: int) -> Outcome:
+    def _why(self, code: int) -> TrialOutcome:
         log = _end_of(self.folder / LOG)
         was_killed = code in (-signal.SIGKILL, ended_by(signal.SIGKILL)) or b"SIGKILL" in log
         if RAN_OUT.search(log) or (was_killed and kernel_kills() != self._kills):

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Outcome = Literal["done", "hopeless", "out of memory", "crashed", "hung", "refused"]
+TrialOutcome = Literal["done", "hopeless", "out of memory", "crashed", "hung", "refused"]
 """Ways in which a trial can end. A "hopeless" trial was ended early, because its first steps were far slower than the
 best trial's steps. A "refused" trial was not a legal run."""
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+OUTCOMES: tuple[TrialOutcome, ...] = get_args(TrialOutcome)
 
 
 @dataclass(frozen=True)
 class Result:
     """The outcome and the measurements of one trial."""
 
-    outcome: Outcome
+    outcome: TrialOutcome
     seconds: float | None = None
     """Median step time in seconds. None if the trial took too few steps."""
     noise: float = 0.0

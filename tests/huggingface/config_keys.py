@@ -11,7 +11,7 @@ import inspect
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from tiny_huggingface import GEMMA_LINEAR, LLAMA3, YARN, F, S
+from tiny_dense_models import GEMMA_LINEAR, LLAMA3, YARN, F, S
 
 NOT_OF_THE_MODEL = {
     "model_type": "names the family",

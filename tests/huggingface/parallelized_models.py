@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_huggingface import SIZES
+from tiny_dense_models import SIZES
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")

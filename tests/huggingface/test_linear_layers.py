@@ -10,20 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_huggingface import (
-    DELTA,
-    EXPERTS,
-    LINEAR,
-    SIZES,
-    F,
-    S,
-    make_model,
-    ours_of,
-    perturb,
-    rewrite,
-    tokens,
-    weights_of,
-)
+from tiny_dense_models import DELTA, LINEAR, SIZES, F, S
+from tiny_huggingface import make_model, ours_of, perturb, rewrite, tokens, weights_of
+from tiny_mixtures import EXPERTS
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS

@@ -72,7 +72,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("never_dense")
 def test_other_architectures(kind: str) -> None:
     import transformers
-    from tiny_huggingface import SIZES
+    from tiny_dense_models import SIZES
 
     sizes = SIZES | {"num_key_value_heads": 2, "initializer_range": 0.1} | OTHERS[kind]
     config = getattr(transformers, f"{kind}Config")(**sizes)

@@ -58,7 +58,7 @@ def test_planted_directions_are_found() -> None:
 @pytest.mark.parametrize(("name", "keys"), [("llama", "k_proj"), ("qwen3", "k_norm"), ("yarn", "k_proj")])
 def test_keys_before_their_rotary_embedding(name: str, keys: str) -> None:
     """Undoing the rotation gives the keys that the model computes before it rotates them."""
-    from tiny_huggingface import YARN
+    from tiny_dense_models import YARN
 
     model = loki_model("llama", rope_parameters=YARN) if name == "yarn" else loki_model(name)
     attention, seen = model.model.layers[1].self_attn, {}

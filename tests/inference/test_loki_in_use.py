@@ -254,7 +254,7 @@ def test_an_adapter_leaves_the_fingerprint(llama: tuple[Any, LokiBasis]) -> None
 def test_layers_without_a_rotary_embedding() -> None:
     """In layers without a rotary embedding, keys "before" and "after" the embedding are the same."""
     import transformers
-    from tiny_huggingface import SIZES
+    from tiny_dense_models import SIZES
 
     sizes = SIZES | {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "num_key_value_heads": 2}
     model = transformers.AutoModelForCausalLM.from_config(transformers.SmolLM3Config(**sizes)).eval()
@@ -270,7 +270,7 @@ def test_layers_without_a_rotary_embedding() -> None:
 
 def test_a_window_of_all_positions_hides_nothing() -> None:
     import transformers
-    from tiny_huggingface import SIZES
+    from tiny_dense_models import SIZES
 
     config = transformers.Phi3Config(**SIZES | {"num_key_value_heads": 2, "sliding_window": 64})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

@@ -290,7 +290,7 @@ def test_a_run_with_groups_is_traced() -> None:
         tiny_run(GPT, optimizer={"groups": [{"parameters": ["*"]}]})
 
 
-def tied_ends_body(rank: int, world_size: int, run: RunConfig) -> torch.Tensor:
+def embedding_copies_body(rank: int, world_size: int, run: RunConfig) -> torch.Tensor:
     job = Job(run, Grid(run.parallel, "cpu"), CPU)
     job.initialize(0)
     for step in range(2):
@@ -306,7 +306,7 @@ def test_both_ends_of_a_tied_weight_are_rounded_alike(pool: Pool) -> None:
         training={"precision": "bf16", "master_weights": "bf16"},
         optimizer={"stochastic_rounding": True},
     )
-    first, last = pool.run(2, tied_ends_body, run)
+    first, last = pool.run(2, embedding_copies_body, run)
     assert torch.equal(first, last)
 
 

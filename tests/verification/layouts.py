@@ -22,7 +22,7 @@ from tiny_runs import (
     SMOLLM3,
 )
 
-from fourfold.config.run import Schedule
+from fourfold.config.run import PipelineSchedule
 
 Case = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 """The model, the grid, and further sections of the run file."""
@@ -41,7 +41,7 @@ GROUPS = {
     }
 }
 DEEP_LLAMA, DEEP_GPT = LLAMA | {"num_hidden_layers": 4}, GPT | {"num_hidden_layers": 4}
-SCHEDULES = get_args(Schedule)
+SCHEDULES = get_args(PipelineSchedule)
 FAST_SCHEDULES = ("1F1B", "ZBVZeroBubble", "Interleaved1F1B")
 SIX_HEADS = {"preset": "llama-tiny", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
 TWO_PARTS, FOUR_PARTS = ({"overlap": {"batch_parts": parts}, "training": {"micro_batch_size": 4}} for parts in (2, 4))

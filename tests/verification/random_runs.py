@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from fourfold.config.run import AXES, RunConfig, Schedule
+from fourfold.config.run import AXES, PipelineSchedule, RunConfig
 from fourfold.errors import UserError
 from fourfold.run_file.load import make_run
 
@@ -266,7 +266,7 @@ def _grid(draw: random.Random) -> dict[str, Any]:
     if sizes["cp"] > 1:
         grid["cp_method"] = draw.choice(("auto", "ring", "ulysses"))
     if sizes["pp"] > 1:
-        grid["schedule"] = draw.choice(("1F1B", *get_args(Schedule)))
+        grid["schedule"] = draw.choice(("1F1B", *get_args(PipelineSchedule)))
     return grid
 
 

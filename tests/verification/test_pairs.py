@@ -12,8 +12,8 @@ from low_precision import LIMIT, PrecisionError, precision_error
 from pool import Pool
 from tiny_runs import LLAMA, tiny_run
 
-from fourfold.config.optimizer_rules import Rule
-from fourfold.config.run import ParallelConfig, RunConfig, Schedule
+from fourfold.config.optimizer_rules import UpdateRule
+from fourfold.config.run import ParallelConfig, PipelineSchedule, RunConfig
 from fourfold.errors import UserError
 from fourfold.verification.parity import parity
 from fourfold.verification.parity_report import ParityReport
@@ -47,7 +47,7 @@ class Settings(NamedTuple):
 CHOICES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("x", "y", "z", "dp", "cp", "pp"), (1, 2)),
     "zero": (0, 1, 2, 3),
-    "schedule": get_args(Schedule),
+    "schedule": get_args(PipelineSchedule),
     "recompute": ("none", "selective", "full"),
     "tied": (False, True),
     "kv_heads": (4, 8),
@@ -55,7 +55,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "accumulate": (False, True),
     "per_node": (1, 2),
     "experts": (0, 1, 2),
-    "optimizer": get_args(Rule),
+    "optimizer": get_args(UpdateRule),
     "window": (0, 5),
     "norms": ("before", "after", "around"),
 }

@@ -11,7 +11,7 @@ from pool import Pool
 from tiny_runs import DEEPSEEK, GPT, LLAMA, MIXTURE, QWEN, tiny_run
 from tuned_products import parity_on_cpu
 
-from fourfold.config.run import RunConfig, Schedule
+from fourfold.config.run import PipelineSchedule, RunConfig
 from fourfold.verification.parity_report import ParityReport
 from fourfold.verification.trace import trace
 
@@ -31,7 +31,7 @@ SLOW_CASES: dict[str, Case] = {
             {"pp": 2, "dp": 2, "schedule": schedule},
             PAIRS | {"training": {"global_batch_size": 16}},
         )
-        for schedule in get_args(Schedule)
+        for schedule in get_args(PipelineSchedule)
     },
     "x2 y2 dp2 zero 3 pairs, recomputed": (GPT, {"x": 2, "y": 2, "dp": 2, "zero": 3}, PAIRS | FULL),
     "pp2 cp2 pairs": (DEEP_LLAMA, {"pp": 2, "cp": 2}, PAIRS),

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from fourfold.config.run import ParallelConfig
 from fourfold.config.stages import rank_of_stage, stages_per_rank
 
-Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+OpKind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 """Kinds of operations.
 
 F is a forward pass and B a backward pass. Some schedules split B into I (input gradients) and W (weight gradients).
@@ -20,7 +20,7 @@ SEND_F and RECV_F transfer hidden states. SEND_B and RECV_B transfer the gradien
 class Op(NamedTuple):
     """One operation of one stage on one micro-batch."""
 
-    kind: Kind
+    kind: OpKind
     stage: int
     micro_batch: int
 

@@ -13,11 +13,11 @@ import pytest
 from torch.distributed import pipelining
 
 from benchmarks.pipeline_times import bubble, timeline
-from fourfold.config.run import ParallelConfig, Schedule
+from fourfold.config.run import ParallelConfig, PipelineSchedule
 from fourfold.config.stages import SPLIT_BACKWARD, balanced, rank_of_stage, stages_per_rank
 from fourfold.parallel.pipeline.schedule import Op, schedule_ops, with_transfers
 
-SCHEDULES = get_args(Schedule)
+SCHEDULES = get_args(PipelineSchedule)
 CASES = [
     (schedule, pp, m)
     for schedule in SCHEDULES
