@@ -9,16 +9,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import IN_ROUNDS, SPLIT_BACKWARD, stages_per_rank
 
+if TYPE_CHECKING:  # A run file is checked without NumPy.
+    import numpy as np
+    from numpy.typing import NDArray
+
 FLOAT8_MULTIPLE = 16
 """Every size of a float8 matmul must be a multiple of this (torch._scaled_mm)."""
 
-Number = Any
-"""An int or a bool for one layout, or a NumPy array for many layouts."""
+Number: TypeAlias = "int | NDArray[np.int64] | NDArray[np.bool_]"
+"""An int or a bool for one layout, or an array [n] with one entry per layout."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -25,8 +25,9 @@ class Rule(NamedTuple):
     """A short text without numbers, such as "x does not divide the heads". The planner's search counts how many layouts
     each rule refuses."""
     broken: Callable[[Sizes], Number]
-    sentence: Callable[[RunConfig, Sizes], str]
-    """Returns an error message for one run, with the keys, their values, and the nearest values that work."""
+    sentence: Callable[[RunConfig, Any], str]
+    """Returns an error message for one run, with the keys, their values, and the nearest values that work. The second
+    argument is the run's ``Sizes``. All of its fields are ints."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Divides:
         return f"{' · '.join(self.axes)} does not divide {self.what}"
 
     def broken(self, sizes: Sizes) -> Number:
-        number = getattr(sizes, self.number)
+        number: Number = getattr(sizes, self.number)
         if isinstance(number, int) and number == 0:  # This shortcut saves time, because a search checks many layouts.
             return False
         return number % self._ranks(sizes) != 0
@@ -97,7 +98,8 @@ class Divides:
         return [nearest + unit * i for i in range(8)]
 
     def _ranks(self, sizes: Sizes) -> Number:
-        return math.prod(getattr(sizes, axis) for axis in self.axes)
+        ranks: Number = math.prod(getattr(sizes, axis) for axis in self.axes)
+        return ranks
 
 
 Q_PROJ, K_PROJ, RESIDUAL = "layers.*.self_attn.qkv.q_proj", "layers.*.self_attn.qkv.k_proj", "the residual stream"
@@ -345,5 +347,5 @@ def _largest_divisor(number: int, most: int) -> int:
     return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
 
 
-def _is_split(counts: tuple[int, ...], stages: int, layers: int) -> bool:
-    return len(counts) == stages and sum(counts) == layers and min(counts) >= 1
+def _is_split(counts: tuple[int, ...], stages: Number, layers: int) -> bool:
+    return bool(len(counts) == stages) and sum(counts) == layers and min(counts) >= 1
