@@ -92,13 +92,6 @@ def test_a_summary_of_benchmarks_quotes_measured_rows(path: Path) -> None:
     assert rows and all(row in measured for row in rows)
 
 
-def test_a_batch_goes_through_twelve_files() -> None:
-    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| `([\w/]+\.py)` \|", page, re.MULTILINE)
-    assert [int(number) for number, _ in rows] == list(range(1, 13))
-    assert [name for _, name in rows if not (REPOSITORY / "fourfold" / name).exists()] == []
-
-
 def test_the_glossary_names_keys_as_the_loader_does() -> None:
     for keys, name in tables_of(DOCS / "glossary.md")["key in another program | key in fourfold"]:
         assert set(re.findall(r"`(\w+)`", keys)) <= set(NAMES_ELSEWHERE[name]), keys
