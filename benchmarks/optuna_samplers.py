@@ -17,7 +17,7 @@ from optuna.trial import TrialState
 
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES
 from fourfold.tuning.candidates import Candidates
-from fourfold.tuning.result import Result, Trial
+from fourfold.tuning.trial_result import Trial, TrialResult
 
 Method = Literal["planner", "tpe", "random"]
 """The method that proposes layouts: fourfold's own, or one of Optuna's samplers."""
@@ -48,7 +48,7 @@ class Sampled:
     def trials(self) -> list[Trial]:
         """Return every trial that ran and ended, by number."""
         return [
-            Trial(self._index_of(trial.params), Result(**trial.user_attrs["result"]), trial.number)
+            Trial(self._index_of(trial.params), TrialResult(**trial.user_attrs["result"]), trial.number)
             for trial in self.study.get_trials(deepcopy=False)
             if trial.state.is_finished() and "result" in trial.user_attrs
         ]
@@ -98,7 +98,7 @@ class Sampled:
         index = int(np.random.default_rng([seed, len(known)]).choice(untried))
         return self.begin(index, "at random, as the sampler found nothing that is legal and new"), index
 
-    def end(self, number: int, result: Result) -> None:
+    def end(self, number: int, result: TrialResult) -> None:
         """Record the result of a trial."""
         (frozen,) = (trial for trial in self.study.get_trials(deepcopy=False) if trial.number == number)
         trial = optuna.trial.Trial(self.study, frozen._trial_id)
@@ -107,7 +107,7 @@ class Sampled:
             trial.set_user_attr(key, getattr(result, key))
         self._tell(trial, *self._outcome(result))
 
-    def _outcome(self, result: Result) -> tuple[dict[str, float], float | None]:
+    def _outcome(self, result: TrialResult) -> tuple[dict[str, float], float | None]:
         """Return the constraints of a result, and its value."""
         limit, used = self.candidates.machine.memory, result.memory_bytes
         if result.outcome == "out of memory":

@@ -44,8 +44,8 @@ from fourfold.planning.search.plan import describe_layout
 from fourfold.training.job import Job
 from fourfold.tuning.candidates import Candidates
 from fourfold.tuning.propose import propose
-from fourfold.tuning.result import Result, Trial
 from fourfold.tuning.start_search import search_for
+from fourfold.tuning.trial_result import Trial, TrialResult
 from fourfold.tuning.tuner import Search, Settings, best_of
 from fourfold.verification.batches import random_micro_batches
 
@@ -218,7 +218,7 @@ def play(candidates: Candidates, table: dict[int, float], method: Method, seed: 
             return len(trials) + 1  # The search ended too early. Count as if the next trial found the best layout.
         number, index = drawn
         assert index is not None
-        trials.append(Trial(index, Result("done", table[index])))
+        trials.append(Trial(index, TrialResult("done", table[index])))
         if ledger is not None:
             ledger.end(number, trials[-1].result)
         if table[index] <= (1 + NEAR) * min(table.values()):

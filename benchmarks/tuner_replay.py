@@ -38,7 +38,7 @@ from fourfold.planning.run_workload import model_shape
 from fourfold.planning.workload import Workload
 from fourfold.tuning.candidates import Candidates, candidates_of
 from fourfold.tuning.propose import propose
-from fourfold.tuning.result import Result, Trial
+from fourfold.tuning.trial_result import Trial, TrialResult
 
 SOURCES = ("V2", "S11", "S12")
 """Sources of the rows with sweeps over tp, pp, dp, and micro-batch to replay."""
@@ -171,11 +171,11 @@ def play(sweep: Sweep, candidates: Candidates, method: Method, seed: int) -> Pla
     return Played(to_goal, failed_to_goal, len(trials), failed, fastest / best - 1)
 
 
-def _result(sweep: Sweep, key: tuple[int, int, int, int]) -> Result:
+def _result(sweep: Sweep, key: tuple[int, int, int, int]) -> TrialResult:
     if key not in sweep.measured:
-        return Result("crashed", reason="nobody measured it")
+        return TrialResult("crashed", reason="nobody measured it")
     seconds = sweep.measured[key]
-    return Result("out of memory") if seconds is None else Result("done", seconds)
+    return TrialResult("out of memory") if seconds is None else TrialResult("done", seconds)
 
 
 def _row(sweep: Sweep, space: str, rows: Sequence[Row], seeds: int) -> dict[str, Any]:

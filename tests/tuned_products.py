@@ -14,22 +14,22 @@ from fourfold.config.layout import matmul_sizes
 from fourfold.config.run import RunConfig
 from fourfold.matmul_tuning.matmul_table import PRODUCTS, Gain, MatmulTable, TunedLayer, key_of, machine_of, write_table
 from fourfold.models.dtypes import DTYPES
-from fourfold.parallel.tensor.matmul_layouts import LayerLayout, Way
+from fourfold.parallel.tensor.matmul_layouts import Copies, LayerLayout
 from fourfold.verification.comparison import Against
 from fourfold.verification.parity import as_verified, parity, resharded
 from fourfold.verification.parity_report import ParityReport
 
 LAYOUTS = (
     LayerLayout(turned=True),
-    LayerLayout(output=Way(right="turned"), weight_gradient=Way(left="turned and padded")),
+    LayerLayout(output=Copies(right="turned"), weight_gradient=Copies(left="turned and padded")),
     LayerLayout(
         turned=True,
-        output=Way(right="turned and padded"),
-        input_gradient=Way(left="padded", right="turned"),
-        weight_gradient=Way(left="padded", right="padded"),
+        output=Copies(right="turned and padded"),
+        input_gradient=Copies(left="padded", right="turned"),
+        weight_gradient=Copies(left="padded", right="padded"),
     ),
-    LayerLayout(turned=True, input_gradient=Way(right="padded"), weight_gradient=Way(right="turned")),
-    LayerLayout(output=Way(left="padded"), input_gradient=Way(right="turned and padded")),
+    LayerLayout(turned=True, input_gradient=Copies(right="padded"), weight_gradient=Copies(right="turned")),
+    LayerLayout(output=Copies(left="padded"), input_gradient=Copies(right="turned and padded")),
 )
 EVEN = dict.fromkeys(PRODUCTS, Gain(seconds=1, gain=1, low=1, high=1))
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from fourfold.checkpoints.compatible import check_can_resume, check_has_model, check_same_model
 from fourfold.checkpoints.disk_space import check_room
 from fourfold.checkpoints.file_layout import CheckpointTensors, write_layout
-from fourfold.checkpoints.find import best_checkpoint, list_checkpoints, mark_best, step_of
+from fourfold.checkpoints.find_checkpoints import best_checkpoint, list_checkpoints, mark_best, step_of
 from fourfold.checkpoints.global_tensors import (
     AveragedWeights,
     TrainingState,
@@ -46,7 +46,7 @@ from fourfold.checkpoints.rank_files import entries_of, gather_written, read_par
 from fourfold.checkpoints.saved_state import CheckpointState, StreamPosition, read_state, state_of, write_state
 from fourfold.checkpoints.verify import shapes_of, verified
 from fourfold.config.run import CheckpointConfig
-from fourfold.data.files import WriteFailed, flush, swap_in, writing
+from fourfold.data.atomic_files import WriteFailed, flush, swap_in, writing
 from fourfold.errors import UserError
 from fourfold.models.tensor_files import Written
 from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_together, true_on_any_rank

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fourfold.config.optimizer_rules import STATES, rule_of
 from fourfold.config.run import CheckpointConfig, RunConfig
-from fourfold.data.files import WriteFailed
+from fourfold.data.atomic_files import WriteFailed
 from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import trained_shapes
 

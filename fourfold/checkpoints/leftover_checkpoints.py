@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from shutil import rmtree
 
-from fourfold.checkpoints.find import BEST, best_checkpoint, list_checkpoints, step_of
-from fourfold.data.files import swap_in
+from fourfold.checkpoints.find_checkpoints import BEST, best_checkpoint, list_checkpoints, step_of
+from fourfold.data.atomic_files import swap_in
 
 
 def tidy(folder: Path) -> None:

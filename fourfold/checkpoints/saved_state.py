@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pydantic import Field, model_validator
 
-from fourfold.checkpoints.find import STATE_FILE, is_step_name, step_of
+from fourfold.checkpoints.find_checkpoints import STATE_FILE, is_step_name, step_of
 from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_small_file, damaged
 from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig

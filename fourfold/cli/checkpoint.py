@@ -17,7 +17,7 @@ checkpoint = typer.Typer(no_args_is_help=True, help="Check checkpoints, and conv
 @checkpoint.command()
 def verify(folder: Annotated[Path, typer.Argument(help="A checkpoint, a folder of them, or a run's folder.")]) -> None:
     """Check that the files of checkpoints are unchanged since they were written. Exit code 1 if one is damaged."""
-    from fourfold.checkpoints.find import STATE_FILE, checkpoints_at
+    from fourfold.checkpoints.find_checkpoints import STATE_FILE, checkpoints_at
     from fourfold.checkpoints.integrity import size_of
     from fourfold.checkpoints.verify import verify
     from fourfold.errors import UserError, sentence

@@ -53,7 +53,7 @@ def slurm(
 
     Example: fourfold launch slurm RUN.toml --site frontier --nodes 64 --time 06:00:00 --account ABC123 --output job.sh
     """
-    from fourfold.data.files import write_output
+    from fourfold.data.atomic_files import write_output
     from fourfold.launch.job_scripts.slurm_script import SlurmJob, render_slurm_script
     from fourfold.launch.job_scripts.slurm_site import load_site
     from fourfold.run_file.load import load_run

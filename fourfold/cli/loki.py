@@ -49,7 +49,7 @@ def calibrate(
 
     Example: fourfold loki calibrate --model exported --text book.txt --out basis.safetensors
     """
-    from fourfold.data.files import check_writable
+    from fourfold.data.atomic_files import check_writable
     from fourfold.huggingface.export_model import as_huggingface
     from fourfold.inference.loki import calibrate as find_basis
     from fourfold.reports.loki_report import rank_table

@@ -81,7 +81,7 @@ def calibrate(
 
     Example: fourfold machine calibrate --out mine.toml --from runs/demo/metrics.jsonl
     """
-    from fourfold.data.files import check_writable, write_output
+    from fourfold.data.atomic_files import check_writable, write_output
     from fourfold.planning.machines.machine import load_machine
     from fourfold.planning.machines.write import machine_toml, measured_machine
 

@@ -98,8 +98,8 @@ def prepare(
     Example: fourfold prepare python-stdlib --out data/stdlib --train-tokenizer 4096
     """
     from fourfold.data import prepare as data
+    from fourfold.data.atomic_files import WriteFailed
     from fourfold.data.canaries import Canaries
-    from fourfold.data.files import WriteFailed
     from fourfold.data.prepare_conversations import prepare_conversations
 
     given = (repeats, canary_tokens, canary_noise, canary_shift, canaries_from)

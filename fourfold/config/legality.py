@@ -26,8 +26,7 @@ class Rule(NamedTuple):
     each rule refuses."""
     broken: Callable[[Sizes], Number]
     sentence: Callable[[RunConfig, Any], str]
-    """Returns an error message for one run, with the keys, their values, and the nearest values that work. The second
-    argument is the run's ``Sizes``. All of its fields are ints."""
+    """Returns an error message for one run (whose ``Sizes`` are ints), with the nearest values that work."""
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 from pydantic import field_validator, model_validator
 
 from fourfold.config.expected_values import round_to_multiple, shown
+from fourfold.config.keys_without_effect import NO_MEANING
 from fourfold.config.layer_pattern import pattern_of
 from fourfold.config.model_checks import check_experts, check_latents, check_linear_attention
 from fourfold.config.model_keys import UNSET, LayerType, ModelKeys
-from fourfold.config.no_meaning import NO_MEANING
 from fourfold.config.rope_scaling import no_pairs
 
 IGNORE_INDEX = -100

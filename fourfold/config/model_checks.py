@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 
 from fourfold.config.expected_values import shown
+from fourfold.config.keys_without_effect import NOT_WITH_LATENTS
 from fourfold.config.model_keys import UNSET, ModelKeys
-from fourfold.config.no_meaning import NOT_WITH_LATENTS
 
 
 def check_latents(keys: ModelKeys) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.data.files import write_whole
+from fourfold.data.atomic_files import write_whole
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
 from fourfold.data.manifest import CorpusSplit
 from fourfold.data.order import hash64

@@ -30,7 +30,7 @@ from typing import NoReturn, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.data.files import temporary_name, write_whole
+from fourfold.data.atomic_files import temporary_name, write_whole
 from fourfold.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"

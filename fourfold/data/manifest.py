@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from fourfold.data.files import is_file_name, write_whole
+from fourfold.data.atomic_files import is_file_name, write_whole
 from fourfold.data.indexed import token_dtype
 from fourfold.data.tokenizer import HFTokenizer, NoSuchToken, Tokenizer, load_tokenizer
 from fourfold.errors import UserError

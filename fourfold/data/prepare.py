@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fourfold.data.atomic_files import locked, writing
 from fourfold.data.canaries import Canaries, ledger_path, plant
-from fourfold.data.files import locked, writing
 from fourfold.data.indexed import IndexedDataset, bin_path, idx_path
 from fourfold.data.manifest import (
     CorpusSplit,

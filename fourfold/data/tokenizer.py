@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from fourfold.data.files import write_whole
+from fourfold.data.atomic_files import write_whole
 from fourfold.data.other_tokenizers import describe_other_tokenizer
 from fourfold.errors import UserError
 from fourfold.parsing import parse_json

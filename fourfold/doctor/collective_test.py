@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from fourfold.data.files import temporary_folder
+from fourfold.data.atomic_files import temporary_folder
 from fourfold.doctor.finding import Finding, error, ok, warning
 from fourfold.environment import Place
 from fourfold.errors import UserError

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.config.low_rank import LoRAConfig
-from fourfold.data.files import write_whole
+from fourfold.data.atomic_files import write_whole
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import local_folder
 from fourfold.huggingface.model_folder import PATTERNS

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.checkpoints.find import STATE_FILE, newest_checkpoint
+from fourfold.checkpoints.find_checkpoints import STATE_FILE, newest_checkpoint
 from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.config.model import ModelConfig
-from fourfold.data.build import open_run_tokenizer
-from fourfold.data.files import new_folder, temporary_folder, write_whole
+from fourfold.data.atomic_files import new_folder, temporary_folder, write_whole
+from fourfold.data.run_data import open_run_tokenizer
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError, given_as
 from fourfold.huggingface.adapters import Merged, open_base, write_adapter

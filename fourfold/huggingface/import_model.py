@@ -8,8 +8,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fourfold.checkpoints.global_tensors import TrainingState
-from fourfold.checkpoints.imported import write_weights
-from fourfold.data.files import new_folder
+from fourfold.checkpoints.imported_checkpoint import write_weights
+from fourfold.data.atomic_files import new_folder
 from fourfold.huggingface.architectures.config_json import local_folder, model_of, read_config
 from fourfold.huggingface.model_folder import (
     PATTERNS,

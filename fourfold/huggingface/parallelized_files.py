@@ -22,7 +22,7 @@ from fourfold.checkpoints.global_tensors import PartsByName, SavedPart, layout_o
 from fourfold.checkpoints.integrity import seal
 from fourfold.checkpoints.rank_files import entries_of, gather_written, read_parts, write_file
 from fourfold.checkpoints.verify import verified
-from fourfold.data.files import new_folder, swap_in, writing
+from fourfold.data.atomic_files import new_folder, swap_in, writing
 from fourfold.errors import UserError
 from fourfold.huggingface.expert_files import RowRanges
 from fourfold.models.tensor_files import Entry, TensorFiles, write_tensor_files

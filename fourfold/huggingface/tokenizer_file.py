@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from fourfold.config.model import ModelConfig
-from fourfold.data.files import write_whole
+from fourfold.data.atomic_files import write_whole
 from fourfold.data.tokenizer import HFTokenizer, begin_of
 from fourfold.data.tokenizer import Tokenizer as AnyTokenizer
 from fourfold.errors import UserError

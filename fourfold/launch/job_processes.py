@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from fourfold.data.files import temporary_folder
+from fourfold.data.atomic_files import temporary_folder
 from fourfold.environment import Place, read_environment, rendezvous
 from fourfold.errors import UserError
 from fourfold.exit_codes import CRASH, DONE

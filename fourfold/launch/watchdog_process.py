@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from fourfold.data.files import write_whole
+from fourfold.data.atomic_files import write_whole
 from fourfold.exit_codes import HANG, ended_by
 from fourfold.heartbeat import Beat, Heartbeat
 from fourfold.launch.stop_signals import STOP_SIGNALS

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 
 from fourfold.config.layout import MatmulSizes
 from fourfold.config.strict import Strict
-from fourfold.data.files import write_output, writing
+from fourfold.data.atomic_files import write_output, writing
 from fourfold.errors import UserError
 from fourfold.parallel.tensor.matmul_layouts import LayerLayout
 

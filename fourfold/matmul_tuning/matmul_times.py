@@ -21,7 +21,7 @@ from torch import Tensor
 from fourfold.config.layout import MatmulSizes
 from fourfold.heartbeat import doing
 from fourfold.matmul_tuning.matmul_table import Gain, TunedLayer
-from fourfold.parallel.tensor.matmul_layouts import LaidOutMatmuls, LayerLayout, Way
+from fourfold.parallel.tensor.matmul_layouts import Copies, LaidOutMatmuls, LayerLayout
 
 LEAST_GAIN = 1.02
 """A layout is chosen only if it is faster than the default by this factor in three of four rounds."""
@@ -36,34 +36,35 @@ LEAST_SECONDS = 2e-3
 """A matmul is repeated for at least this number of seconds. The resolution of the clock and the launch times of a GPU
 then matter little."""
 
-_WEIGHT_COPIES = (Way(), Way(right="turned"), Way(right="padded"), Way(right="turned and padded"), Way(left="padded"))
-WAYS = {
+_WEIGHT_COPIES = (
+    Copies(), Copies(right="turned"), Copies(right="padded"), Copies(right="turned and padded"), Copies(left="padded"),
+)  # fmt: skip
+COPIES_TO_TRY = {
     "output": _WEIGHT_COPIES,
     "input_gradient": _WEIGHT_COPIES,
     "weight_gradient": (
-        Way(),
-        Way(left="turned"),
-        Way(right="turned"),
-        Way(left="turned and padded"),
-        Way(right="turned and padded"),
-        Way(left="padded", right="padded"),
+        Copies(),
+        Copies(left="turned"),
+        Copies(right="turned"),
+        Copies(left="turned and padded"),
+        Copies(right="turned and padded"),
+        Copies(left="padded", right="padded"),
     ),
 }
 """For each matmul, the ways to copy its operands that are tried. The first way copies nothing."""
-
 
 K = TypeVar("K", bound=Hashable)
 
 
 class Candidate(NamedTuple):
-    """A way to compute a matmul. ``turned`` says whether the weight is stored transposed, and ``way`` says which
+    """A way to compute a matmul. ``turned`` says whether the weight is stored transposed, and ``copies`` says which
     operands are copied first."""
 
     turned: bool
-    way: Way
+    copies: Copies
 
 
-AS_STORED = Candidate(False, Way())
+AS_STORED = Candidate(False, Copies())
 Ratios = tuple[float, float, float]
 """Speed of a candidate relative to the default layout: the lower quartile, the median, and the upper quartile over the
 rounds."""
@@ -72,7 +73,7 @@ rounds."""
 class Chosen(NamedTuple):
     """The best way to copy the operands of one matmul, for one memory order of the weight."""
 
-    way: Way
+    copies: Copies
     ratios: Ratios
 
 
@@ -80,13 +81,13 @@ def tune_layer(sizes: MatmulSizes, dtype: torch.dtype, device: torch.device) -> 
     """Time the three matmuls of a linear layer with these sizes, and return the chosen layouts with their gains."""
     doing(f"timing matmuls of {sizes.tokens} × {sizes.outputs} × {sizes.inputs}")
     seconds, by_matmul = {}, {}
-    for matmul in WAYS:
+    for matmul in COPIES_TO_TRY:
         seconds[matmul], by_matmul[matmul] = _tune_matmul(matmul, sizes, dtype, device)
     turned = _turning_pays(seconds, by_matmul)
     chosen = {matmul: both[turned] for matmul, both in by_matmul.items()}
     others = sum(seconds[matmul] / both[not turned].ratios[1] for matmul, both in by_matmul.items())
     return TunedLayer(
-        layout=LayerLayout(turned=turned, **{matmul: each.way for matmul, each in chosen.items()}),
+        layout=LayerLayout(turned=turned, **{matmul: each.copies for matmul, each in chosen.items()}),
         gains={
             matmul: Gain(seconds=seconds[matmul], low=each.ratios[0], gain=each.ratios[1], high=each.ratios[2])
             for matmul, each in chosen.items()
@@ -110,10 +111,10 @@ def _tune_matmul(
 ) -> tuple[float, dict[bool, Chosen]]:
     """Return the seconds with the default layout. Also return the best copies of operands for each memory order of the
     weight, with the key True for a transposed weight."""
-    candidates = [Candidate(turned, way) for turned in (False, True) for way in WAYS[matmul]]
+    candidates = [Candidate(turned, copies) for turned in (False, True) for copies in COPIES_TO_TRY[matmul]]
     calls = matmul_calls(matmul, candidates, sizes, dtype, device)
     times = seconds_in_rounds(calls, 1, device)
-    kept = [c for c in candidates if c.way == Way() or times[c][0] < HOPELESS * times[AS_STORED][0]]
+    kept = [c for c in candidates if c.copies == Copies() or times[c][0] < HOPELESS * times[AS_STORED][0]]
     times = seconds_in_rounds({each: calls[each] for each in kept}, NOMINATING_ROUNDS, device)
     medians = {candidate: statistics.median(each) for candidate, each in times.items()}
     nominated = {turned: _nominee(medians, turned) for turned in (False, True)}
@@ -121,9 +122,9 @@ def _tune_matmul(
     rounds = math.ceil(DECIDING_SECONDS / (medians[AS_STORED] * len(finalists)))
     rounds = min(max(rounds, FEWEST_ROUNDS), MOST_ROUNDS)
     times = seconds_in_rounds({each: calls[each] for each in finalists}, rounds, device)
-    chosen = {turned: Chosen(each.way, _ratios(times, each)) for turned, each in nominated.items()}
+    chosen = {turned: Chosen(each.copies, _ratios(times, each)) for turned, each in nominated.items()}
     if chosen[False].ratios[0] < LEAST_GAIN:
-        chosen[False] = Chosen(Way(), (1.0, 1.0, 1.0))
+        chosen[False] = Chosen(Copies(), (1.0, 1.0, 1.0))
     return min(times[AS_STORED]), chosen  # Take the minimum, because other programs can only slow a round down.
 
 
@@ -132,7 +133,7 @@ def _nominee(medians: dict[Candidate, float], turned: bool) -> Candidate:
 
     If the candidate without copies is only slightly slower, return it instead.
     """
-    plain = Candidate(turned, Way())
+    plain = Candidate(turned, Copies())
     best = min((candidate for candidate in medians if candidate.turned == turned), key=medians.__getitem__)
     return best if medians[best] * LEAST_GAIN < medians[plain] else plain
 
@@ -155,8 +156,8 @@ def matmul_calls(
     x, grad = random(sizes.tokens, sizes.inputs), random(sizes.tokens, sizes.outputs)
     weights = {False: random(sizes.outputs, sizes.inputs), True: random(sizes.inputs, sizes.outputs).T}
 
-    def call(turned: bool, way: Way) -> Callable[[], Tensor]:
-        matmuls, weight = LaidOutMatmuls(LayerLayout(turned=turned, **{matmul: way})), weights[turned]
+    def call(turned: bool, copies: Copies) -> Callable[[], Tensor]:
+        matmuls, weight = LaidOutMatmuls(LayerLayout(turned=turned, **{matmul: copies})), weights[turned]
         if matmul == "weight_gradient":
             return lambda: matmuls.weight_gradient(grad, x)
         if matmul == "input_gradient":

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from fourfold.checkpoints.find import STATE_FILE, newest_checkpoint
+from fourfold.checkpoints.find_checkpoints import STATE_FILE, newest_checkpoint
 from fourfold.checkpoints.saved_state import read_state
 from fourfold.config.run import RunConfig
-from fourfold.data.build import open_run_tokenizer
+from fourfold.data.run_data import open_run_tokenizer
 from fourfold.data.tokenizer import HFTokenizer, load_tokenizer
 from fourfold.data.transformers_tokenizer import AnyTokenizer, TransformersTokenizer
 from fourfold.errors import UserError, given_as

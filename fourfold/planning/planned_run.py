@@ -8,7 +8,7 @@ from typing import Any
 from fourfold.config.optimizer_rules import OptimizerConfig
 from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.run import RunConfig
-from fourfold.data.files import write_output
+from fourfold.data.atomic_files import write_output
 from fourfold.planning.budget import checkpoint_seconds
 from fourfold.planning.cost.optimizer_cost import saved_bytes
 from fourfold.planning.request import Request, training_keys

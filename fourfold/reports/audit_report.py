@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from fourfold.data.files import write_output
+from fourfold.data.atomic_files import write_output
 from fourfold.errors import UserError
 from fourfold.memorization.membership import ATTACKS
 from fourfold.reports import html

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.data.files import write_output
+from fourfold.data.atomic_files import write_output
 from fourfold.reports import html
 from fourfold.reports.basic_charts import stacked_bars
 from fourfold.reports.layout_columns import choices, figures, gigabytes, predicted

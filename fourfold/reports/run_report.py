@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from fourfold.data.files import write_output
+from fourfold.data.atomic_files import write_output
 from fourfold.errors import UserError
 from fourfold.parsing import dotted_keys, parse_toml
 from fourfold.reports import html

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.config.run import RunConfig
-from fourfold.data.files import writing
+from fourfold.data.atomic_files import writing
 from fourfold.errors import UserError
 from fourfold.parsing import parse_json
 from fourfold.training.bad_steps import BadSteps, samples_of

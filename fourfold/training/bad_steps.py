@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fourfold.data.files import write_whole, writing
+from fourfold.data.atomic_files import write_whole, writing
 from fourfold.training.metrics import read_metrics
 
 BAD_STEPS_FILE = "bad_steps.jsonl"

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fourfold.config.data_section import DataConfig
 from fourfold.config.run import RunConfig
-from fourfold.data.build import build_dataset, check_one_tokenizer, ensure_builtin, open_run_tokenizer, open_stream
 from fourfold.data.conversations import PackedConversations, PackingStatistics, PreferencePairs
 from fourfold.data.dataset import Samples, SourceMixture
 from fourfold.data.goldfish import Goldfish
@@ -26,6 +25,7 @@ from fourfold.data.loader import Loader, MicroBatch
 from fourfold.data.manifest import read_manifest, validation_prefix
 from fourfold.data.mask_preview import Preview, preview
 from fourfold.data.masks import LossMask, build_masks
+from fourfold.data.run_data import build_dataset, check_one_tokenizer, ensure_builtin, open_run_tokenizer, open_stream
 from fourfold.data.stream import StreamedWindows
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError

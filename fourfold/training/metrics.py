@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.data.files import write_output, writing
+from fourfold.data.atomic_files import write_output, writing
 from fourfold.errors import UserError, first_line
 from fourfold.parsing import parse_json
 

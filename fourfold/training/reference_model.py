@@ -17,8 +17,8 @@ import torch.distributed as dist
 import xxhash
 from numpy.typing import NDArray
 
+from fourfold.data.atomic_files import write_output
 from fourfold.data.conversations import PreferencePairs
-from fourfold.data.files import write_output
 from fourfold.data.masks import LossMask, labels_of
 from fourfold.errors import UserError
 from fourfold.parallel.grid.communicate import all_reduce

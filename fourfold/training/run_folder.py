@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fourfold.checkpoints.find import FOLDER as CHECKPOINTS
-from fourfold.checkpoints.find import list_checkpoints, step_of
+from fourfold.checkpoints.find_checkpoints import FOLDER as CHECKPOINTS
+from fourfold.checkpoints.find_checkpoints import list_checkpoints, step_of
 from fourfold.config.run import RunConfig
-from fourfold.data.files import locked_folder
+from fourfold.data.atomic_files import locked_folder
 from fourfold.errors import UserError
 from fourfold.training.metrics import steps_taken
 

@@ -13,7 +13,7 @@ import torch
 
 from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.run import RunConfig
-from fourfold.data.files import WriteFailed, write_output
+from fourfold.data.atomic_files import WriteFailed, write_output
 from fourfold.data.mask_preview import MaskStatistics
 from fourfold.environment import Place
 from fourfold.models.lora import trained_shapes
@@ -24,7 +24,7 @@ from fourfold.training.flops import FLOP_FORMULA, flops_per_token, mfu, peak_flo
 from fourfold.training.job import Job
 from fourfold.training.metrics import EXPERTS_FILE, MetricsWriter, StepMetrics, add_record, peak_memory_bytes
 from fourfold.training.outcome import Outcome
-from fourfold.training.prediction import PredictionCheck
+from fourfold.training.planner_check import PlannerCheck
 from fourfold.training.run_folder import RUN_FILE, SAMPLE_FILE, SUMMARY_FILE
 from fourfold.training.step_checks import SharedFigures
 from fourfold.training.tracking import Tracking, check_trackers
@@ -58,7 +58,7 @@ class RunRecord:
         self.progress = Progress(training.train_steps, log_interval=run.metrics.log_interval)
         goldfish = None if corpora.goldfish is None else corpora.preview().statistics
         self.facts = self._facts(corpora, goldfish)
-        self.prediction = PredictionCheck(run, run_dir, on_gpu)
+        self.prediction = PlannerCheck(run, run_dir, on_gpu)
         self.progress.print_facts("Run", self.facts)
         _warn_about_data(corpora, goldfish, training.seq_length)
         # A finished run keeps the run file that it was trained with.

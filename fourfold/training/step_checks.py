@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.checkpoints.checkpoint import Checkpointer, load_newest
-from fourfold.checkpoints.find import step_of
+from fourfold.checkpoints.find_checkpoints import step_of
 from fourfold.parallel.grid.communicate import purpose
 from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_together
 from fourfold.training.bad_steps import BadSteps, samples_of

@@ -13,7 +13,7 @@ from queue import Full, Queue
 from typing import Any, Protocol
 
 from fourfold.config.run import RunConfig
-from fourfold.data.files import write_whole
+from fourfold.data.atomic_files import write_whole
 from fourfold.extras import require_extra
 from fourfold.run_file.dump import to_toml
 

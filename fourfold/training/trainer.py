@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from fourfold.checkpoints.checkpoint import Checkpointer, load_newest
 from fourfold.checkpoints.disk_space import check_room_at_start
-from fourfold.checkpoints.find import FOLDER as CHECKPOINTS
-from fourfold.checkpoints.find import find_checkpoint
+from fourfold.checkpoints.find_checkpoints import FOLDER as CHECKPOINTS
+from fourfold.checkpoints.find_checkpoints import find_checkpoint
 from fourfold.checkpoints.leftover_checkpoints import set_later_aside, tidy
 from fourfold.config.run import RunConfig
-from fourfold.data.files import writing
+from fourfold.data.atomic_files import writing
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.environment import Place
 from fourfold.errors import UserError

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fourfold.data.files import writing
+from fourfold.data.atomic_files import writing
 from fourfold.errors import UserError
 from fourfold.parsing import parse_json
-from fourfold.tuning.result import Result, Trial
+from fourfold.tuning.trial_result import Trial, TrialResult
 
 LEDGER = "ledger.jsonl"
 """Name of the ledger in a search's folder."""
@@ -32,7 +32,7 @@ class Ledger:
         """
         self.file = folder / LEDGER
         self._begun: dict[int, tuple[int, str]] = {}
-        self._results: dict[int, Result] = {}
+        self._results: dict[int, TrialResult] = {}
         try:
             search, *entries = [parse_json(line) for line in _whole_lines(self.file)] or [{"search": None}]
             before = search["search"]
@@ -71,7 +71,7 @@ class Ledger:
         self._append({"begin": number, "index": index, "why": why})
         return number
 
-    def end(self, number: int, result: Result) -> None:
+    def end(self, number: int, result: TrialResult) -> None:
         """Record a trial's result."""
         self._append({"end": number, "result": asdict(result)})
 
@@ -85,7 +85,7 @@ class Ledger:
         if "begin" in entry:
             self._begun[entry["begin"]] = entry["index"], entry["why"]
         else:
-            self._results[entry["end"]] = Result(**entry["result"])
+            self._results[entry["end"]] = TrialResult(**entry["result"])
             assert entry["end"] in self._begun
 
 

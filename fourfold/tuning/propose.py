@@ -18,7 +18,7 @@ import numpy as np
 from fourfold.tuning.candidates import Candidates
 from fourfold.tuning.memory_margin import MemoryMargin, needs_as_much
 from fourfold.tuning.residual import Posterior, posterior
-from fourfold.tuning.result import Trial
+from fourfold.tuning.trial_result import Trial
 
 BOUND = 1.0
 """The lower bound is this many standard deviations below the expected log seconds."""

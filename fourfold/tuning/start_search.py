@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fourfold.config.run import RunConfig
-from fourfold.data.files import writing
+from fourfold.data.atomic_files import writing
 from fourfold.errors import UserError
 from fourfold.launch.job_scripts.slurm_script import SlurmJob
 from fourfold.launch.job_scripts.slurm_site import load_site

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from fourfold.data.files import write_output
+from fourfold.data.atomic_files import write_output
 from fourfold.launch.job_scripts.slurm_script import SlurmJob, render_slurm_script
 from fourfold.launch.job_scripts.slurm_site import Site
 from fourfold.processes import end_with_starter

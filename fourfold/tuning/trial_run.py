@@ -16,7 +16,7 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.run_workload import workload_of
 from fourfold.run_file.load import make_run
 from fourfold.training.metrics import METRICS_FILE, read_metrics
-from fourfold.tuning.result import Result
+from fourfold.tuning.trial_result import TrialResult
 
 RUN_FOLDER = "run"
 """Name of the run's folder inside the trial's folder."""
@@ -62,16 +62,16 @@ def _metrics_of(folder: Path) -> list[dict[str, Any]]:
     return read_metrics(path) if path.is_file() else []
 
 
-def measured(folder: Path, run: RunConfig, machine: Machine, on_gpu: bool) -> Result | None:
+def measured(folder: Path, run: RunConfig, machine: Machine, on_gpu: bool) -> TrialResult | None:
     """Return the result of a trial that took all its steps, or None if some are missing."""
     seconds = step_seconds_of(folder)
     if len(seconds) < run.training.train_steps:
         return None
     kept, memory = seconds[WARM_UP:], memory_used(folder, run, machine, on_gpu)
-    return Result("done", float(np.median(kept)), error_of_median(kept), memory)
+    return TrialResult("done", float(np.median(kept)), error_of_median(kept), memory)
 
 
-def hopeless(folder: Path, best: float | None) -> Result | None:
+def hopeless(folder: Path, best: float | None) -> TrialResult | None:
     """Return the result of a running trial that is far slower than the best trial.
 
     Return None if it is not far slower, or if it is too early to tell. ``best`` is the best trial's step time in
@@ -82,7 +82,7 @@ def hopeless(folder: Path, best: float | None) -> Result | None:
         return None
     median = float(np.median(seconds))
     reason = f"{median / best:.1f} times as slow as the best trial, after {len(seconds) + 1} steps"
-    return Result("hopeless", median, max(error_of_median(seconds), 0.1), reason=reason)
+    return TrialResult("hopeless", median, max(error_of_median(seconds), 0.1), reason=reason)
 
 
 def error_of_median(seconds: Sequence[float]) -> float:

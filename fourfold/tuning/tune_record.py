@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from fourfold.data.files import write_output
+from fourfold.data.atomic_files import write_output
 from fourfold.errors import UserError
 from fourfold.planning.calibration.machine_fit import FittedMachine, fit_machine
 from fourfold.planning.machines.machine import Machine
@@ -20,7 +20,7 @@ from fourfold.run_file.dump import to_toml
 from fourfold.training.metrics import METRICS_FILE
 from fourfold.tuning.candidates import Candidates
 from fourfold.tuning.propose import Proposal, p_out, posterior_of
-from fourfold.tuning.result import Result, Trial
+from fourfold.tuning.trial_result import Trial, TrialResult
 from fourfold.tuning.trial_run import RUN_FOLDER
 from fourfold.tuning.tuner import TRIALS, Search, best_of
 
@@ -36,7 +36,7 @@ class TrialRecord:
     knobs: dict[str, float]
     predicted_seconds: float
     """Predicted step time in seconds, with the constants that the search started with."""
-    result: Result
+    result: TrialResult
     why: str
     """Why the trial was proposed."""
 

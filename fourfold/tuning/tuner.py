@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.config.run import RunConfig
-from fourfold.data.files import locked_folder, write_output, writing
+from fourfold.data.atomic_files import locked_folder, write_output, writing
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.planned_run import planned_run
 from fourfold.planning.request import Request
 from fourfold.planning.search.plan import Prediction, predict
 from fourfold.run_file.dump import to_toml
-from fourfold.tuning.attempt import Attempt
 from fourfold.tuning.candidates import Candidates
 from fourfold.tuning.ledger import Ledger
 from fourfold.tuning.propose import BETTER, Proposal, doubt, incumbent, posterior_of, propose
-from fourfold.tuning.result import Result, Trial
+from fourfold.tuning.running_trial import RunningTrial
 from fourfold.tuning.trial_process import TrialProcess, cancel
+from fourfold.tuning.trial_result import Trial, TrialResult
 from fourfold.tuning.trial_run import RUN_FOLDER, measured, trial_run
 
 RUN_FILE, TRIALS = "run.toml", "trials"
@@ -105,7 +105,7 @@ class Search:
         with self._locked():
             self.ledger = Ledger(folder, subject.fingerprint())
         self.start, self._report = start, report
-        self._running: list[Attempt] = []
+        self._running: list[RunningTrial] = []
         self._interrupted: list[tuple[int, int]] = []
         """Number and candidate index of each interrupted trial. These trials are started again."""
         self._began = time.monotonic()
@@ -182,7 +182,7 @@ class Search:
         slot = min(set(range(self.settings.at_once)) - {attempt.slot for attempt in self._running})
         process = self.start(folder / RUN_FILE, folder, slot)
         self._running.append(
-            Attempt(number, index, slot, run, folder, process, self.subject.machine, self.subject.on_gpu,
+            RunningTrial(number, index, slot, run, folder, process, self.subject.machine, self.subject.on_gpu,
                     self.settings.timeout, self.settings.memory_limit)
         )  # fmt: skip
 
@@ -197,7 +197,7 @@ class Search:
                 self._running.remove(attempt)
                 self._note(attempt.number, attempt.index, result)
 
-    def _note(self, number: int, index: int, result: Result) -> None:
+    def _note(self, number: int, index: int, result: TrialResult) -> None:
         self.ledger.end(number, result)
         what = "" if result.seconds is None else f" {result.seconds:.4g} s a step"
         why = f" ({result.reason})" if result.reason else ""

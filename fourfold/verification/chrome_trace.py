@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fourfold.data.files import write_output
+from fourfold.data.atomic_files import write_output
 from fourfold.verification.step_times import Span
 
 OPERATOR = re.compile(r"(?!c10d::|autograd::|torch::)[a-z]\w*::|## Call CompiledFxGraph")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.config.run import ParallelConfig, RunConfig
-from fourfold.data.files import WriteFailed
+from fourfold.data.atomic_files import WriteFailed
 from fourfold.data.loader import MicroBatch
 from fourfold.environment import Place
 from fourfold.errors import UserError
@@ -19,7 +19,7 @@ from fourfold.huggingface.architectures.written_config import config_of
 from fourfold.parallel.grid.shared_failure import decided_by_rank_0
 from fourfold.parallel.state import LocalShard, gather_parts, join_parts
 from fourfold.training.job import Job
-from fourfold.verification.audited import audit_deviations
+from fourfold.verification.audit_parity import audit_deviations
 from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.deviation import (
     amplification,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fourfold.config.run import RunConfig
-from fourfold.data.files import temporary_name, write_output, writing
+from fourfold.data.atomic_files import temporary_name, write_output, writing
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.parallel.grid.shared_failure import failing_together
 from fourfold.training.job import Job

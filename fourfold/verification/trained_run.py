@@ -23,8 +23,8 @@ from fourfold.config.data_section import Corpus, DataConfig
 from fourfold.config.during_training import ValidationConfig
 from fourfold.config.loss_masks import MasksConfig
 from fourfold.config.run import CheckpointConfig, ParallelConfig, RunConfig
-from fourfold.data.build import build_dataset
-from fourfold.data.files import writing
+from fourfold.data.atomic_files import writing
+from fourfold.data.run_data import build_dataset
 from fourfold.data.tokenizer import ByteTokenizer
 from fourfold.environment import Place
 from fourfold.launch.stop_signals import StopRequest

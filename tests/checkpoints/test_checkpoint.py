@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fourfold.checkpoints import checkpoint
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
-from fourfold.checkpoints.find import STATE_FILE, find_checkpoint, list_checkpoints
+from fourfold.checkpoints.find_checkpoints import STATE_FILE, find_checkpoint, list_checkpoints
 from fourfold.checkpoints.leftover_checkpoints import set_later_aside
 from fourfold.checkpoints.saved_state import read_state
 from fourfold.checkpoints.saved_weights import SavedWeights

@@ -26,7 +26,7 @@ from tiny_runs import LLAMA, tiny_run
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.checkpoints.compatible import check_same_model
 from fourfold.checkpoints.file_layout import LAYOUT_FILE
-from fourfold.checkpoints.find import STATE_FILE
+from fourfold.checkpoints.find_checkpoints import STATE_FILE
 from fourfold.checkpoints.integrity import DamagedCheckpoint, seal
 from fourfold.checkpoints.saved_state import read_state
 from fourfold.config.run import CheckpointConfig, RunConfig

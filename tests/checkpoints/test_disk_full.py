@@ -22,7 +22,7 @@ from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.checkpoints.disk_space import check_room_at_start, checkpoint_bytes, free_bytes
 from fourfold.checkpoints.leftover_checkpoints import tidy
 from fourfold.config.run import CheckpointConfig, RunConfig
-from fourfold.data.files import WriteFailed
+from fourfold.data.atomic_files import WriteFailed
 from fourfold.run_file.load import load_run
 from fourfold.training.metrics import read_metrics
 

@@ -10,14 +10,14 @@ import pytest
 from command_line import Cli
 from tiny_chat import CHATML, LLAMA3, MARKED, MISTRAL, TALK, make_chat_tokenizer, talks, write_rows
 
-from fourfold.data.build import build_dataset
+from fourfold.data.atomic_files import locked
 from fourfold.data.chat import ChatTemplate
 from fourfold.data.conversations import PackedConversations, pack
 from fourfold.data.dataset import NO_DOCUMENT
-from fourfold.data.files import locked
 from fourfold.data.masks import IGNORE_INDEX, answers_only, document_boundary, labels_of
 from fourfold.data.prepare import PrepareSummary
 from fourfold.data.prepare_conversations import prepare_conversations
+from fourfold.data.run_data import build_dataset
 from fourfold.errors import UserError
 
 ANSWERS = {

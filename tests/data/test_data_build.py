@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fourfold.data.build import build_dataset, ensure_builtin
 from fourfold.data.indexed import IndexedDataset
 from fourfold.data.manifest import validation_prefix
 from fourfold.data.prepare import prepare
+from fourfold.data.run_data import build_dataset, ensure_builtin
 from fourfold.data.sources import InputFile
 from fourfold.errors import UserError
 
@@ -45,7 +45,7 @@ def test_builtin_trains_a_tokenizer_and_keeps_it(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("fourfold.data.prepare.available_cores", lambda: 1)
     prefix = ensure_builtin(cache_dir=tmp_path / "cache", vocab_size=300)
     assert Path(f"{prefix}-tokenizer.json").is_file()
-    monkeypatch.setattr("fourfold.data.build.prepare", None)  # would fail if called again
+    monkeypatch.setattr("fourfold.data.run_data.prepare", None)  # would fail if called again
     assert ensure_builtin(cache_dir=tmp_path / "cache", vocab_size=300) == prefix
 
 

@@ -13,12 +13,12 @@ from tiny_corpus import documents_of
 
 from fourfold.data import prepare as module
 from fourfold.data import shards as workers
-from fourfold.data.build import ensure_builtin
-from fourfold.data.files import WriteFailed
+from fourfold.data.atomic_files import WriteFailed
 from fourfold.data.indexed import IndexedDataset
 from fourfold.data.manifest import corpus_tokenizer, read_manifest, validation_prefix
 from fourfold.data.prepare import prepare
 from fourfold.data.prepare_conversations import prepare_conversations
+from fourfold.data.run_data import ensure_builtin
 from fourfold.data.shards import Shard
 from fourfold.errors import UserError
 

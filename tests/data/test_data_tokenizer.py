@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from fourfold.data.build import check_one_tokenizer
 from fourfold.data.canaries import Canaries
 from fourfold.data.indexed import IndexedDataset
 from fourfold.data.manifest import corpus_tokenizer
 from fourfold.data.prepare import prepare
 from fourfold.data.prepare_conversations import prepare_conversations
+from fourfold.data.run_data import check_one_tokenizer
 from fourfold.data.stream import Position, cut_into_windows
 from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, NoSuchToken, load_tokenizer, train_bpe
 from fourfold.errors import UserError

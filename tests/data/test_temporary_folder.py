@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.data.files import new_folder, temporary_folder
+from fourfold.data.atomic_files import new_folder, temporary_folder
 from fourfold.errors import UserError
 from fourfold.processes import raise_file_limit
 
 HOLD = """
 import sys
 from pathlib import Path
-from fourfold.data.files import new_folder, temporary_folder
+from fourfold.data.atomic_files import new_folder, temporary_folder
 
 with temporary_folder(Path(sys.argv[1]), "job-"), new_folder(Path(sys.argv[1], "model")) as unfinished:
     (unfinished / "weights").write_text("half")

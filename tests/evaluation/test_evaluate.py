@@ -19,7 +19,7 @@ from tiny_corpus import make_corpus, run_file
 from tiny_huggingface import make_model
 from tiny_task import Uniform, make_task
 
-from fourfold.checkpoints.find import newest_checkpoint
+from fourfold.checkpoints.find_checkpoints import newest_checkpoint
 from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.data.manifest import corpus_tokenizer
 from fourfold.data.prepare import prepare

@@ -29,7 +29,7 @@ from fourfold.matmul_tuning.matmul_table import (
     write_table,
 )
 from fourfold.matmul_tuning.matmul_times import LEAST_GAIN, tune_layer
-from fourfold.parallel.tensor.matmul_layouts import LaidOutMatmuls, LayerLayout, Way
+from fourfold.parallel.tensor.matmul_layouts import Copies, LaidOutMatmuls, LayerLayout
 
 CPU = torch.device("cpu")
 SIZES = MatmulSizes(64, 64, 64)
@@ -45,7 +45,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     torch.set_num_threads(threads)
 
 
-def slow_products(monkeypatch: pytest.MonkeyPatch, milliseconds: dict[tuple[str, bool, Way], float]) -> None:
+def slow_products(monkeypatch: pytest.MonkeyPatch, milliseconds: dict[tuple[str, bool, Copies], float]) -> None:
     """Make every matmul take 2 ms of a simulated clock. ``milliseconds`` names exceptions by matmul, weight order, and
     copies."""
     seconds = 0.0
@@ -73,7 +73,7 @@ def test_what_is_no_faster_is_left_as_stored(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_copy_that_pays_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = Way(left="turned and padded")
+    left = Copies(left="turned and padded")
     slow_products(monkeypatch, {("weight_gradient", False, left): 1.0})
     tuned = tune_layer(SIZES, torch.float32, CPU)
     assert tuned.layout == LayerLayout(weight_gradient=left)
@@ -86,14 +86,19 @@ def test_a_copy_that_pays_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_weight_is_turned_where_the_layer_gains(monkeypatch: pytest.MonkeyPatch, output: float, turned: bool) -> None:
     """With a transposed weight, input gradients take half the time, but outputs take longer. The rule counts outputs
     twice, because recompute may run them twice."""
-    copies = (Way(right="turned"), Way(right="padded"), Way(left="padded"), Way(right="turned and padded"))
-    times = {("output", True, way): 4.0 for way in copies} | {("output", True, Way()): output}
-    slow_products(monkeypatch, times | {("input_gradient", True, Way()): 1.0})
+    copies = (
+        Copies(right="turned"),
+        Copies(right="padded"),
+        Copies(left="padded"),
+        Copies(right="turned and padded"),
+    )
+    times = {("output", True, way): 4.0 for way in copies} | {("output", True, Copies()): output}
+    slow_products(monkeypatch, times | {("input_gradient", True, Copies()): 1.0})
     assert tune_layer(SIZES, torch.float32, CPU).layout == LayerLayout(turned=turned)
 
 
 def test_layouts_are_compared_in_new_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    turned = Way(right="turned")
+    turned = Copies(right="turned")
     slow_products(monkeypatch, {("output", False, turned): 1.0})
     ratios = sorted(layer_ratios(LayerLayout(output=turned), SIZES, torch.float32, CPU))
     assert 1.1 < ratios[len(ratios) // 2] < 1.3
@@ -103,7 +108,7 @@ TABLE = MatmulTable(
     machine=machine_of(CPU),
     layers={
         key_of(SIZES, torch.bfloat16): TunedLayer(
-            layout=LayerLayout(turned=True, output=Way(right="padded")),
+            layout=LayerLayout(turned=True, output=Copies(right="padded")),
             gains=dict.fromkeys(PRODUCTS, Gain(seconds=0.5, gain=1.5, low=1.25, high=1.75)),
             other_order=0.75,
         )

@@ -16,9 +16,9 @@ from report_pages import check_page, without_scripts
 from tiny_corpus import line, make_corpus, run_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from fourfold.data.build import open_run_tokenizer
 from fourfold.data.canaries import Canaries, ledger_path
 from fourfold.data.prepare import prepare
+from fourfold.data.run_data import open_run_tokenizer
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import Place
 from fourfold.errors import UserError

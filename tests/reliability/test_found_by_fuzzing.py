@@ -14,7 +14,7 @@ from mutations import DEPTH
 from tiny_runs import tiny_run
 
 from fourfold import jobs
-from fourfold.checkpoints.find import STATE_FILE
+from fourfold.checkpoints.find_checkpoints import STATE_FILE
 from fourfold.checkpoints.integrity import DamagedCheckpoint, seal
 from fourfold.checkpoints.saved_state import read_state, state_of, write_state
 from fourfold.data.manifest import Manifest, corpus_tokenizer, read_manifest

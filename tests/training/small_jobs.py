@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_corpus import run_file
 
-from fourfold.checkpoints.find import list_checkpoints
+from fourfold.checkpoints.find_checkpoints import list_checkpoints
 from fourfold.config.run import RunConfig
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.run_file.load import load_run

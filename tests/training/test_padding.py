@@ -14,12 +14,12 @@ from tiny_runs import DEEPSEEK, GEMMA2, GPT, LLAMA, QWEN_MOE, tiny_run
 from torch import Tensor
 
 from fourfold.config.run import RunConfig
-from fourfold.data.build import build_dataset
 from fourfold.data.conversations import PreferencePairs
 from fourfold.data.dataset import SourceMixture
 from fourfold.data.loader import Loader
 from fourfold.data.masks import answers_only, document_boundary
 from fourfold.data.prepare_conversations import prepare_conversations
+from fourfold.data.run_data import build_dataset
 from fourfold.errors import UserError
 from fourfold.parallel.grid.grid import Grid
 from fourfold.training.corpora import micro_batches, open_corpora

@@ -15,10 +15,10 @@ from tiny_chat import CHATML, make_chat_tokenizer, talks, write_rows
 from tiny_runs import LLAMA, tiny_run
 
 from fourfold.config.run import RunConfig
-from fourfold.data.build import build_dataset
 from fourfold.data.loader import Loader
 from fourfold.data.masks import answers_only, document_boundary
 from fourfold.data.prepare_conversations import prepare_conversations
+from fourfold.data.run_data import build_dataset
 from fourfold.errors import UserError
 from fourfold.models.causal_attention import documents_of
 from fourfold.models.initialize import initialize

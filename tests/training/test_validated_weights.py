@@ -18,7 +18,7 @@ from tiny_runs import GPT, tiny_run
 from torch import Tensor
 
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
-from fourfold.checkpoints.find import BEST, list_checkpoints
+from fourfold.checkpoints.find_checkpoints import BEST, list_checkpoints
 from fourfold.checkpoints.saved_state import BestValidation
 from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.config.during_training import ValidationConfig

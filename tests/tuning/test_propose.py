@@ -12,15 +12,15 @@ from fourfold.tuning.candidates import Candidates
 from fourfold.tuning.memory_margin import MemoryMargin, needs_as_much
 from fourfold.tuning.propose import MOST_LIKELY_OUT, UNLIKELY, doubt, eligible, p_out, posterior_of, propose
 from fourfold.tuning.residual import prior_covariance, prior_variance
-from fourfold.tuning.result import Outcome, Result, Trial
+from fourfold.tuning.trial_result import Trial, TrialOutcome, TrialResult
 
 
 def done(index: int, seconds: float, noise: float = 0.0) -> Trial:
-    return Trial(index, Result("done", seconds, noise))
+    return Trial(index, TrialResult("done", seconds, noise))
 
 
-def failed(index: int, outcome: Outcome) -> Trial:
-    return Trial(index, Result(outcome))
+def failed(index: int, outcome: TrialOutcome) -> Trial:
+    return Trial(index, TrialResult(outcome))
 
 
 def played(candidates: Candidates, truth: np.ndarray, limit: float = np.inf, most: int = 60) -> list[Trial]:
@@ -131,9 +131,9 @@ def test_memory_is_learned_from_what_ran_out_and_from_bytes(candidates: Candidat
     assert (p_out(tight, [failed(at, "out of memory")]) >= before - 1e-9).all()
     assert p_out(tight, [failed(at, "out of memory")])[at] > MOST_LIKELY_OUT
     assert (p_out(tight, [done(at, 1.0)]) <= before + 1e-9).all()
-    half = Trial(at, Result("done", 1.0, memory_bytes=float(tight.needed[at]) / 2))
+    half = Trial(at, TrialResult("done", 1.0, memory_bytes=float(tight.needed[at]) / 2))
     assert p_out(tight, [half] * 2)[tight.needed < 1.5 * limit].max() < 0.01
-    twice = Trial(0, Result("done", 1.0, memory_bytes=float(tight.needed[0]) * 1.5))
+    twice = Trial(0, TrialResult("done", 1.0, memory_bytes=float(tight.needed[0]) * 1.5))
     assert p_out(tight, [twice] * 2)[tight.needed > 0.8 * limit].min() > 0.95
 
 

@@ -20,10 +20,10 @@ from fourfold.launch.job_scripts.slurm_site import parse_site
 from fourfold.planning.machines.machine import load_machine
 from fourfold.run_file.dump import to_toml
 from fourfold.run_file.load import load_run
-from fourfold.tuning.attempt import Attempt
-from fourfold.tuning.result import Result
+from fourfold.tuning.running_trial import RunningTrial
 from fourfold.tuning.start_search import search_for
 from fourfold.tuning.trial_process import LocalTrial, SlurmTrial, TrialProcess
+from fourfold.tuning.trial_result import TrialResult
 from fourfold.tuning.trial_run import trial_run
 from fourfold.tuning.tune_record import finish
 from fourfold.tuning.tuner import Settings
@@ -41,17 +41,17 @@ def tiny_trial(folder: Path, prefix: str, steps: int = 2, **changes: object) -> 
     return short, trial
 
 
-def attempt_of(process: TrialProcess, run: RunConfig, trial: Path, timeout: float, limit: float | None) -> Attempt:
-    return Attempt(0, 0, 0, run, trial, process, LAPTOP, False, timeout, limit)
+def attempt_of(process: TrialProcess, run: RunConfig, trial: Path, timeout: float, limit: float | None) -> RunningTrial:
+    return RunningTrial(0, 0, 0, run, trial, process, LAPTOP, False, timeout, limit)
 
 
-def result_of(attempt: Attempt) -> Result:
+def result_of(attempt: RunningTrial) -> TrialResult:
     while (result := attempt.result(None, None)) is None:
         time.sleep(0.02)
     return result
 
 
-def local(run: RunConfig, trial: Path, timeout: float = PATIENCE, limit: float | None = None) -> Result:
+def local(run: RunConfig, trial: Path, timeout: float = PATIENCE, limit: float | None = None) -> TrialResult:
     process = LocalTrial(trial / "run.toml", trial, {"OMP_NUM_THREADS": "1"})  # leave other cores to other tests
     result = result_of(attempt_of(process, run, trial, timeout, limit))
     assert process.exit_code() is not None, "nothing is left behind"

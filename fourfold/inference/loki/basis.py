@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from fourfold.data.files import write_output
+from fourfold.data.atomic_files import write_output
 from fourfold.errors import UserError
 from fourfold.inference.loki.fingerprint import Fingerprint
 from fourfold.inference.loki.settings import LokiConfig

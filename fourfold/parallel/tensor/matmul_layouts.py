@@ -28,7 +28,7 @@ Copy = Literal["none", "turned", "padded", "turned and padded"]
 """How to copy an operand: not at all, into transposed memory order, into padded rows (or columns), or both."""
 
 
-class Way(Strict, frozen=True):
+class Copies(Strict, frozen=True):
     """Which operands one matmul copies, and how."""
 
     left: Copy = "none"
@@ -49,9 +49,9 @@ class LayerLayout(Strict, frozen=True):
 
     turned: bool = False
     """Whether the weight is stored as its transpose."""
-    output: Way = Way()
-    input_gradient: Way = Way()
-    weight_gradient: Way = Way()
+    output: Copies = Copies()
+    input_gradient: Copies = Copies()
+    weight_gradient: Copies = Copies()
 
 
 Layouts = dict[tuple[int, int], LayerLayout]

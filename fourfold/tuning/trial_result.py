@@ -12,7 +12,7 @@ OUTCOMES: tuple[TrialOutcome, ...] = get_args(TrialOutcome)
 
 
 @dataclass(frozen=True)
-class Result:
+class TrialResult:
     """The outcome and the measurements of one trial."""
 
     outcome: TrialOutcome
@@ -37,6 +37,6 @@ class Trial:
     """A layout that was tried: its index among the candidates, and its result."""
 
     index: int
-    result: Result
+    result: TrialResult
     number: int = -1
     """Number of the trial in the ledger."""

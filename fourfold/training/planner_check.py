@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fourfold.config.run import RunConfig
-from fourfold.data.files import write_output
+from fourfold.data.atomic_files import write_output
 from fourfold.planning.calibration.machine_constants import is_calibrated
 from fourfold.planning.calibration.measured_run import RunComparison, compare_run
 from fourfold.planning.machines.machine import load_machine
@@ -19,7 +19,7 @@ STEPS = 10
 """Number of steps that are measured."""
 
 
-class PredictionCheck:
+class PlannerCheck:
     """Compares the planner's prediction with the measurement on rank 0, if ``metrics.machine`` is set.
 
     On a CPU, the machine file must have been measured on that CPU. Otherwise nothing is compared. Memory is compared

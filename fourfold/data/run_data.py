@@ -6,9 +6,9 @@ from pathlib import Path
 
 from fourfold.config.data_section import DataConfig
 from fourfold.config.run import RunConfig
+from fourfold.data.atomic_files import locked, writing
 from fourfold.data.conversations import PackedConversations, PreferencePairs
 from fourfold.data.dataset import Samples, SourceMixture, TokenWindows
-from fourfold.data.files import locked, writing
 from fourfold.data.hub import HubDataset
 from fourfold.data.manifest import corpus_tokenizer, open_as_made, read_manifest
 from fourfold.data.prepare import prepare

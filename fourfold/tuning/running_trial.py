@@ -11,8 +11,8 @@ from pathlib import Path
 from fourfold.config.run import RunConfig
 from fourfold.exit_codes import HANG, REFUSED, ended_by
 from fourfold.planning.machines.machine import Machine
-from fourfold.tuning.result import Result, TrialOutcome
 from fourfold.tuning.trial_process import LOG, SUBMISSION, TrialProcess, kernel_kills
+from fourfold.tuning.trial_result import TrialOutcome, TrialResult
 from fourfold.tuning.trial_run import hopeless, measured, memory_used, step_seconds_of
 
 RAN_OUT = re.compile(rb"OutOfMemoryError|out of memory|Cannot allocate memory|can't allocate memory|oom[-_]kill", re.I)
@@ -25,7 +25,7 @@ finished trial, in seconds."""
 
 
 @dataclass
-class Attempt:
+class RunningTrial:
     """A running trial.
 
     - number: its number in the ledger.
@@ -50,7 +50,7 @@ class Attempt:
         self._started: float | None = None
         self._kills = kernel_kills()
 
-    def result(self, best: float | None, longest: float | None) -> Result | None:
+    def result(self, best: float | None, longest: float | None) -> TrialResult | None:
         """Return the result, or None if the trial is still running. End the trial if it exceeds a limit or is far
         slower than the best trial.
 
@@ -64,7 +64,7 @@ class Attempt:
         used = memory_used(self.folder, self.run, self.machine, self.on_gpu)
         if self.memory_limit is not None and used is not None and used > self.memory_limit:
             limit = f"--memory-limit allows {self.memory_limit / 1e9:.2f} GB"
-            found: Result | None = Result("out of memory", reason=f"it used {used / 1e9:.2f} GB, and {limit}")
+            found: TrialResult | None = TrialResult("out of memory", reason=f"it used {used / 1e9:.2f} GB, and {limit}")
         elif code is None:
             found = self._hung(longest) or hopeless(self.folder, best)
         else:
@@ -75,23 +75,23 @@ class Attempt:
             self.process.end()
         return replace(found, wall_seconds=self._taken(), memory_bytes=used)
 
-    def _hung(self, longest: float | None) -> Result | None:
+    def _hung(self, longest: float | None) -> TrialResult | None:
         taken = self._taken()
         limit = self.timeout if longest is None else min(self.timeout, TIMES_AS_LONG * longest + AT_LEAST)
         if taken > limit:
             steps = len(step_seconds_of(self.folder))
-            return Result("hung", reason=f"not done after {taken:.0f} s, with {steps} steps taken")
+            return TrialResult("hung", reason=f"not done after {taken:.0f} s, with {steps} steps taken")
         return None
 
     def _taken(self) -> float:
         return 0.0 if self._started is None else time.monotonic() - self._started
 
-    def _ended(self, code: int) -> Result:
+    def _ended(self, code: int) -> TrialResult:
         found = measured(self.folder, self.run, self.machine, self.on_gpu) if code == 0 else None
         if found is not None:
             return found
         reason = reason_in(self.folder / LOG) or reason_in(self.folder / SUBMISSION) or f"exit code {code}"
-        return Result(self._why(code), reason=reason)
+        return TrialResult(self._why(code), reason=reason)
 
     def _why(self, code: int) -> TrialOutcome:
         log = _end_of(self.folder / LOG)
