@@ -25,8 +25,8 @@ from fourfold.config.run import RunConfig
 from fourfold.matmul_tuning.matmul_choice import layer_records
 from fourfold.matmul_tuning.matmul_table import machine_of
 from fourfold.matmul_tuning.matmul_times import (
+    COPIES_TO_TRY,
     MOST_ROUNDS,
-    WAYS,
     Candidate,
     matmul_calls,
     seconds_in_rounds,
@@ -85,7 +85,7 @@ def layer_ratios(layout: LayerLayout, sizes: MatmulSizes, dtype: torch.dtype, de
     rounds that run both."""
 
     def whole_layer(layout: LayerLayout) -> Callable[[], object]:
-        own = {matmul: Candidate(layout.turned, getattr(layout, matmul)) for matmul in WAYS}
+        own = {matmul: Candidate(layout.turned, getattr(layout, matmul)) for matmul in COPIES_TO_TRY}
         calls = [matmul_calls(matmul, [each], sizes, dtype, device)[each] for matmul, each in own.items()]
         return lambda: [call() for call in calls]
 
