@@ -1,4 +1,5 @@
-"""Update local shards with AdamW, Lion, or Muon, and compute the learning rate."""
+"""Update local shards with AdamW, Lion, or Muon, and compute the learning rate. Before each update, ``parallel.state``
+clips the gradients."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Causal attention within the documents of packed sequences, and within a sliding window.
 
 This module needs no mask over whole sequences. So it needs only as much memory as plain causal attention, and with
-short documents or short windows it takes less time.
+short documents or short windows it takes less time. The positions of tokens restart in each document too
+(``data.dataset.positions_of``).
 
 On a GPU, one call of FlashAttention 2 (Dao 2023, arXiv 2307.08691) handles all documents if the kernel supports the
 inputs. Otherwise each document, or each piece of its queries, takes one call. torch.compile treats both variants as
