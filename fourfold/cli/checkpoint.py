@@ -38,7 +38,7 @@ def verify(folder: Annotated[Path, typer.Argument(help="A checkpoint, a folder o
             damaged += 1
             typer.echo(sentence(damage))
         else:
-            typer.echo(f"{path} is whole: {files} files, {format_bytes(size)}")
+            typer.echo(f"{path} is undamaged: {files} files, {format_bytes(size)}")
     if damaged:
         raise typer.Exit(1)
 

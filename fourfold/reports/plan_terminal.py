@@ -59,7 +59,7 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
     step = request.base.step
     title = (
         f"{request.name} on {request.gpus} GPUs of {plan.machine.name}: {int(step.global_batch_size):,} sequences of "
-        f"{int(step.seq_length):,} tokens a step"
+        f"{int(step.seq_length):,} tokens per step"
     )
     columns, same = layout_table(result, console.width)
     print_table(title, list(columns), list(zip(*columns.values(), strict=True)), words=WORDS)

@@ -1,4 +1,4 @@
-"""Caches that Loki reads: cropped, copied, and filled by another attention before."""
+"""Loki can read a cache that was cropped, copied, or filled by dense attention before."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_architectures_that_cannot_have_it(kind: str) -> None:
     class Bare(torch.nn.Module):
         config = getattr(transformers, kind)()
 
-    with pytest.raises(UserError, match="use full attention"):
+    with pytest.raises(UserError, match="use dense attention"):
         attentions_of(Bare())
 
 

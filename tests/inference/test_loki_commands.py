@@ -207,7 +207,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_tasks_of_lm_eval(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
-    """Run a small generation task. If Loki attends to all keys, its answers equal the answers with full attention."""
+    """Run a small generation task. If Loki attends to all keys, its answers equal the answers with dense attention."""
     pytest.importorskip("lm_eval")
     if os.environ.get("HF_HUB_OFFLINE") != "1":
         pytest.skip("lm-eval asks the Hub about metrics, and waits where there is none: set HF_HUB_OFFLINE=1")

@@ -50,8 +50,8 @@ def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:
 def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
     family = FAMILIES[kind]
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": kind}
-    # Without these keys, transformers would use the ids of the family's first model. This model's vocabulary may not
-    # have them.
+    # Without these keys, transformers would use the special tokens of the family's first model. This model's vocabulary
+    # may not have these tokens.
     config |= {key: family.defaults.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config |= {theirs: getattr(model, ours) for ours, theirs in family.keys.items()}
     config |= {key: None for key in NONE_IS_0 if config.get(key) == 0}

@@ -1,10 +1,11 @@
 """Simulate Loki for all tokens of a prompt in one pass, by masking, as the paper does to measure perplexity.
 
 One pass over a text gives the same results as decoding it token by token, with one exception: k and ``min_seq`` are
-applied to the length of the whole text. So every row attends to as many keys as the last row, or to all keys that it
-sees if there are fewer. The paper does the same, so the results are comparable.
+applied to the length of the whole text. So every token attends to as many keys as the last token, or to all keys that
+it sees if there are fewer. The paper does the same, so the results are comparable.
 
-Shape letters: B sequences, N query heads, K KV heads, G = N / K, Q rows, S keys, D head_dim, d leading dims.
+Shape letters: B sequences, N query heads, K KV heads, G = N / K, Q rows (one per query), S keys, D head_dim, d leading
+dims.
 """
 
 from __future__ import annotations

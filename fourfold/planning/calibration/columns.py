@@ -186,7 +186,7 @@ class MeasuredRow(BaseModel):
     """`yes` if the run ran out of memory."""
     cp_method: Literal["gathered", "ring", "ulysses"] = "gathered"
     """How the cp ranks share attention: they gather keys and values (gathered), pass them around a ring (ring), or
-    exchange heads for tokens (ulysses)."""
+    divide the heads among themselves (ulysses)."""
     tiled: Literal["none", "loss", "both"] = "none"
     """Which parts of the model process one chunk of tokens at a time to save memory: none of them (none), the loss
     (loss), or the loss and the MLP (both). A chunk has as many tokens as the hidden size."""

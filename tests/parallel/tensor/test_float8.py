@@ -1,6 +1,6 @@
 """Matmuls in float8 follow torchao's own arithmetic on every grid, and a device without float8 is refused.
 
-torch's CPU build multiplies float8 too, slowly. Only the check of the device keeps it from users.
+torch can run these matmuls on a CPU, but slowly. Only fourfold's check of the device keeps users from running them.
 """
 
 from __future__ import annotations
