@@ -25,7 +25,7 @@ def verify(folder: Annotated[Path, typer.Argument(help="A checkpoint, a folder o
 
     found = checkpoints_at(folder)
     if not found:
-        raise UserError(f"{folder} is not a checkpoint (a folder with {STATE_FILE}), nor has one; give a run's folder")
+        raise UserError(f"{folder} is not a checkpoint (a folder with {STATE_FILE}) and has none; give a run's folder")
     damaged = 0
     for path in found:
         try:

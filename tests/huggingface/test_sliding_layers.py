@@ -102,7 +102,7 @@ def test_models_without_sliding_layers_are_written_for_transformers(kind: str) -
         ("qwen2", {"max_window_layers": None}, "max_window_layers = None is not an integer of at least 0"),
         ("qwen2_moe", {"max_window_layers": "2"}, "max_window_layers = '2' is not an integer of at least 0"),
         ("gemma2", {"layer_types": [[S]] * 8}, r"layer_types = \[\['sliding_attention'\]"),
-        ("gemma2", {"layer_types": S}, "layer_types = 'sliding_attention'; the decoder here has"),
+        ("gemma2", {"layer_types": S}, "layer_types = 'sliding_attention'; fourfold supports"),
         (
             "mistral",
             {"sliding_window": 8, "layer_types": [F, S] * 4},

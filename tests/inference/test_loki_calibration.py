@@ -109,7 +109,7 @@ def test_a_file_gives_the_same_basis(llama: tuple[Any, LokiBasis], tmp_path: Pat
 
 def test_another_model_is_refused(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
-    with pytest.raises(UserError, match="another model of the same sizes"):
+    with pytest.raises(UserError, match="belongs to a model with other weights"):
         enable_loki(loki_model(seed=1), basis)
     with pytest.raises(UserError, match="of another model"):
         enable_loki(loki_model(kv_heads=4), basis)

@@ -24,7 +24,7 @@ def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
     kinds = [kind] if kind is not None else list(FAMILIES)
     for each in kinds:
         if each not in FAMILIES:
-            raise UserError(f"model_type '{each}' is unknown here; there are {', '.join(FAMILIES)}")
+            raise UserError(f"model_type '{each}' is not supported; supported are {', '.join(FAMILIES)}")
         config = _config(model, each)
         if same_model(model, config):
             return config

@@ -31,7 +31,7 @@ def _yes_or_no(text: str) -> bool:
 
 def _program(name: str) -> str:
     if name not in PROGRAMS:
-        raise ValueError(f"there are {', '.join(PROGRAMS)}; other, if it is none of these")
+        raise ValueError(f"choose from {', '.join(PROGRAMS)}, or other")
     return name
 
 
