@@ -68,7 +68,7 @@ def export_hf(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     dtype: Annotated[
         StoredDtype,
-        typer.Option(help="Type of the weights. auto is the original model's type, or otherwise the stored type."),
+        typer.Option(help="Dtype of the weights. auto is the original model's dtype, or otherwise the stored dtype."),
     ] = "auto",
     model_type: Annotated[
         str | None,

@@ -25,7 +25,7 @@ loki = typer.Typer(
 Texts = Annotated[list[Path], typer.Option("--text", metavar="FILE", help="Plain text. Repeatable.")]
 WindowLength = Annotated[
     int | None,
-    typer.Option("--seq-len", min=1, help="Tokens of a window. Default: the model's positions, at most 2048."),
+    typer.Option("--seq-len", min=1, help="Number of tokens per window. Default: the model's positions, at most 2048."),
 ]
 DEFAULT_LENGTH = 2048
 
