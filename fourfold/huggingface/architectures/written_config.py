@@ -106,8 +106,8 @@ def _their_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     if "attention_types" in family.defaults:
         kinds = ["local" if model.type_of(layer) == SLIDING else "global" for layer in range(model.num_hidden_layers)]
         return {"attention_types": [[kinds, 1]]}
-    # Models with layer_types need a window size even if no layer uses it. It is left out if a window would turn
-    # rotation off.
+    # Models with layer_types need a window size even if no layer uses it. It is left out in families whose full layers
+    # rotate only if there is no window.
     is_kept = family.lists_layer_types and family.rotating_layers != "sliding"
     unused = family.defaults["sliding_window"] if is_kept else None
     config: dict[str, Any] = {"sliding_window": model.sliding_window if slides else unused}

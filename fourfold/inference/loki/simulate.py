@@ -50,12 +50,12 @@ def simulate(
     mask_B1QS: Tensor | None = None,
     probe: Probe | None = None,
 ) -> Tensor:
-    """Return the outputs of attention from each row to the best of its preceding keys, [B, N, Q, D], with Q = S.
+    """Return the outputs of attention from each token to the best of its preceding keys, [B, N, Q, D], with Q = S.
 
     Args:
         basis_KDd: The leading components, which rank the keys.
-        mask_B1QS: True if a query may see a key. None for causal attention. k depends on the longest row of each
-            sequence, without padding.
+        mask_B1QS: True if a query may see a key. None for causal attention. A sequence's k depends on the largest
+            number of keys that one of its queries sees, so padding does not count.
         probe: Records the quality of the choices.
     """
     query_BKGQD = query_BNQD.unflatten(1, (key_BKSD.shape[1], -1))

@@ -68,7 +68,7 @@ def context_of_sequences(context: C, sequences: slice) -> C:
 
 
 class DocumentTables(AttentionTables):
-    """Computes the attention tables of this rank's tokens, without a mask."""
+    """Computes what attention needs for this rank's tokens. It has the ends of the documents instead of a mask."""
 
     def __init__(self, tables: AttentionTables) -> None:
         super().__init__(tables.config)
