@@ -35,7 +35,7 @@ def refusal(folder: Path) -> str:
     ("changes", "names"),
     [
         ({"model_type": "phimoe"}, ["phimoe", "sparsemixer"]),
-        ({"model_type": "phi"}, ["phi", "side by side"]),
+        ({"model_type": "phi"}, ["phi", "parallel attention and MLP"]),
         ({"model_type": "falcon", "architectures": None}, ["new_decoder_architecture = False"]),
         ({"model_type": "gemma3"}, ["gemma3", "images"]),
         ({"model_type": "mamba"}, ["mamba", "llama"]),

@@ -176,7 +176,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
         ((*loki, "--loki", "k=many"), "k = 'many': must be an integer ≥ 1, such as 1"),
         ((*generate, "--basis", damaged), "damaged"),
         ((*generate, "--basis", tmp_path / "none"), "cannot read"),
-        (("generate", "--model", other, "--prompt", "a", "--basis", basis), "of another model"),
+        (("generate", "--model", other, "--prompt", "a", "--basis", basis), "the basis belongs to"),
         (("generate", "--model", gpt2, "--tokenizer", "bytes", *loki[3:]), "'gpt2' are not supported"),
         ((*generate, "--prompt-file", text), "give --prompt or --prompt-file"),
         ((*generate, "--max-new-tokens", 300), "256 positions"),
