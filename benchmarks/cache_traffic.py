@@ -75,5 +75,5 @@ def floor_bytes(length: int, head_dim: int, d: int, k: int, heads: int, itemsize
 
 
 def dense_bytes(length: int, head_dim: int, heads: int, itemsize: int) -> int:
-    """Return the number of bytes that full attention reads for one sequence, which are all keys and values."""
+    """Return the number of bytes that dense attention reads for one sequence, which are all keys and values."""
     return heads * itemsize * 2 * length * head_dim

@@ -1,5 +1,5 @@
-"""Measure what checksums and verification cost in a save and in a load. Calls with and without them alternate, on one
-process.
+"""Measure how much time checksums add to a save, and verification to a load. Calls with and without them alternate, on
+one process.
 
     python -m benchmarks.checkpoint_cost [--hidden 512] [--rounds 7] [--folder DIR]
 

@@ -2,8 +2,8 @@
 
     bash benchmarks/cluster.sh order [--rounds 5] [--json FILE]
 
-The machine is measured with the code of ``fourfold machine calibrate``, and nothing is fitted to a step. Grids take
-turns in the same processes.
+The planner uses the rates that ``fourfold machine calibrate`` measures. No constant is fitted to a measured step. Grids
+take turns in the same processes.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _turn(run: RunConfig, number: int) -> tuple[float, float]:
 
 
 def _this_cluster() -> Machine:
-    """Return the machine file that ``fourfold machine calibrate`` would write for these processes, each of which is a
+    """Return the machine file that ``fourfold machine calibrate`` would write for these processes. Each process is a
     node. Only rank 0's result is used."""
     place = Place(dist.get_rank(), 0, dist.get_world_size(), 1, launcher="torchrun")
     return measured_machine(measure(place).record(), load_machine("laptop"), "cluster")

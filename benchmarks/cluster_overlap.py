@@ -5,7 +5,8 @@ alone.
 
 Contenders live in the same processes and take their steps in turn. *computation* is a step whose collectives only copy.
 *communication* is the step's collectives one after another, with nothing else. *exposed* is the time by which a step is
-longer than the computation, as a fraction of the communication. PER_NODE=2 together with z=4 adds a switch.
+longer than the computation, as a fraction of the communication. With PER_NODE=2 and z=4, you can also measure the
+switch ``shards_per_node``.
 """
 
 from __future__ import annotations

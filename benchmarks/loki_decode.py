@@ -5,9 +5,10 @@
 The whole operation of one layer is timed: append to the cache, project, score, select, attend. Dense attention is
 torch's fastest implementation at that context, with the same preallocated cache. Contenders take turns, so unrelated
 work on the machine slows all of them equally. With OMP_NUM_THREADS=1, times are processor times, which exclude
-unrelated work. Keys vary mostly along a few directions, as real keys do, but the times do not depend on this. On a GPU
-both contenders are CUDA graphs, and events enclose several replays. Its contexts are the GPU goals: 8,192, 32,768, and
-131,072. Needs ``pip install fourfold[benchmarks]``, and for compiled steps on a CPU ``fourfold[loki]``.
+unrelated work. Keys vary mostly along a few directions, as real keys do, but the times do not depend on this. On a GPU,
+both contenders are CUDA graphs, and events enclose several replays. There, the benchmark measures the contexts that
+have a goal: 8,192, 32,768, and 131,072. Needs ``pip install fourfold[benchmarks]``, and for compiled steps on a CPU
+``fourfold[loki]``.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.measured_plan [--device cpu] [--machine machine.toml] [--json FILE]
 
-Trains a few steps of blocks as wide as Llama 3 8B's, plain and recomputed, as a user would. Predicts the steps from the
-machine file (from `fourfold machine calibrate`, or otherwise a built-in one), fits the constants to all runs except
-one, and predicts that run.
+The benchmark runs the commands that a user would run. It trains a few steps of blocks as wide as Llama 3 8B's, with and
+without recompute. It predicts these steps from a machine file (from `fourfold machine calibrate` if there is one, and
+otherwise a built-in file). Then it fits the constants to all runs except one, and predicts that run.
 """
 
 from __future__ import annotations

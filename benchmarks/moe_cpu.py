@@ -2,9 +2,9 @@
 
     python -m benchmarks.moe_cpu [--rounds 7] [--only one|four] [--json results.json]
 
-The model is small, in fp32, and shaped like Qwen3-MoE (128 experts, 8 per token). "one" compares one process with two
-threads with transformers' own model, both with its loop over the experts ("eager") and with grouped matmuls
-("grouped_mm", its default). "four" has four processes with one thread each. It compares experts split over all
+The model is small, in fp32, and shaped like Qwen3-MoE (128 experts, 8 per token). "one" has one process with two
+threads. It compares fourfold with transformers' own model, which runs its experts in a loop ("eager") or as grouped
+matmuls ("grouped_mm", its default). "four" has four processes with one thread each. It compares experts split over all
 processes (dp 4, ep 4) with whole experts on each process (dp 4), with the same global batch. Contenders live in the
 same processes and take their steps in turn. A ratio is the median over the rounds, with its quartiles. Needs ``pip
 install fourfold[benchmarks]``.

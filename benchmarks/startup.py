@@ -2,9 +2,9 @@
 
     python -m benchmarks.startup [--grid x=2,z=2] [--rounds 3]
 
-It first prints the parts of the start of a tiny training job, from the point of view of its first rank. Then it prints,
-for whole commands, the wall seconds until their first output, and the CPU seconds of all their processes until they
-end. All figures are medians of the rounds.
+It first prints how long each part of the start of a tiny training job takes on rank 0. Then it prints two numbers for
+each command: the wall seconds until its first output, and the CPU seconds of all its processes until they end. All
+figures are medians of the rounds.
 """
 
 from __future__ import annotations

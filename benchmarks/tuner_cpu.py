@@ -6,11 +6,10 @@ space.
 It has four parts, and each keeps its results in FOLDER, so the same command continues after an interruption:
 
 1. `fourfold machine calibrate`.
-2. Every layout is measured once, and layouts close to the fastest in more rounds, each in its own order. A layout's
-  time
-   is the median of its rounds.
-3. `fourfold tune` with a limited number of trials, each a run of its own.
-4. The tuner, Optuna's TPE, and random choices are replayed on the same table.
+2. Measure every layout once, and then measure the layouts close to the fastest in more rounds. Each round has its own
+   order. A layout's time is the median of its rounds.
+3. Run `fourfold tune` with a limited number of trials. Each trial is a separate run.
+4. Replay the tuner, Optuna's TPE, and random choices on the table of measured layouts.
 
 The tuner's choice is judged by this table, which does not contain the tuner's own trials.
 """

@@ -4,7 +4,7 @@
 
 A sweep is a set of measured rows that differ only in layout (docs/measured-rows.md lists the columns). The constants
 are fitted to all rows outside the sweep, and for a second figure only to rows of other machines. The tuner is compared
-with Optuna's TPE and with random choices without repeats, for which illegal layouts do not count as trials. Two spaces
+with Optuna's TPE and with random choices without repeats. Their illegal layouts do not count as trials. Two spaces
 are searched: the measured layouts, and every legal layout with the sweep's values of tp, pp, and micro-batch. In the
 second space, a layout that was not measured counts as a crashed trial.
 """

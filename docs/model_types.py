@@ -296,24 +296,26 @@ def page_of(rows: list[Row]) -> str:
         "\n\n",
         f"""# Every model type of transformers
 
-Look up what you can do with a model type of transformers. [Supported Hugging Face
-models](huggingface-models.md) lists the types that `fourfold train` imports, with their conditions. `python
-docs/model_types.py` makes this page, and `python docs/model_types.py llama mamba2` prints rows for two types.
+On this page, you can look up what fourfold can do with each type of language model in transformers. [Supported Hugging
+Face models](huggingface-models.md) lists the types that `fourfold train` can import, and the conditions for each type.
+`python docs/model_types.py` writes this page, and `python docs/model_types.py llama mamba2` prints the rows of two
+types.
 
 For each of the {len(rows)} causal language models of transformers {transformers.__version__}, the script builds a tiny
-random model and compares it with the library's own results:
+random model and compares fourfold's results with the library's results:
 
-- *import*: `fourfold checkpoint import-hf` reads the model, and its logits are equal.
-- *export*: `fourfold checkpoint export-hf` writes the same files, bit for bit.
-- *train and generate*: a step of `fourfold train` on a grid with the [axis](parallelism.md) x = 2, and generated
-  tokens, are equal.
+- *import*: `fourfold checkpoint import-hf` reads the model, and fourfold computes the same logits as the library.
+- *export*: `fourfold checkpoint export-hf` writes the imported model again, with the same tensors, bit for bit.
+- *train and generate*: `fourfold train` takes a step on a grid with the [axis](parallelism.md) x = 2 and generates
+  tokens, and the results equal the library's results.
 - *plan*: `fourfold plan` finds a layout.
-- *parallelize*: `fourfold.parallelize` on x = 2 and z = 2 has the same loss and gradients.
-- *packed documents*: the parallelized model computes a packed document as if it were alone.
-- *Loki*: a step with [Loki](loki.md) that attends to all keys has the logits of dense attention.
+- *parallelize*: `fourfold.parallelize` on x = 2 and z = 2 computes the same loss and gradients as the library.
+- *packed documents*: in the parallelized model, a packed document does not see the documents before it.
+- *Loki*: a decoding step with [Loki](loki.md) that attends to all keys computes the same logits as dense attention.
 
-"no" means that fourfold refuses the model with a message ([all messages](#messages)). "–" means that the script did
-not get that far. Differences may be at most {LIMIT:g} of a tensor's norm.
+"no" means that fourfold refuses the model with a message ([all messages](#messages)). "–" means that the script did not
+try, because an earlier check failed or the script could not build a tiny model. Differences may be at most {LIMIT:g}
+of a tensor's norm.
 
 {head}
 {chr(10).join(row.line() for row in rows)}

@@ -46,7 +46,7 @@ def cases() -> dict[str, Case]:
 
 
 def take_step(case: Case, precision: str = "bf16") -> dict[str, int]:
-    """Run a step and an asynchronous save. Return each line at which the host waits, and how often it waits there."""
+    """Run a step and an asynchronous save. Return each line that makes the host wait, and how often it does so."""
     model, grid_sizes, sections = case
     training = {**sections.get("training", {}), "precision": precision}
     micro_batches = 2 * grid_sizes.get("pp", 1) * grid_sizes.get("dp", 1) * grid_sizes.get("z", 1)

@@ -13,7 +13,7 @@ def run_at_start(folder: Path, code: str, *paths: Path) -> dict[str, str]:
     Args:
         folder: Folder for the file with the code.
         code: The code.
-        paths: More folders from which the processes import.
+        paths: More folders that the processes can import modules from.
     """
     (folder / "sitecustomize.py").write_text(code)
     places = [str(folder), *map(str, paths), os.environ.get("PYTHONPATH", "")]

@@ -81,15 +81,14 @@ def slow_decode(
 
 @cache
 def name_of_cache() -> str:
-    """Return the name of the argument with which a model's forward takes a cache. transformers 5.24 changed this
-    name."""
+    """Return the name of the cache argument of a model's forward. transformers 5.24 changed this name."""
     from transformers import LlamaForCausalLM
 
     return "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
 def with_cache(cache: Any) -> dict[str, Any]:
-    """Return keyword arguments with which a model's forward reads and extends a cache."""
+    """Return keyword arguments that make a model's forward read and extend a cache."""
     return {name_of_cache(): cache, "use_cache": True}
 
 

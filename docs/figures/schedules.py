@@ -83,9 +83,7 @@ def chart(d: Drawing, name: str, spans: Sequence[Sequence[Span]], top: float) ->
 
 def table() -> str:
     """Return the table of schedules: how long ranks wait, and for how many micro-batches they store activations."""
-    rows = [
-        f"| schedule | stages of a rank | idle, m = 4 | idle, m = 16 | kept at once by ranks 0 to {PP - 1}, m = 16 |"
-    ]
+    rows = [f"| schedule | stages per rank | idle, m = 4 | idle, m = 16 | stored by ranks 0 to {PP - 1}, m = 16 |"]
     rows.append("|---|---|---|---|---|")
     for name in get_args(PipelineSchedule):
         grid = ParallelConfig(pp=PP, schedule=name)

@@ -28,9 +28,9 @@ def rows_section(skipped: dict[str, int]) -> list[str]:
         f"`fourfold/planning/calibration/measured.csv` has {len(measured):,} rows, and `sources.toml` next to it lists "
         "their sources.",
         "[measured-rows.md](measured-rows.md) describes the columns. We collected the rows from repositories and",
-        "papers, and translated each source's words into the values of the columns by hand. If a source does not print",
-        "a value, but other values determine it, we computed the value. The column `derived` names such values, and",
-        "`time_from` says how we computed a step time.",
+        "papers, and converted each source's description into the values of the columns by hand. If a source does not",
+        "state a value, but other values determine it, we computed the value. The column `derived` names such values,",
+        "and `time_from` says how we computed a step time.",
         "",
         "The rows of S11 and S12 ran on Jean Zay. We left out two tables of the NeMo Framework Launcher with 29 rows,",
         "because the licence of its repository treats benchmark results as confidential.",

@@ -36,7 +36,7 @@ def within_section(rows: list[Row]) -> list[str]:
         "If some runs of a program on a machine are in the fit, the planner predicts further runs better. To measure",
         "how much better, we fit the constants to a random tenth of all rows, and predict the other nine tenths. We do",
         f"this with {len(SEEDS)} seeds: a row is fitted if `numpy.random.default_rng(seed)` draws a number below",
-        "0.1 for it. S3 (Korthikanti et al. 2022) is never fitted here. Median and mean are averages over the seeds:",
+        "0.1 for it. The fits never include S3 (Korthikanti et al. 2022). Median and mean are averages over the seeds:",
         "",
         *table(("held out", "median", "mean", "worst seed's mean"), found),
         "",

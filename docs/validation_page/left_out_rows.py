@@ -126,7 +126,7 @@ def intervals_section(left_out: dict[str, list[Scored]]) -> list[str]:
         "planner multiplies the predicted seconds by two factors. To find them, we divide the measured seconds of each",
         "row by the seconds predicted without its source, also for FP8 and incomplete rows. The factors are the 5th",
         "and the 95th percentile of these ratios. Every source has the same weight. For a *new machine*, we use",
-        "predictions that know neither the rows of the row's machine nor the rows of its source on other machines.",
+        "predictions from constants that were fitted without all rows of the row's machine and of its source.",
         "",
         "To test the interval, we compute it from all sources except one. The *coverage* of this source is the",
         "fraction of its rows that fall into the interval:",

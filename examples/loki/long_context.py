@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def continue_with_both(model: object, basis: LokiBasis, text: object, prompt: str) -> None:
-    """Continue the same prompt with full attention and with Loki, which attends to a quarter of the keys."""
+    """Continue the same prompt with dense attention and with Loki, which attends to a quarter of the keys."""
     for name in ("full", "loki"):
         if name == "loki":
             enable_loki(model, basis, LokiConfig(k_f=0.25, d_f=0.25, min_seq=0))

@@ -55,7 +55,7 @@ def main() -> None:
 def write_results(out: Path) -> None:
     """Write one row per arm, over all its seeds.
 
-    The columns about sampling have the share of documents that certainly leak: their lower bound is at least 0.1 %.
+    The columns about sampling have the share of documents whose lower bound is at least 0.1 %, so they certainly leak.
     """
     results = {arm.name: row for arm in ARMS if (row := result_of(arm, out)) is not None}
     (out / "near-verbatim.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

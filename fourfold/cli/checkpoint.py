@@ -25,7 +25,7 @@ def verify(folder: Annotated[Path, typer.Argument(help="A checkpoint, a folder o
 
     found = checkpoints_at(folder)
     if not found:
-        raise UserError(f"{folder} is not a checkpoint (a folder with {STATE_FILE}), nor has one; give a run's folder")
+        raise UserError(f"{folder} is not a checkpoint (a folder with {STATE_FILE}) and has none; give a run's folder")
     damaged = 0
     for path in found:
         try:
@@ -38,7 +38,7 @@ def verify(folder: Annotated[Path, typer.Argument(help="A checkpoint, a folder o
             damaged += 1
             typer.echo(sentence(damage))
         else:
-            typer.echo(f"{path} is whole: {files} files, {format_bytes(size)}")
+            typer.echo(f"{path} is undamaged: {files} files, {format_bytes(size)}")
     if damaged:
         raise typer.Exit(1)
 
@@ -68,7 +68,7 @@ def export_hf(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     dtype: Annotated[
         StoredDtype,
-        typer.Option(help="Type of the weights. auto is the original model's type, or otherwise the stored type."),
+        typer.Option(help="Dtype of the weights. auto is the original model's dtype, or otherwise the stored dtype."),
     ] = "auto",
     model_type: Annotated[
         str | None,

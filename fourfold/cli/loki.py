@@ -25,7 +25,7 @@ loki = typer.Typer(
 Texts = Annotated[list[Path], typer.Option("--text", metavar="FILE", help="Plain text. Repeatable.")]
 WindowLength = Annotated[
     int | None,
-    typer.Option("--seq-len", min=1, help="Tokens of a window. Default: the model's positions, at most 2048."),
+    typer.Option("--seq-len", min=1, help="Number of tokens per window. Default: the model's positions, at most 2048."),
 ]
 DEFAULT_LENGTH = 2048
 
@@ -77,7 +77,7 @@ def evaluate(
     tasks: Annotated[
         str,
         typer.Option(
-            metavar="gsm8k,…", help=f"Tasks of lm-eval, to run with full attention and with Loki; {TASK_LIST}"
+            metavar="gsm8k,…", help=f"Tasks of lm-eval, to run with dense attention and with Loki; {TASK_LIST}"
         ),
     ] = "",
     limit: TaskLimit = None,
@@ -89,7 +89,7 @@ def evaluate(
 ) -> None:
     """Measure the quality that Loki loses on a text: recall of the best keys, captured attention, and perplexity.
 
-    Compares Loki with full attention, with the true top-k keys (which Loki approximates), and with random directions
+    Compares Loki with dense attention, with the true top-k keys (which Loki approximates), and with random directions
     (the control). --tasks also runs lm-eval tasks. Only tasks that generate text run the decoding kernels.
 
     Example: fourfold loki evaluate --model exported --basis basis.safetensors --text held_out.txt --loki d=32

@@ -12,7 +12,7 @@ from fourfold.data.progress import working
 
 def masks(
     run_file: RunFile,
-    samples: Annotated[int, typer.Option(min=0, max=1000, help="Training sequences to print.")] = 1,
+    samples: Annotated[int, typer.Option(min=0, max=1000, help="Number of training sequences to print.")] = 1,
     tokens: Annotated[int, typer.Option(min=1, max=10**9, help="Number of tokens for the statistics.")] = 1_000_000,
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006 (typer only reads it)

@@ -27,7 +27,7 @@ Overrides = Annotated[
 TASK_LIST = "`lm-eval ls tasks` lists them."
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 TaskLimit = Annotated[int | None, typer.Option("--limit", min=1, help="Documents per task. Default: all.")]
-TaskFolder = Annotated[Path | None, typer.Option("--include-path", help="A folder of your own tasks.")]
+TaskFolder = Annotated[Path | None, typer.Option("--include-path", help="A folder with your own tasks.")]
 MACHINES = f"The path of a machine file (.toml), or one of {', '.join(machine_names())}."
 SITES = "frontier, perlmutter, alps, lumi, generic, or a file of your own (.toml)"
 KNOBS = (
@@ -42,7 +42,7 @@ ModelName = Annotated[
     str, typer.Option("--model", metavar="DIR|ID|RUN", help="A Hugging Face model, or a run or checkpoint of fourfold.")
 ]
 TokenizerName = Annotated[str | None, typer.Option(metavar="DIR|ID|bytes", help="Default: the model's own.")]
-DtypeName = Annotated[StoredDtype, typer.Option(help="Type of the weights. auto is the stored type.")]
+DtypeName = Annotated[StoredDtype, typer.Option(help="Dtype of the weights. auto is the stored dtype.")]
 DeviceName = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")]
 LokiValues = Annotated[
     list[str],

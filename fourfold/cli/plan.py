@@ -44,7 +44,7 @@ class LayoutUnlessNamed(TyperGroup):
 plan = typer.Typer(
     cls=LayoutUnlessNamed,
     no_args_is_help=True,
-    help="Find the fastest layout of a model on a machine, and explain it: memory, seconds a step, days. "
+    help="Find the fastest layout of a model on a machine, and explain it: memory, seconds per step, days. "
     "`fourfold plan --model …` is short for `fourfold plan layout --model …`.",
 )
 
@@ -92,7 +92,7 @@ def layout(
     gpus: Annotated[int | None, typer.Option(help="Number of GPUs to plan for. Default: the run file's.")] = None,
     seq: Seq = None,
     global_batch: Batch = None,
-    tokens: Annotated[float | None, typer.Option(help="Tokens of the whole training, for days and costs.")] = None,
+    tokens: Annotated[float | None, typer.Option(help="Tokens to train on, to compute days and costs.")] = None,
     precision: Precision = None,
     optimizer: Optimizer = None,
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 10,

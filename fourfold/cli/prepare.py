@@ -59,7 +59,7 @@ def prepare(
     text_key: Annotated[
         str, _of_text(help="The key, or column, that holds the text. You can give several, separated by commas.")
     ] = "text",
-    workers: Annotated[int | None, _of_text(help="Processes. Default: one per core. The result is the same.")] = None,
+    workers: Annotated[int | None, _of_text(help="Processes. Default: one per core. No effect on the result.")] = None,
     eos_token: Annotated[
         str | None,
         typer.Option(metavar="TOKEN", help="The special token that ends documents. Default: the tokenizer's own."),
@@ -79,7 +79,7 @@ def prepare(
     repeats: Annotated[
         str, _of_text(help="How many times canaries are planted. Canaries planted 0 times are the control.")
     ] = "0,1,4,16",
-    canary_tokens: Annotated[int, _of_text(help="Tokens of a canary.")] = 100,
+    canary_tokens: Annotated[int, _of_text(help="Number of tokens per canary.")] = 100,
     canary_noise: Annotated[float, _of_text(help="Share of each copy's tokens that are replaced at random.")] = 0.0,
     canary_shift: Annotated[int, _of_text(help="Cut up to this many tokens off the start of each copy.")] = 0,
     canaries_from: Annotated[

@@ -12,7 +12,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="PAGE.html", help="The page of several runs. Default: comparison.html in the first one."),
+        typer.Option(metavar="PAGE.html", help="Page of several runs. Default: comparison.html in the first folder."),
     ] = None,
 ) -> None:
     """Write RUN_DIR/report.html: one page with curves, facts, run file, and sample. The page needs no network.

@@ -33,12 +33,12 @@ def tune(
         ),
     ] = [],  # noqa: B006 (typer only reads it)
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Number of devices of a trial. Default: the run file's.")
+        int | None, typer.Option(min=1, help="Number of devices per trial. Default: the run file's.")
     ] = None,
     machine: Annotated[
         str | None, typer.Option(help=f"The planner's machine. Default: metrics.machine, or laptop (CPU). {MACHINES}")
     ] = None,
-    steps: Annotated[int, typer.Option(min=2, help="Measured steps of a trial, after three warm-up steps.")] = 8,
+    steps: Annotated[int, typer.Option(min=2, help="Measured steps per trial, after three warm-up steps.")] = 8,
     timeout: Annotated[float, typer.Option(min=1, help="A trial counts as hung after this many seconds.")] = 600,
     memory_limit: Annotated[
         float | None, typer.Option(metavar="GB", min=0.001, help="Limit per device, or per process on a CPU.")
@@ -46,11 +46,11 @@ def tune(
     at_once: Annotated[
         int | None, typer.Option(min=1, help="Concurrent trials. Default: as many as the machine's GPUs allow.")
     ] = None,
-    slurm: Annotated[str | None, typer.Option(metavar="SITE", help=f"Run trials as jobs of a site: {SITES}.")] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="With --slurm: nodes of a job.")] = 1,
-    time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="With --slurm: wall time of a job.")] = None,
+    slurm: Annotated[str | None, typer.Option(metavar="SITE", help=f"Run trials as SLURM jobs on: {SITES}.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="With --slurm: nodes per job.")] = 1,
+    time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="With --slurm: wall time per job.")] = None,
     sbatch: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of sbatch. Repeatable.")] = [],  # noqa: B006
-    setup: Annotated[Path | None, typer.Option(metavar="FILE", help="With --slurm: shell file of modules.")] = None,
+    setup: Annotated[Path | None, typer.Option(metavar="FILE", help="With --slurm: file that loads modules.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the search's random choices.")] = 0,
     overrides: Overrides = [],  # noqa: B006
     as_json: AsJson = False,

@@ -27,7 +27,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
         option, value = (given, value) if equals and given.startswith("--") else (before, argument)
         if not value and option != "--prompt":
             where = f"the value of {option}" if option.startswith("--") else "an argument"
-            raise UserError(f"{where} is empty (''); write it out, or leave it out if its default is meant")
+            raise UserError(f"{where} is empty (''); give a value, or leave it out to use the default")
         if value.isdecimal() and int(value[:40]) > LARGEST:
             raise UserError(f"{option} {value[:40]}: must be at most {LARGEST:,}, such as 8".lstrip())
 
@@ -66,7 +66,7 @@ def usage_sentence(error: ClickException) -> str:
 def refuse_command(name: str, known: list[str], where: str) -> None:
     """Raise ``UserError`` for an unknown command, with the closest known command or with all of them."""
     close = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean '{close[0]}'?" if close else f"there are {', '.join(known)}"
+    hint = f"did you mean '{close[0]}'?" if close else f"choose from {', '.join(known)}"
     raise UserError(f"no command '{name}'{where}; {hint}")
 
 

@@ -27,7 +27,5 @@ class ActivationCheckpointConfig(Strict):
     @model_validator(mode="after")
     def _offload_needs_full(self) -> ActivationCheckpointConfig:
         if self.offload and self.mode != "full":
-            raise ValueError(
-                f"offload = true moves what mode = 'full' keeps, and mode is '{self.mode}'; offload = false works"
-            )
+            raise ValueError(f"offload = true needs mode = 'full', and mode is '{self.mode}'; offload = false works")
         return self

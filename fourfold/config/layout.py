@@ -74,12 +74,12 @@ def check_layout(run: RunConfig) -> None:
     if training.tuned_products != "off":
         if training.float8 != "none":
             raise UserError(
-                f"training.float8 = '{training.float8}' lays out its matmuls itself; "
+                f"training.float8 = '{training.float8}' chooses the layouts of its matmuls itself; "
                 "set training.tuned_products = 'off'"
             )
         if training.compile and grid.x * grid.y * grid.cp == 1:
             raise UserError(
-                "training.compile = true lays out the matmuls of whole blocks itself, if x, y and cp are 1; "
+                "training.compile = true chooses the layouts of all matmuls itself if x, y, and cp are 1; "
                 "set training.tuned_products = 'off', or compile = false"
             )
 

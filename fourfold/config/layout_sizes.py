@@ -182,7 +182,8 @@ class Sizes:
 
     @cached_property
     def head_ranks(self) -> Number:
-        """Return the number of ranks that share the heads with Ulysses, which exchanges heads for tokens over cp."""
+        """Return the number of ranks that divide the heads among themselves with Ulysses, which also uses cp for
+        this."""
         return self.cp * self.x * (1 + self.whole_heads * (self.y - 1))
 
     @property

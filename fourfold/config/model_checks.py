@@ -26,7 +26,7 @@ def check_latents(keys: ModelKeys) -> None:
     for key, value in (NOT_WITH_LATENTS | only).items():
         if getattr(keys, key) not in (UNSET, value):
             raise ValueError(
-                f"{key} = {shown(getattr(keys, key))} does not go with kv_lora_rank = {keys.kv_lora_rank}; "
+                f"{key} = {shown(getattr(keys, key))} does not work with kv_lora_rank = {keys.kv_lora_rank}; "
                 f"{key} = {shown(value)} works"
             )
 
@@ -60,7 +60,7 @@ def check_experts(keys: ModelKeys) -> None:
         )
     if not keys.mlp.endswith("glu"):
         raise ValueError(
-            f"num_experts = {keys.num_experts} is for gated MLPs, and mlp = '{keys.mlp}'; mlp = 'swiglu' works"
+            f"num_experts = {keys.num_experts} needs gated MLPs, and mlp = '{keys.mlp}'; mlp = 'swiglu' works"
         )
     if keys.first_k_dense_replace >= keys.num_hidden_layers:
         raise ValueError(

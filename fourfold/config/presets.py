@@ -32,7 +32,7 @@ def with_preset(section: dict[str, Any], given_as: str = "model.preset =") -> di
         return section
     if not isinstance(name, str) or name not in PRESETS:
         near = difflib.get_close_matches(str(name), PRESETS, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PRESETS)}"
+        hint = f"did you mean '{near[0]}'?" if near else f"choose from {', '.join(PRESETS)}"
         raise UserError(f"{given_as} {shown(name)} is not a preset; {hint}")
     return filled(section, PRESETS[name])
 

@@ -57,11 +57,12 @@ class ParallelConfig(Strict):
     ep: AxisSize = 1
     """Split the experts over this many neighboring processes of dp·cp·z. This axis adds no processes."""
     zero: Literal[0, 1, 2, 3] = 0
-    """Also shard over dp·cp: stored weights and optimizer states (1), and gradients (2), and the weights in use (3)."""
+    """ZeRO stage: what to shard over dp·cp too. 1: stored weights and optimizer states. 2: also gradients. 3: also the
+    weights in use."""
 
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
-    """How cp splits attention. `ring` passes keys and values around a ring. `ulysses` exchanges heads for tokens.
-    `auto` uses ulysses if the heads can be divided evenly, and ring otherwise."""
+    """How cp splits attention. `ring` passes keys and values around a ring. `ulysses` gives each rank all tokens of
+    some heads. `auto` uses ulysses if the heads can be divided evenly, and ring otherwise."""
     schedule: PipelineSchedule = "1F1B"
     """Pipeline schedule, by the name that torch uses."""
     stages_per_rank: int = Field(2, ge=2)

@@ -32,10 +32,10 @@ class Strict(BaseModel):
 def _possible_path(path: str) -> str:
     """Return the path. Raise ``ValueError`` if no file system can have such a path."""
     if "\0" in path:
-        raise ValueError("a path has no zero bytes")
+        raise ValueError("a path cannot contain zero bytes")
     encoded = os.fsencode(path)
     if len(encoded) > LONGEST_PATH or any(len(name) > LONGEST_NAME for name in encoded.split(b"/")):
-        raise ValueError(f"a path has at most {LONGEST_PATH} bytes, and each name in it {LONGEST_NAME}")
+        raise ValueError(f"a path can have at most {LONGEST_PATH} bytes, and each name in it at most {LONGEST_NAME}")
     return path
 
 

@@ -106,8 +106,7 @@ def _write_splits(
         for name, split in splits.items():
             if split.documents == 0:
                 raise UserError(f"{', '.join(names)}: no conversation is left for {name}; change --validation-fraction")
-        # All rows have been read without an error. Only now remove the manifests of an earlier corpus, which make it
-        # invalid.
+        # All rows have been read without an error. Only now make an earlier corpus invalid, by removing its manifests.
         for target in (prefix, validation_prefix(prefix)):
             manifest_path(target).unlink(missing_ok=True)
     return splits

@@ -41,7 +41,7 @@ def rows_in_files(model: Any) -> dict[str, RowRanges]:
         runs = {theirs: range(rows_of[0], rows_of[-1] + 1) for theirs, rows_of in firsts.items()}
         if runs and all([*runs[theirs]] == rows_of for theirs, rows_of in firsts.items()):
             found[name] = runs
-    # Several parameters that files join keep their own names.
+    # If a tensor in the files joins several parameters, these parameters keep their own names.
     uses = Counter(theirs for runs in found.values() for theirs in runs)
     joined = [name for name, runs in found.items() if any(uses[theirs] > 1 for theirs in runs)]
     return found | {name: {name: range(sum(map(len, found[name].values())))} for name in joined}

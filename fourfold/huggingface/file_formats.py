@@ -247,7 +247,7 @@ class Format:
     """Name prefixes of modules that predict tokens further ahead. They are not imported."""
 
     def names_beyond(self, last: int, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the name prefixes of tensors that are not imported, such as the layers after the ``last`` layer."""
+        """Return the name prefixes of tensors that are not imported, such as those of layers after layer ``last``."""
         count = config.get(self.layers_beyond) if self.layers_beyond is not None else 0
         layers = range(last, last + count) if isinstance(count, int) else ()
         return self.ignored + tuple(f"model.layers.{n}." for n in layers)

@@ -194,8 +194,8 @@ def describe(reports: list[HangingRank], world_size: int, folder: Path) -> str:
     state = {"T": "; it is stopped", "t": "; a debugger has stopped it", "D": "; it waits for a disk"}
     lines = [
         f"hang: rank {first.rank} of {world_size} (process {first.process} on {first.host}) went silent "
-        f"{first.silent_seconds:.0f} s ago at step {first.step}, while: {first.doing}{state.get(first.state, '')}; "
-        f"stacks of all ranks are in {folder}"
+        f"{first.silent_seconds:.0f} s ago at step {first.step}, last action: {first.doing}"
+        f"{state.get(first.state, '')}; stacks of all ranks are in {folder}"
     ]
     if missing:
         lines.append(f"no report from {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}")

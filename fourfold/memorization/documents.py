@@ -91,7 +91,7 @@ def read_documents(
         end = None if tokenizer is None else eod_of(tokenizer, None if made_with is None else str(made_with))
         found.append(AuditDocument(tokens, text if isinstance(text, str) else None, count, *_origin(row), end))
     if not found:
-        raise UserError(f"{path} has no document; give one JSON object a line")
+        raise UserError(f"{path} has no document; give one JSON object per line")
     return found
 
 

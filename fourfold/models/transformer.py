@@ -211,7 +211,8 @@ class Block(AttentionAndMLP):
 
 class PredictionBlock(AttentionAndMLP):
     """A layer that predicts one token further than the layers before it (multi-token prediction, DeepSeek-V3, arXiv
-    2412.19437, section 2.2). Its attention and MLP are those of the decoder's last layer.
+    2412.19437, section 2.2). Its attention and MLP have their own weights, and the same types as in the decoder's last
+    layer.
 
     At position i, the layer of depth k reads the hidden state of depth k − 1 and the embedding of token i + k. It
     predicts token i + k + 1. Hidden states of depth 0 are the outputs of the decoder's last layer, before the final

@@ -111,7 +111,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     if grid.x.size * grid.y.size > 1:
         return inputs_and_head | attention | outputs | {"embed_*": lambda name, m: Embedding(m, grid, name)}
     # With x = y = 1, no layer is split. The parallel layers are still faster than the plain modules, because they read
-    # and write memory less often. A compiler does the same with plain modules, so compiled blocks keep plain modules.
+    # and write memory less often. torch.compile gives plain modules the same advantage, so compiled blocks keep them.
     compiled = run.training.compile and grid.cp.size == 1
     rules = {"lm_head": inputs_and_head["lm_head"]} if compiled else inputs_and_head
     if own_matmuls:

@@ -57,8 +57,8 @@ def costs(tokens: float, tokens_per_second: float, gpus: int, saved: float, mach
         goodput = 1 - lost
         if goodput <= 0:
             raise UserError(
-                f"{gpus} GPUs of {machine.name} fail every {mtbf:.2g} hours, and checkpoints and restarts take all of "
-                f"that; use fewer GPUs, or faster checkpoint storage (costs.checkpoint_bandwidth in the machine file)"
+                f"{gpus} GPUs of {machine.name} fail every {mtbf:.2g} hours: checkpoints and restarts take all time; "
+                f"use fewer GPUs, or faster checkpoint storage (costs.checkpoint_bandwidth in the machine file)"
             )
     hours = seconds / 3600 / (1.0 if goodput is None else goodput)
     gpu_hours = hours * gpus

@@ -83,9 +83,9 @@ def request_from_options(
     if model is not None and overrides:
         raise UserError(f"--set {overrides[0]} changes a run file, and --model {model} is none; give RUN.toml instead")
     if precision is not None and precision not in BITS:
-        raise UserError(f"--precision {precision} is unknown; there are {', '.join(BITS)}")
+        raise UserError(f"--precision {precision} is unknown; choose from {', '.join(BITS)}")
     if optimizer is not None and optimizer not in OPTIMIZERS:
-        raise UserError(f"--optimizer {optimizer} is unknown; there are {', '.join(OPTIMIZERS)}")
+        raise UserError(f"--optimizer {optimizer} is unknown; choose from {', '.join(OPTIMIZERS)}")
     for name, value in (("--gpus", gpus), ("--seq", seq), ("--global-batch", batch)):
         if value is not None and not 1 <= value <= LARGEST[name]:
             raise UserError(f"{name} {value} must be from 1 to {LARGEST[name]:,}, such as 8")

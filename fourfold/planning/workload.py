@@ -28,7 +28,7 @@ OPTIMIZERS = ("adamw", "muon", "lion")
 
 CP_METHODS = ("gathered", "ring", "ulysses")
 """Names of the context-parallel methods, indexed by ``Layout.cp_method``: all-gather keys and values (only in
-frameworks other than fourfold), pass them around a ring, or exchange heads for tokens (Ulysses)."""
+frameworks other than fourfold), pass them around a ring, or divide the heads among the cp ranks (Ulysses)."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from fourfold.reports.tables import print_table
 Record = Mapping[str, Any]
 
 VARIANTS = {"loki": "Loki", "oracle": "exact top-k", "random": "random basis"}
-PERPLEXITY_HEADER = ("attention", "keys of a row", "dims that rank", "perplexity", "recall", "captured mass")
+PERPLEXITY_HEADER = ("attention", "attended keys", "ranking dims", "perplexity", "recall", "captured mass")
 LAYER_COLUMNS = (
     ("recall", "loki", "recall"),
     ("worst 5 %", "loki", "recall_p5"),
@@ -29,10 +29,10 @@ def rank_table(record: Record) -> None:
     """Print the result of a calibration, one row per layer.
 
     There are two kinds of keys: before and after the rotary embedding. For each kind, a row has the mean and the
-    largest Rank@90 over the heads, and the recall. (Rank@90 is the number of dimensions that explain 90 % of the keys'
-    variance.) The last cell names the kind that Loki ranks keys by.
+    maximum of Rank@90 over the heads, and the recall. (Rank@90 is the number of dimensions that explain 90 % of the
+    variance of the keys.) The last cell names the kind that Loki uses to rank keys.
     """
-    header = [*(f"{kind}-rotary: mean (most)" for kind in record["ranks"]), *(f"recall, {k}" for k in record["recall"])]
+    header = [*(f"{kind}-rotary: mean (max)" for kind in record["ranks"]), *(f"recall, {k}" for k in record["recall"])]
     rows = []
     for layer, best in enumerate(record["best"]):
         ranks = [heads[layer] for heads in record["ranks"].values()]
@@ -54,7 +54,7 @@ def loki_tables(record: Record) -> None:
         header = ("layer", "d", *(name for name, _, _ in LAYER_COLUMNS))
         print_table("Layers: recall of the best keys, and captured mass", header, _layer_rows(record))
     if "tasks" in record:
-        print_table("Tasks", ("task", "metric", "full attention", "Loki"), _task_rows(record["tasks"]))
+        print_table("Tasks", ("task", "metric", "dense attention", "Loki"), _task_rows(record["tasks"]))
 
 
 def _perplexity_rows(record: Record) -> list[list[str]]:
@@ -81,7 +81,7 @@ def _layer_rows(record: Record) -> list[list[str]]:
 
 
 def _task_rows(tasks: Record) -> list[list[str]]:
-    """Return one row per task and metric, with the values for full attention and for Loki."""
+    """Return one row per task and metric, with the values for dense attention and for Loki."""
     return [
         [task, metric, f"{value:.4f}", f"{found['loki'][metric]:.4f}" if metric in found.get("loki", {}) else ""]
         for task, found in tasks.items()

@@ -59,7 +59,7 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
     step = request.base.step
     title = (
         f"{request.name} on {request.gpus} GPUs of {plan.machine.name}: {int(step.global_batch_size):,} sequences of "
-        f"{int(step.seq_length):,} tokens a step"
+        f"{int(step.seq_length):,} tokens per step"
     )
     columns, same = layout_table(result, console.width)
     print_table(title, list(columns), list(zip(*columns.values(), strict=True)), words=WORDS)
@@ -104,7 +104,7 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
     shared = [header for header in CHOICES if header != "also" and len(set(columns.get(header, []))) == 1]
     numbers = ("tokens/s/GPU", "HFU", "90 % interval", f"of {gigabytes(float(result.plan.machine.memory))}", "MFU")
     for place, header in enumerate([*shared, *(header for header in numbers if header in columns)]):
-        # The last three columns are removed only if the table is still too wide after cells of words wrap.
+        # The last three columns are removed only if the table is too wide even with wrapped text in its cells.
         if least_width(columns, () if place < len(shared) + 2 else WORDS) <= width:
             break
         cells = columns.pop(header)

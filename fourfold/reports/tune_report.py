@@ -32,10 +32,10 @@ def summary_of(result: TuneRecord) -> str:
     planner is, and why trials failed."""
     counts = Counter(trial.result.outcome for trial in result.trials)
     sentences = [
-        f"Of {counted(result.layouts, 'legal layout')}, {counted(len(result.trials), 'trial')} "
-        f"{'was' if len(result.trials) == 1 else 'were'} made: "
-        f"{', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())}.",
-        f"The best, {result.best}, takes {result.best_seconds:.4g} s a step{_against_others(result)}.",
+        f"The search ran {counted(len(result.trials), 'trial')}: "
+        f"{', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())}. "
+        f"The search space has {counted(result.layouts, 'legal layout')}.",
+        f"The best layout, {result.best}, takes {result.best_seconds:.4g} s per step{_against_others(result)}.",
     ]
     if result.held_out_error is not None:
         sentences.append(

@@ -11,8 +11,8 @@ HEADER = ("layers", "tokens × out × in", "matmul", "layout", "GFLOP/s", "gain"
 def print_matmuls(record: Mapping[str, Any]) -> None:
     """Print one row per matmul: its rate with the default layout, and how much faster the chosen layout is.
 
-    The column "other order" is for a weight in the memory order that was not chosen (transposed or not). It says how
-    much faster than the default all matmuls of the layer are together.
+    A weight can be stored as it is or transposed. The column "other order" has the gain of all three matmuls of the
+    layer together with the memory order that was not chosen.
     """
     print_table(f"Matmuls in {record['precision']}", HEADER, matmul_rows(record["layers"]), words=HEADER[:4])
     print(f"{record['machine']}\n{record['file']}")

@@ -134,7 +134,7 @@ def _nearest(location: tuple[int | str, ...]) -> str:
     close = difflib.get_close_matches(name, section.model_fields, n=1, cutoff=CLOSE_SPELLING)
     if close:
         return f"did you mean '{'.'.join([*sections, close[0]])}'?"
-    return f"there are {', '.join(section.model_fields)}"
+    return f"choose from {', '.join(section.model_fields)}"
 
 
 def _section(names: Sequence[str]) -> type[BaseModel]:

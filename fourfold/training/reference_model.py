@@ -122,7 +122,7 @@ def _read(places: list[Path], sources: list[PreferencePairs], digests: dict[str,
     found = []
     for source in sources:
         values = kept.get(str(source.corpus.prefix)) if isinstance(kept, dict) else None
-        # Answers of skipped pairs have None.
+        # The value is None for answers of skipped pairs.
         are_numbers = isinstance(values, list) and all(isinstance(value, float | int | None) for value in values)
         if not are_numbers or values is None or len(values) != source.corpus.documents:
             raise UserError(

@@ -72,8 +72,8 @@ class Replay:
             if "deterministic" not in str(error).lower():
                 raise
             raise UserError(
-                f"step {step + 1} cannot be computed twice with the same bits on this GPU, as checks.replay_interval = "
-                f"{self.interval} asks ({first_line(error)}); set it to 0"
+                f"checks.replay_interval = {self.interval} needs a deterministic step, and step {step + 1} is not "
+                f"deterministic on this GPU ({first_line(error)}); set it to 0"
             ) from error
 
     def _watched(self, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> tuple[Tensor, list[Given]]:

@@ -66,13 +66,13 @@ def settings_warnings(was: Mapping[str, Any], now: Mapping[str, Any], step: int,
     if changed and step < new.train_steps:
         yield (
             f"these keys differ from the checkpoint {checkpoint}: {', '.join(changed)}. The next steps and "
-            "their measurements use the new values; set a key back to go on as before"
+            "their measurements use the new values; to continue as before, set these keys back"
         )
         last, planned, rate = rate_at(old, max(step - 1, 0)), rate_at(old, step), rate_at(new, step)
         if abs(rate - planned) > JUMP * max(rate, planned):
             yield (
                 f"the learning rate jumps from {last:.3g} in step {step} to {rate:.3g} in step {step + 1}; the "
-                f"checkpoint's schedule has {planned:.3g} there"
+                f"checkpoint's schedule has {planned:.3g} in that step"
             )
 
 

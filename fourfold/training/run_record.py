@@ -189,7 +189,7 @@ class RunRecord:
             facts["LoRA"] = f"rank {run.lora.rank}, {trained:,} parameters trained ({share:.2%})"
         facts |= {
             "grid": f"{run.parallel.describe()} ({run.parallel.world_size} × {self.device_name})",
-            "batch": f"{run.training.global_batch_size} sequences = {self.tokens_per_step:,} tokens a step, "
+            "batch": f"{run.training.global_batch_size} sequences = {self.tokens_per_step:,} tokens per step, "
             f"gradient_accumulation_steps {run.gradient_accumulation_steps}",
             "tokens": run.training.train_steps * self.tokens_per_step,
             "model FLOPs per token": self.flops.training,

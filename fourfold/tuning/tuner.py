@@ -159,7 +159,7 @@ class Search:
         while len(self._running) < self.settings.at_once:
             trials = self.ledger.trials()
             if len(trials) + len(self._running) >= self.settings.trials:
-                return Proposal(None, f"{self.settings.trials} trials were made, as --trials says")
+                return Proposal(None, f"it reached the limit of {self.settings.trials} trials (--trials)")
             if self.settings.minutes is not None and time.monotonic() - self._began > 60 * self.settings.minutes:
                 return Proposal(None, f"the budget of {self.settings.minutes:g} minutes is spent")
             if self._interrupted:
@@ -199,7 +199,7 @@ class Search:
 
     def _note(self, number: int, index: int, result: TrialResult) -> None:
         self.ledger.end(number, result)
-        what = "" if result.seconds is None else f" {result.seconds:.4g} s a step"
+        what = "" if result.seconds is None else f" {result.seconds:.4g} s per step"
         why = f" ({result.reason})" if result.reason else ""
         layout = self.subject.prediction(index).describe()
         self._report(f"trial {number}: {layout}: {result.outcome}{what}{why}")

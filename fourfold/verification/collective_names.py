@@ -34,8 +34,7 @@ class CollectiveNames:
         """Return the axis, operation, and purpose of the collective that is being issued.
 
         Args:
-            operation: The operation that torch runs. If ``PURPOSE`` gives the operation another name, the result has
-                the name from ``PURPOSE``.
+            operation: torch's name of the operation. A name in ``PURPOSE`` replaces it.
         """
         axis, purpose = self._axis_of(group), PURPOSE.get()
         if purpose is not None:

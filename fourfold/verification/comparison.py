@@ -90,7 +90,7 @@ class Comparison:
         kept = job.count_kept(micro_batches)
         if kept.item() == 0:
             raise UserError(
-                f"no label of the random samples of step {step + 1} counts, so there is nothing to compare; give a "
+                f"step {step + 1} has no label in the loss of its random samples, so it compares nothing; give a "
                 "larger training.global_batch_size or seq_length"
             )
         validation = self._validated(job, micro_batches) if step == 0 else []

@@ -61,8 +61,8 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
     if grid.pp > 1 and grid.schedule == "1F1B":
         pipelines = _short_pipelines(run, target)
     elif grid.pp > 1:
-        # Trace a run that just fills the pipeline, and a run with pp more micro-batches. Schedules other than 1F1B
-        # accept only certain numbers of micro-batches.
+        # Trace two runs: one whose micro-batches are just enough to fill the pipeline, and one with ``pp`` additional
+        # micro-batches. Schedules other than 1F1B accept only certain numbers of micro-batches.
         filled, more = 2 * grid.pp * stages_per_rank(grid), grid.pp
         if target.micro_batches > filled + more and (target.micro_batches - filled) % more == 0:
             pipelines = [target._replace(micro_batches=m) for m in (filled, filled + more)]

@@ -88,7 +88,7 @@ class Reference:
 
     @torch.no_grad()
     def log_probabilities(self, batch: Sequences) -> Tensor:
-        """Return the log-probability of each sequence's tokens in the loss, [B], under the current weights."""
+        """Return one log-probability per sequence, [B], under the current weights (see ``_answers``)."""
         with self._evaluating():
             return self._answers(batch, self.parameters())
 
@@ -151,7 +151,7 @@ class Reference:
         return {name: self.trained[name].detach() - cut for name, cut in self.optimizer.cut.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return all weights. Trained weights are copied."""
+        """Return frozen and trained weights. The trained weights are copies, so later steps do not change them."""
         return {**self.frozen, **{name: p.detach().clone() for name, p in self.trained.items()}}
 
     @contextlib.contextmanager
@@ -189,7 +189,7 @@ class Reference:
         return F.cross_entropy(logits_BSV[kept_BS], batch.targets_BS[kept_BS], reduction="sum")
 
     def _answers(self, batch: Sequences, parameters: Parameters) -> Tensor:
-        """Return the log-probability of each sequence's tokens in the loss, [B]."""
+        """Return one log-probability per sequence, [B]: the sum over the tokens that the loss includes."""
         log_probs_BSV = self.logits(parameters, batch).float().log_softmax(-1)
         log_probs_BS = log_probs_BSV.gather(-1, batch.targets_BS[:, :, None])[..., 0]
         return (log_probs_BS * batch.kept_BS).sum(1)

@@ -86,7 +86,7 @@ def _union(spans: Iterable[Span]) -> list[Span]:
 
 
 def _both(first: list[Span], second: list[Span]) -> list[Span]:
-    """Return the intersection of two unions."""
+    """Return the intersection of two lists of sorted spans that do not touch."""
     found, i, j = [], 0, 0
     while i < len(first) and j < len(second):
         start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])

@@ -15,8 +15,8 @@ def skew_router_biases(job: Job) -> None:
     """Set the biases of the job's routers. Every process must call this.
 
     With these biases, every layer has one expert that its router never chooses. If each token goes to several experts,
-    every layer also has one expert that its router always chooses. Other layers have other such experts. With LoRA, the
-    biases stay zero, because checkpoints of LoRA do not save them.
+    every layer also has one expert that its router always chooses. Neighboring layers have different such experts. With
+    LoRA, the biases stay zero, because checkpoints of LoRA do not save them.
     """
     experts = job.run.model.num_experts
     for shard in job.shards if not job.run.lora.rank else ():

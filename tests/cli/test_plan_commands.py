@@ -175,7 +175,7 @@ def test_a_quantized_model_is_planned_in_bf16_and_says_so(cli: Cli, tmp_path: Pa
         (("--model", "llama3-8b", "--gpus", 8, "--machine", "h100"), "did you mean 'dgx-h100' or 'grand-teton-h100'?"),
         (("--model", "llama3-8b", "--gpus", 8, "--machine", "H200-SXM"), "did you mean 'h200'?"),
         (("--model", "llama3-405b", "--gpus", 8), "GPUs would be enough"),
-        (("--model", "llama3-8b", "--gpus", 8, "--precision", "fp4"), "there are bf16"),
+        (("--model", "llama3-8b", "--gpus", 8, "--precision", "fp4"), "choose from bf16"),
         (("--model", "llama3-8b", "--gpus", 8, "--limit", "q=1"), "--limit q=1"),
         (("--model", "gpt2", "--gpus", 8, "--seq", 4096), "position table"),
         (("--model", "none/config.json", "--gpus", 8), "cannot read none/config.json"),

@@ -94,13 +94,13 @@ MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2}
         ({"kv_lora_rank": 16}, "kv_lora_rank = 16 needs qk_nope_head_dim; qk_nope_head_dim = 64 works"),
         (LATENTS | {"qk_rope_head_dim": 3}, "qk_rope_head_dim = 3 is odd, but must be even; 64 works"),
         (LATENTS | {"v_head_dim": 20}, r"v_head_dim = 20 is above qk_nope_head_dim \+ qk_rope_head_dim = 12; 12 works"),
-        (LATENTS | {"head_dim": 16}, "head_dim = 16 does not go with kv_lora_rank = 16; head_dim = 12 works"),
-        (LATENTS | {"qk_norm": True}, "qk_norm = true does not go with kv_lora_rank = 16; qk_norm = false works"),
+        (LATENTS | {"head_dim": 16}, "head_dim = 16 does not work with kv_lora_rank = 16; head_dim = 12 works"),
+        (LATENTS | {"qk_norm": True}, "qk_norm = true does not work with kv_lora_rank = 16; qk_norm = false works"),
         (
             LATENTS | LINEAR,
-            "linear_num_key_heads = 2 does not go with kv_lora_rank = 16; linear_num_key_heads = 0 works",
+            "linear_num_key_heads = 2 does not work with kv_lora_rank = 16; linear_num_key_heads = 0 works",
         ),
-        (LATENTS | {"attention_output_gate": True}, "attention_output_gate = true does not go with kv_lora_rank = 16"),
+        (LATENTS | {"attention_output_gate": True}, "attention_output_gate = true does not work with kv_lora_rank"),
         ({"layer_types": [D]}, "layer_types = .'linear_attention'. needs linear_num_key_heads; .* = 16 works"),
         (
             {key: value for key, value in LINEAR.items() if key != "linear_value_head_dim"},

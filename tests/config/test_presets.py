@@ -123,8 +123,8 @@ def test_own_keys_win_over_the_presets() -> None:
     [
         ("llama3-8", "did you mean 'llama3-8b'?"),
         ("frontier1t", "did you mean 'frontier-1t'?"),
-        ("bert", "there are gpt-tiny, "),
-        (8, "there are gpt-tiny, "),
+        ("bert", "choose from gpt-tiny, "),
+        (8, "choose from gpt-tiny, "),
         (["llama3-8b"], "is not a preset"),
     ],
 )

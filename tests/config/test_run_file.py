@@ -68,8 +68,8 @@ def test_the_smallest_run_file(tmp_path: Path) -> None:
         # A close spelling, at every level.
         ({"optimiser": {}}, "optimiser", "did you mean 'optimizer'?"),
         ({"training": {"seq_lenght": 1}}, "training.seq_lenght", "did you mean 'training.seq_length'?"),
-        ({"parallel": {"Z": 1}}, "parallel.Z", "there are x, y, z, dp, cp, pp, ep, zero"),
-        ({"data": {"shuffle": True}}, "data.shuffle", "there are format, train, validation, source, tokenizer"),
+        ({"parallel": {"Z": 1}}, "parallel.Z", "choose from x, y, z, dp, cp, pp, ep, zero"),
+        ({"data": {"shuffle": True}}, "data.shuffle", "choose from format, train, validation, source, tokenizer"),
         (
             {"training": {"interval": 1}},
             "training.interval",
@@ -87,8 +87,8 @@ def test_the_smallest_run_file(tmp_path: Path) -> None:
         ({"train_steps": 1}, "train_steps", "did you mean 'training.train_steps'?"),
         ({"training": {"zero": 1}}, "training.zero", "did you mean 'parallel.zero'?"),
         # No key has a similar spelling.
-        ({"qqq": 1}, "qqq", "there are name, output_dir, model, data"),
-        ({"checkpoint": {"qqq": 1}}, "checkpoint.qqq", "there are interval, save_last"),
+        ({"qqq": 1}, "qqq", "choose from name, output_dir, model, data"),
+        ({"checkpoint": {"qqq": 1}}, "checkpoint.qqq", "choose from interval, save_last"),
     ],
 )
 def test_unknown_key(wrong: dict[str, Any], key: str, hint: str) -> None:
@@ -151,7 +151,7 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist() -> None:
         ),
         ({"training": {"reduce_dtype": "bf16"}}, "must be 'fp32' or training.precision = 'fp32'"),
         ({"optimizer": {"stochastic_rounding": True}}, "needs training.master_weights = 'bf16'"),
-        ({"activation_checkpoint": {"offload": True}}, "offload = true moves what mode = 'full' keeps"),
+        ({"activation_checkpoint": {"offload": True}}, "offload = true needs mode = 'full'"),
         ({"parallel": {"x": 0}}, "parallel.x = 0"),
         ({"parallel": {"x": True}}, "parallel.x = true: must be an integer ≥ 1 and ≤ 2^20, such as 1"),
         ({"parallel": {"zero": 4}}, "parallel.zero = 4"),
@@ -254,7 +254,7 @@ def overridden(tmp_path: Path, *overrides: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.shuffle=true", "--set data.shuffle=true: unknown key 'data.shuffle'; there are "),
+        ("data.shuffle=true", "--set data.shuffle=true: unknown key 'data.shuffle'; choose from "),
         (
             "model.layers=3",
             "--set model.layers=3: unknown key 'model.layers'; here it is called model.num_hidden_layers",

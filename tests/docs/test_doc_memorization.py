@@ -1,4 +1,4 @@
-"""The numbers of the page on memorization that follow from formulas."""
+"""Check the numbers in docs/memorization.md that follow from formulas."""
 
 from __future__ import annotations
 

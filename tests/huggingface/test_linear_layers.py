@@ -41,7 +41,7 @@ def test_layers_are_linear_as_in_transformers(kind: str, keys: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"layer_types": [S, LINEAR] * 4}, "the decoder here has 'full_attention' and 'linear_attention' layers"),
+        ({"layer_types": [S, LINEAR] * 4}, "fourfold supports 'full_attention' and 'linear_attention' layers"),
         ({"layer_types": [F, LINEAR]}, "layer_types has 2 entries, and num_hidden_layers = 8; give one for each layer"),
         ({"full_attention_interval": 0}, "full_attention_interval = 0 is not an integer of at least 1"),
         ({"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim is null"),

@@ -27,7 +27,7 @@ LIMIT = 10.0
 LENGTHS = ((16,), (1, 15), (7, 9), (3, 4, 9))
 """Lengths of the documents in a sequence."""
 UNPACKED = {"gpt_oss", "minimax"}
-"""Models in whose code packed documents attend to each other. The tests train them with one document per sequence."""
+"""In these models, packed documents attend to each other. So the tests train them with one document per sequence."""
 PAIRS = (
     ({"x": 2, "z": 2}, {"y": 2, "dp": 2}),
     ({"y": 2, "z": 2, "zero": 3}, {"x": 2, "y": 2}),

@@ -95,14 +95,14 @@ def test_models_without_sliding_layers_are_written_for_transformers(kind: str) -
     [
         ("mistral", {"num_hidden_layers": "8"}, "num_hidden_layers = '8' is not an integer of at least 1"),
         ("mistral", {"num_hidden_layers": 0}, "num_hidden_layers = 0 is not an integer of at least 1"),
-        ("mistral", {"num_hidden_layers": 10**9}, "has at most 10000 here"),
+        ("mistral", {"num_hidden_layers": 10**9}, "supports at most 10000"),
         ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern = 0 is not an integer of at least 1"),
         ("gemma3_text", {"sliding_window_pattern": None}, "sliding_window_pattern = None is not an integer"),
         ("gemma3_text", {"sliding_window_pattern": "2"}, "sliding_window_pattern = '2' is not an integer"),
         ("qwen2", {"max_window_layers": None}, "max_window_layers = None is not an integer of at least 0"),
         ("qwen2_moe", {"max_window_layers": "2"}, "max_window_layers = '2' is not an integer of at least 0"),
         ("gemma2", {"layer_types": [[S]] * 8}, r"layer_types = \[\['sliding_attention'\]"),
-        ("gemma2", {"layer_types": S}, "layer_types = 'sliding_attention'; the decoder here has"),
+        ("gemma2", {"layer_types": S}, "layer_types = 'sliding_attention'; fourfold supports"),
         (
             "mistral",
             {"sliding_window": 8, "layer_types": [F, S] * 4},

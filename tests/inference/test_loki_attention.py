@@ -220,7 +220,7 @@ def test_a_copy_of_a_model_is_on_its_own(llama: tuple[Any, LokiBasis]) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("never_dense")
 def test_half_precision(llama: tuple[Any, LokiBasis]) -> None:
-    """With the same weights in half precision, Loki is as close to float32 as full attention is."""
+    """With the same weights in half precision, Loki is as close to float32 as dense attention is."""
     model, basis = llama
     half = copy.deepcopy(model).bfloat16()
     tokens = prompt()

@@ -1,4 +1,4 @@
-"""Caches that Loki reads: cropped, copied, and filled by another attention before."""
+"""Loki can read a cache that was cropped, copied, or filled by dense attention before."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_cache_is_cropped_copied_and_reordered(llama: tuple[Any, LokiBasis]) -
 
 
 def test_a_cache_that_was_filled_before(llama: tuple[Any, LokiBasis]) -> None:
-    """Full attention fills the cache. Then Loki continues with two different numbers of dims, and finally full
+    """Dense attention fills the cache. Then Loki continues with two different numbers of dims, and finally dense
     attention continues."""
     model, basis = llama
     tokens = prompt()

@@ -176,7 +176,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
         ((*loki, "--loki", "k=many"), "k = 'many': must be an integer ≥ 1, such as 1"),
         ((*generate, "--basis", damaged), "damaged"),
         ((*generate, "--basis", tmp_path / "none"), "cannot read"),
-        (("generate", "--model", other, "--prompt", "a", "--basis", basis), "of another model"),
+        (("generate", "--model", other, "--prompt", "a", "--basis", basis), "the basis belongs to"),
         (("generate", "--model", gpt2, "--tokenizer", "bytes", *loki[3:]), "'gpt2' are not supported"),
         ((*generate, "--prompt-file", text), "give --prompt or --prompt-file"),
         ((*generate, "--max-new-tokens", 300), "256 positions"),
@@ -207,7 +207,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_tasks_of_lm_eval(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
-    """Run a small generation task. If Loki attends to all keys, its answers equal the answers with full attention."""
+    """Run a small generation task. If Loki attends to all keys, its answers equal the answers with dense attention."""
     pytest.importorskip("lm_eval")
     if os.environ.get("HF_HUB_OFFLINE") != "1":
         pytest.skip("lm-eval asks the Hub about metrics, and waits where there is none: set HF_HUB_OFFLINE=1")

@@ -136,7 +136,7 @@ def test_a_users_own_site_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gpus_per_nodes = 2", "x.toml: unknown key 'gpus_per_nodes'; there are name, gpus_per_node,"),
+        ("gpus_per_nodes = 2", "x.toml: unknown key 'gpus_per_nodes'; choose from name, gpus_per_node,"),
         ("gpus_per_node = true", "x.toml: gpus_per_node = true: must be an integer"),
         ("gpus_per_node = 0", "gpus_per_node = 0: must be an integer ≥ 1"),
         ("sbatch = 2", "sbatch = 2: must be a table$"),

@@ -177,6 +177,6 @@ def test_what_lays_out_products_itself_is_refused() -> None:
     with pytest.raises(UserError, match="tuned_products = 'off', or compile = false"):
         tiny_run(LLAMA, training=TUNED | {"compile": True})
     tiny_run(LLAMA, {"x": 2}, training=TUNED | {"compile": True})
-    with pytest.raises(UserError, match=r"training\.float8 = 'tensorwise' lays out its matmuls itself"):
+    with pytest.raises(UserError, match=r"training\.float8 = 'tensorwise' chooses the layouts of its matmuls itself"):
         sixteens = LLAMA | {"num_key_value_heads": 8, "intermediate_size": 192}
         tiny_run(sixteens, training=TUNED | {"float8": "tensorwise", "precision": "bf16"})

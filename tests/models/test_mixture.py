@@ -190,7 +190,7 @@ def test_parameters_are_counted() -> None:
     ("keys", "message"),
     [
         ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7 is more than num_experts = 6"),
-        ({"mlp": "gelu"}, "is for gated MLPs, and mlp = 'gelu'"),
+        ({"mlp": "gelu"}, "needs gated MLPs, and mlp = 'gelu'"),
         ({"first_k_dense_replace": 2}, "leaves none of num_hidden_layers = 2 with experts"),
         ({"shared_expert_gate": True}, "shared_expert_intermediate_size = 20 works"),
         ({"num_experts": 0, "router_bias": True}, "router_bias = true has no meaning with model.num_experts = 0"),

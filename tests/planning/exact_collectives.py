@@ -236,7 +236,7 @@ def _context_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
         keys, values, heads = linear_widths(run)
         count = 3 * once
         parts, outputs = sizes.item * (2 * keys + values + 2 * heads), 4 * values  # Outputs are in fp32.
-        for purpose, entries in (("heads for tokens", parts), ("tokens for heads", outputs)):
+        for purpose, entries in (("inputs", parts), ("outputs", outputs)):
             size = tokens * entries // ranks
             yield Line("cp", "all_to_all", f"attention: {purpose}", count, count * size)
         return
@@ -245,7 +245,7 @@ def _context_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
         parts = sizes.item * tokens * (queries + 2 * sizes.keys // ranks)
         # A recomputed attention core does not need its output.
         back, block = sizes.item * tokens * queries, _times(run, stage, sizes.block_again)
-        for purpose, size, again in (("heads for tokens", parts, forward), ("tokens for heads", back, block)):
+        for purpose, size, again in (("inputs", parts, forward), ("outputs", back, block)):
             yield Line("cp", "all_to_all", f"attention: {purpose}", once + again, (once + again) * size)
         return
     pair = 2 * tokens * model.head_dim * key_value_heads(run, ranks)

@@ -16,8 +16,8 @@ from fourfold.config.stages import rank_of_stage, stage_layers
 
 
 class Part(NamedTuple):
-    """A parameter's tile on one (x, y) rank: the rows, the entries of a row, and the axes over which its gradient is a
-    partial sum."""
+    """A parameter's tile on one (x, y) rank: the rows, the entries of a row, and the axes whose ranks each have only a
+    part of its gradient."""
 
     rows: int
     width: int

@@ -68,8 +68,8 @@ def _expert_weight_lines(run: RunConfig, tiles: Tiles, gathers: _Gathers, item: 
 
 
 def _levels(run: RunConfig, axis: str, ranks: int) -> list[tuple[str, int]]:
-    """Return the groups over which an axis communicates, each with a divisor for the size of its full tensors. Across
-    nodes, each rank of a node handles only its own part of the tensor (``parallel.fsdp_in_levels``)."""
+    """Return the groups of ranks that run an axis's collectives, each with a divisor for the size of its full tensors.
+    Across nodes, each rank of a node handles only its own part of the tensor (``parallel.fsdp_in_levels``)."""
     per_node = run.overlap.shards_per_node
     if not 1 < per_node < ranks:
         return [(axis, 1)]

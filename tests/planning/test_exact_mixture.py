@@ -112,7 +112,7 @@ def run_of(model: dict[str, Any], grid: dict[str, Any], mode: str, **moe: float)
 
 
 def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
-    """Compare everything that is sent and stored, on a rank of every place on pp."""
+    """Compare everything that a rank sends and stores, for one rank of every pp position."""
     traced = trace(run, whole=True)
     for place, stage in enumerate(traced.pipeline or [traced]):
         memory = stage.memory

@@ -52,7 +52,7 @@ def test_shipped_constants_are_there_for_every_level() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (("units = ", "unit = "), "unknown key 'device.unit'; there are units, peak"),
+        (("units = ", "unit = "), "unknown key 'device.unit'; choose from units, peak"),
         (("units = 132", ""), "device.units is missing"),
         (("[network]", "[networks]"), "network.node is missing"),
         (("units = 132", "units = 0"), "must be a number above 0"),

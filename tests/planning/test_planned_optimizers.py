@@ -112,7 +112,7 @@ def test_the_command_line_chooses_an_optimizer_and_writes_it(tmp_path: Path) -> 
     assert memory[1] == memory[0] / 2
     write_run(tmp_path / "run.toml", lion, predict(lion.base.but(dp=8, global_batch_size=64), ONE_LINK, PLAIN))
     assert load_run(tmp_path / "run.toml").optimizer.name == "lion"
-    with pytest.raises(UserError, match="--optimizer sgd is unknown; there are adamw, muon, lion"):
+    with pytest.raises(UserError, match="--optimizer sgd is unknown; choose from adamw, muon, lion"):
         request_from_options("llama3-8b", None, [], 8, optimizer="sgd")
 
 

@@ -44,8 +44,8 @@ REFUSALS: list[tuple[Callable[[], object], str, str, str]] = [
     (lambda: sizes_of("8:99999999"), "--gpus", "8:99999999", "such as 512:32768"),
     (lambda: request_from_options(model="gpt2", gpus=0), "--gpus", "0", "must be from 1 to "),
     (lambda: request_from_options(model="gpt2", gpus=8, seq=4096), "--seq", "4096", "--seq 1024 works"),
-    (lambda: request_from_options(model="gpt2", gpus=8, precision="fp9"), "--precision", "fp9", "there are bf16, "),
-    (lambda: request_from_options(model="gpt2", gpus=8, optimizer="sgd"), "--optimizer", "sgd", "there are adamw"),
+    (lambda: request_from_options(model="gpt2", gpus=8, precision="fp9"), "--precision", "fp9", "choose from bf16, "),
+    (lambda: request_from_options(model="gpt2", gpus=8, optimizer="sgd"), "--optimizer", "sgd", "choose from adamw"),
     (lambda: plan_request(GPT2, "laptop", [], 1, -1.0, False), "--tokens", "-1", "such as 2e12"),
     (
         lambda: row_of_run(Path("no.jsonl"), load_machine("laptop")),

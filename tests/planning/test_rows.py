@@ -252,7 +252,7 @@ def test_a_row_that_cannot_be_predicted_has_a_reason(cells: dict[str, object], r
         ({"shard_group": 0}, "shard_group = '0'"),
         ({"sharding": "FSDP=0"}, "sharding = 'FSDP=0': must be 'none', 'zero1'.* or 'hsdp'"),
         ({"seq_parallel": "maybe"}, "seq_parallel = 'maybe': give yes or no"),
-        ({"program": "megatron"}, "program = 'megatron': there are megatron-lm, nemo, .*other"),
+        ({"program": "megatron"}, "program = 'megatron': choose from megatron-lm, nemo, .*other"),
         ({"program": ""}, "program is empty"),
         ({"precision": ""}, "precision is empty; give fp32, fp16, bf16"),
         ({"hidden": 1000}, "hidden = 1000 is not a multiple of heads = 16"),

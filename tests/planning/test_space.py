@@ -186,7 +186,7 @@ def test_the_fastest_are_those_of_all_layouts_in_all_parts(
     legal = np.zeros(len(seconds), dtype=np.uint8)
     ranked = ranking(SearchScores(seconds, seconds, np.zeros(len(seconds)), p_oom, legal))[:RANKED]
     assert np.array_equal(found.seconds[found.order[:RANKED]], seconds[ranked])
-    assert len(found.seconds) - found.crossed < found.evaluated * 0.3
+    assert len(found.seconds) - found.first_round < found.evaluated * 0.3
 
 
 def test_parts_are_a_choice_where_something_is_split_over_x_or_y(tmp_path: Path) -> None:
@@ -250,8 +250,8 @@ def test_grids_that_are_illegal_with_any_other_choice_are_counted_and_no_points(
     counts = {REASONS[i]: int(n) for i, n in enumerate(np.bincount(reasons)) if n and i}
     refused = {reason: n for reason, n in found.rejected().items() if not reason.startswith("memory")}
     assert found.evaluated == len(reasons) and refused == counts
-    assert 2 * found.crossed < len(reasons)
-    assert done[-1] == (found.crossed, found.crossed) and done == sorted(done)
+    assert 2 * found.first_round < len(reasons)
+    assert done[-1] == (found.first_round, found.first_round) and done == sorted(done)
 
 
 def test_a_neighbor_that_is_no_point_has_its_reason() -> None:

@@ -42,7 +42,7 @@ from validation_page.published_runs import figures, weak_scaling  # noqa: E402
 
 
 def table_of(path: Path, sources: dict[str, float]) -> Path:
-    """Write rows of several sources. Each source has a factor by which its steps are slower than the priors predict."""
+    """Write rows of several sources. ``sources`` says how many times as long as predicted a step takes."""
     texts, slower = [], []
     for source, factor in sources.items():
         for i in range(8):

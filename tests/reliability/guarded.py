@@ -24,7 +24,7 @@ PROGRAM = Path(__file__).parents[2] / "fourfold"
 
 
 class TookTooLong(BaseException):
-    """The limit of time is over. This is no Exception, so nothing in the program catches it."""
+    """The time limit has passed. This is not an ``Exception``, so no code of the program catches it."""
 
 
 @contextlib.contextmanager

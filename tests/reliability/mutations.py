@@ -15,7 +15,7 @@ Place = tuple[str | int, ...]
 """Keys and indices that lead to a value in a tree."""
 
 DEPTH = 3000
-"""Deeper than Python recurses."""
+"""A nesting depth beyond Python's recursion limit."""
 
 
 def _nested() -> list[Any]:

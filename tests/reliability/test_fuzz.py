@@ -59,7 +59,7 @@ class Workplace:
 
 @pytest.fixture(scope="module")
 def workplaces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Workplace]]:
-    """Keep the workplaces made so far."""
+    """Return an empty table of workplaces, which ``workplace`` fills, and restore the working directory at the end."""
     before = Path.cwd()
     yield {}
     os.chdir(before)

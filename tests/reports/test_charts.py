@@ -1,4 +1,4 @@
-"""Charts carry their data as JSON, which no name can end early, and are drawn as the data say."""
+"""Charts contain their data as JSON. No run name can cut the JSON short, and the browser draws what the data say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short numbers, and thinning that loses no extreme."""
+"""Short forms of numbers, and thinning of curves that keeps every minimum and maximum."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The hang report names the rank that is behind the ranks that wait for it."""
+"""The hang report names the rank that all other ranks wait for."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def heart() -> Heartbeat:
 def test_without_a_difference_the_first_that_fell_silent_is_named(tmp_path: Path) -> None:
     reports = [report(0, 50.0), report(1, 40.0), report(2, 45.0)]
     assert describe(reports, 3, tmp_path).startswith("hang: rank 1 of 3 (process 101 on host) went silent 60 s ago")
-    assert "while: layers.0.mlp.up: output (over y)" in describe(reports, 3, tmp_path)
+    assert "last action: layers.0.mlp.up: output (over y)" in describe(reports, 3, tmp_path)
     reports[2] = report(2, 45.0, state="D")
     assert describe(reports, 3, tmp_path).startswith("hang: rank 1 of 3")
     reports[2] = report(2, 45.0, state="T")

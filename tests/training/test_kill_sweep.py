@@ -54,7 +54,7 @@ def whole(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 def assert_the_same(folder: Path, other: Path, steps: int, cli: Cli) -> None:
     """Check that the figures of every step, the last tensors, and the names of all checkpoints are equal, and that
-    every checkpoint is whole."""
+    every checkpoint is undamaged."""
     runs = [load_run(each / "run.toml") for each in (folder, other)]
     records = [read_metrics(Path(run.output_dir, run.name, "metrics.jsonl")) for run in runs]
     figures = [[(r["step"], r["loss"], r["grad_norm"]) for r in record] for record in records]

@@ -100,6 +100,6 @@ def test_a_pass_that_two_others_contradict_accuses_its_device(pool: Pool) -> Non
 def test_an_operation_without_a_deterministic_kernel_is_a_sentence(pool: Pool) -> None:
     ((sentence, _),) = pool.run(1, replayed, has_no_kernel, False)
     assert sentence == (
-        "step 1 cannot be computed twice with the same bits on this GPU, as checks.replay_interval = 1 asks "
+        "checks.replay_interval = 1 needs a deterministic step, and step 1 is not deterministic on this GPU "
         "(cumsum_cuda_kernel does not have a deterministic implementation, but you set ...); set it to 0"
     )

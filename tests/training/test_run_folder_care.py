@@ -67,7 +67,7 @@ def test_a_checkpoint_that_lost_its_state_is_named_and_set_aside(
 ) -> None:
     harm(trained / "step_6")
     code, output, _ = cli("checkpoint", "verify", trained)
-    assert code == 1 and "step_6" in output and "step_4 is whole" in output
+    assert code == 1 and "step_6" in output and "step_4 is undamaged" in output
     code, _, errors = cli("train", run(tmp_path, prefix, 8))
     assert code == 0
     assert f"it was renamed to {trained / 'step_6.damaged'}, and the run resumes from {trained / 'step_4'}" in errors

@@ -230,9 +230,10 @@ def test_what_a_search_leaves(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "s" / RECORD_FILE).read_text())["best"] == result.best
 
     summary = summary_of(result)
-    assert "8 trials were made: 7 done, 1 crashed." in summary
+    assert "The search ran 8 trials: 7 done, 1 crashed. The search space has " in summary
     assert re.search(r"Trial 1, .*: crashed after \d+ s \(RuntimeError: the pump is broken\)", summary)
-    assert f"The best, {result.best}, takes {result.best_seconds:.4g} s a step" in summary and result.end.why in summary
+    assert f"The best layout, {result.best}, takes {result.best_seconds:.4g} s per step" in summary
+    assert result.end.why in summary
 
 
 def test_a_search_without_a_trial_that_works_says_why(tmp_path: Path) -> None:

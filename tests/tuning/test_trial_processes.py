@@ -212,7 +212,7 @@ def test_a_search_from_the_command_line(tmp_path: Path, prefix: str, cli: Cli, m
     assert "trial 0: one GPU" in errors
     code, output, errors = cli(*command, "--trials", 2)
     assert code == 0, errors
-    assert "2 trials were made" in output.replace("\n", " ")
+    assert "The search ran 2 trials" in output.replace("\n", " ")
     assert errors.count("\ntrial ") == 1, "the first is known"
     best = load_run(tmp_path / "tune-run" / "best.toml")
     assert best.training.train_steps == 8 and best.name == "run"

@@ -1,5 +1,4 @@
-"""Layouts of models that predict several tokens ahead and compute what one process computes: cases of the parity
-suite."""
+"""List layouts of models that predict several tokens ahead (multi-token prediction) for the parity suite."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_the_ring_hides_all_but_its_last_gradients() -> None:
     shares = exposed_of(LLAMA, {"cp": 4, "cp_method": "ring"})
     assert shares["cp send attention: keys and values"] == 0
     assert 0 < shares["cp send attention: keys' and values' gradients"] <= 0.25
-    assert exposed_of(LLAMA, {"cp": 2})["cp all_to_all attention: heads for tokens"] == 1
+    assert exposed_of(LLAMA, {"cp": 2})["cp all_to_all attention: inputs"] == 1
 
 
 @pytest.mark.slow

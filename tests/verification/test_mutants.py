@@ -1,4 +1,4 @@
-"""Parity catches every fault of the list."""
+"""Parity catches every planted fault."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_nan_on_all_sides_is_no_agreement() -> None:
 
 def test_a_step_without_a_label_is_refused(pool: Pool, tmp_path: Path) -> None:
     training = {"global_batch_size": 1, "micro_batch_size": 1, "seq_length": 1}
-    with pytest.raises(UserError, match="no label of the random samples of step 1 counts"):
+    with pytest.raises(UserError, match="step 1 has no label in the loss of its random samples"):
         pool.run(1, parity_body, tiny_run(LLAMA, {}, training=training, output_dir=str(tmp_path)))
 
 

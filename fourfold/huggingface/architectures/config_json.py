@@ -101,9 +101,9 @@ def family_of(config: Mapping[str, Any], where: str) -> str:
     if not isinstance(kind, str):
         raise UserError(f"{where}: model_type = {kind!r} is not the name of an architecture")
     if kind in MISSING:
-        raise UserError(f"{where}: model_type '{kind}' needs {MISSING[kind]}, which the decoder here does not have")
+        raise UserError(f"{where}: model_type '{kind}' needs {MISSING[kind]}, which fourfold does not support")
     if kind not in FAMILIES:
-        raise UserError(f"{where}: model_type {kind!r} is unknown here; there are {', '.join(FAMILIES)}")
+        raise UserError(f"{where}: model_type {kind!r} is not supported; supported are {', '.join(FAMILIES)}")
     for architecture in config.get("architectures") or [FAMILIES[kind].architecture]:
         if architecture not in (FAMILIES[kind].architecture, FAMILIES[kind].published_as):
             raise UserError(
@@ -125,12 +125,12 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise UserError(f"{where}: {key} is null; a number works, and without the key the family's default applies")
     for key, values in {**REQUIRED, **family.required}.items():
         if given.get(key, values[0]) not in values:
-            raise UserError(f"{where}: {key} = {given[key]!r}; the decoder here computes only {values[0]!r}")
+            raise UserError(f"{where}: {key} = {given[key]!r}; fourfold supports only {values[0]!r}")
     _check_quantization(given.get(QUANTIZED), family, where)
     activation = given.get(family.activation_key, next(iter(family.activations)))
     if not isinstance(activation, str) or activation not in family.activations:
         raise UserError(
-            f"{where}: {family.activation_key} = {activation!r}; the decoder here computes only "
+            f"{where}: {family.activation_key} = {activation!r}; fourfold supports only "
             f"{', '.join(map(repr, family.activations))}"
         )
     keys = {**family.fixed, **family.activations[activation]}

@@ -290,9 +290,9 @@ FAMILIES: dict[str, Family] = {
 FAMILIES = with_variants(FAMILIES)
 
 MISSING: dict[str, str] = {
-    "phi": "one norm for attention and MLP side by side, and a bias of the head",
-    "gemma3": "images beside text (its text model alone, 'gemma3_text', is computed)",
-    "phimoe": "sparsemixer, its choice of experts",
-    "llama4": "experts whose inputs are scaled, and attention in chunks",
+    "phi": "parallel attention and MLP with one shared norm, and a bias in the head",
+    "gemma3": "images (only its text model, 'gemma3_text', is supported)",
+    "phimoe": "experts that sparsemixer chooses",
+    "llama4": "experts with scaled inputs, and chunked attention",
 }
 """Maps refused architectures to the features that the decoder lacks for them."""

@@ -64,7 +64,7 @@ def check_layer_types(kinds: Any, known: tuple[str, ...], given: Mapping[str, An
     """Raise ``UserError`` if a list of layer types has unknown types or another length than the model has layers."""
     if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
         names = " and ".join(f"'{kind}'" for kind in known)
-        raise UserError(f"{where}: layer_types = {kinds!r}; the decoder here has {names} layers")
+        raise UserError(f"{where}: layer_types = {kinds!r}; fourfold supports {names} layers")
     count = count_layers(given, family, where)
     if len(kinds) != count:
         raise UserError(
@@ -90,7 +90,7 @@ def count_layers(given: Mapping[str, Any], family: Family, where: str) -> int:
     count: int = given[name]
     check_count(name, count, 1, where)
     if count > MOST_LAYERS:
-        raise UserError(f"{where}: {name} = {count}; a model whose layers differ has at most {MOST_LAYERS} here")
+        raise UserError(f"{where}: {name} = {count}; if layers differ, fourfold supports at most {MOST_LAYERS}")
     return count
 
 
@@ -113,7 +113,7 @@ def _first_dense_layers(given: Mapping[str, Any], family: Family, name: str, whe
     if name == "mlp_layer_types" and isinstance(listed, list):
         layers = [layer for layer, kind in enumerate(listed) if kind != "sparse"]
     if not isinstance(layers, list) or layers != list(range(len(layers))):
-        raise UserError(f"{where}: {name} = {listed}; the decoder here computes dense MLPs only in the first layers")
+        raise UserError(f"{where}: {name} = {listed}; fourfold supports dense MLPs only in the first layers")
     count = count_layers(given, family, where)
     if len(layers) >= count:
         raise UserError(

@@ -23,7 +23,7 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
     """
     tables = {key: given.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
     if not family.rope_theta and tables["rope_scaling"]:
-        raise UserError(f"{where}: rope_scaling is not read here; rope_parameters with a table per kind works")
+        raise UserError(f"{where}: rope_scaling is not supported; rope_parameters with a table per kind works")
     for key, table in tables.items():
         if not isinstance(table, Mapping):
             raise UserError(f"{where}: {key} = {table!r} is not a table of the rotary embeddings' type and factors")
@@ -50,7 +50,7 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
     if kind not in family.rope_types:
         known = ", ".join(("default", *family.rope_types))
         raise UserError(
-            f"{where}: rope_type '{kind}' of model_type '{given['model_type']}' is not computed; {known} is"
+            f"{where}: rope_type '{kind}' of model_type '{given['model_type']}' is not supported; supported are {known}"
         )
     return always | {"rope_scaling": {"rope_type": kind, **_scaling(rope, kind, given, family, f"{where}: {name}")}}
 
@@ -64,7 +64,7 @@ def _scaling(rope: dict[str, Any], kind: str, given: Mapping[str, Any], family: 
         raise UserError(f"{where} has no factor, but rope_type '{kind}' needs one; 2.0 doubles the context")
     # With linear scaling, some files also have original_max_position_embeddings, which then has no effect.
     for key in sorted(rope.keys() - {*ROPE_KEYS[kind], "original_max_position_embeddings"} - OF_IMAGES):
-        raise UserError(f"{where}: '{key}' of rotary embeddings of type '{kind}' is not computed here")
+        raise UserError(f"{where}: '{key}' of rotary embeddings of type '{kind}' is not supported")
     if kind != "linear":
         beyond = given.get("original_max_position_embeddings") if family.rope_local_theta is None else None
         inside = rope.get("original_max_position_embeddings")
@@ -89,7 +89,7 @@ def _local_rope(
     own, full = tables.get(SLIDING) or {}, tables.get(FULL) or {"rope_type": "default"}
     if not isinstance(own, Mapping) or own.get("rope_type", "default") != "default" or own.keys() - OF_SLIDING:
         raise UserError(
-            f"{where}: the rotary embeddings of sliding layers are {own!r}; only rope_type = 'default' is computed"
+            f"{where}: the rotary embeddings of sliding layers are {own!r}; only rope_type = 'default' is supported"
         )
     if not isinstance(full, Mapping):
         raise UserError(f"{where}: the rotary embeddings of full layers are {full!r}, not a table")

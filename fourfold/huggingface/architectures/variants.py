@@ -39,7 +39,7 @@ _OWN_SLIDES: dict[str, Callable[[int, Mapping[str, Any]], bool]] = {
 
 
 def _with_none(value: Any) -> Any:
-    """Return a value of a TOML file with None for each "null"."""
+    """Replace each string "null" in a TOML value with None."""
     if isinstance(value, dict):
         return {key: _with_none(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -32,13 +32,13 @@ SUPPORTED = (
 layout."""
 
 LACKING = {
-    "gemma2": "its attention caps the scores (softcap)",
-    "gpt_oss": "its attention has sinks of its own",
-    "deepseek_v2": "its attention is latent (MLA): there are no keys per head to rotate",
-    "deepseek_v3": "its attention is latent (MLA): there are no keys per head to rotate",
-    "gemma3n": "its layers share keys and values",
-    "gpt2": "it has no rotary embedding, and its contexts are short",
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "most of its layers have linear attention"),
+    "gemma2": "their attention caps the scores (softcap)",
+    "gpt_oss": "their attention has learned sinks",
+    "deepseek_v2": "their attention is latent (MLA), so there are no keys per head to rotate",
+    "deepseek_v3": "their attention is latent (MLA), so there are no keys per head to rotate",
+    "gemma3n": "their layers share keys and values",
+    "gpt2": "they have no rotary embedding, and their contexts are short",
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "most of their layers have linear attention"),
 }
 
 
@@ -66,10 +66,10 @@ def attentions_of(model: PreTrainedModel) -> list[AttentionModule]:
     """
     kind = text_config(model).model_type
     if kind in LACKING:
-        raise UserError(f"loki: models of type '{kind}' are not supported: {LACKING[kind]}; use full attention")
+        raise UserError(f"loki: models of type '{kind}' are not supported: {LACKING[kind]}; use dense attention")
     if kind not in SUPPORTED:
         raise UserError(
-            f"loki: models of type '{kind}' are untested; supported are {', '.join(SUPPORTED)}; use full attention"
+            f"loki: models of type '{kind}' are untested; supported are {', '.join(SUPPORTED)}; use dense attention"
         )
     modules = [
         cast(AttentionModule, module)

@@ -119,11 +119,11 @@ def _recipes(
         for number in range(len(attentions))
     ]
     if len(config.skip_layers) and all(recipe.basis_KDd is None for recipe in recipes):
-        raise UserError("loki: skip_layers leaves no layer to Loki; remove some from it, or use full attention")
+        raise UserError("loki: skip_layers leaves no layer to Loki; remove some from it, or use dense attention")
     if len(windows) == len(attentions):
         raise UserError(
             f"loki: every layer of this model sees only the last {max(windows.values())} tokens (sliding_window); use "
-            "full attention, which reads only these tokens"
+            "dense attention, which reads only these tokens"
         )
     if windows:
         log.warning("layers %s have a sliding window and stay dense", ", ".join(map(str, windows)))

@@ -63,13 +63,13 @@ class Fingerprint:
         """
         again = "calibrate this model with: fourfold loki calibrate"
         if self.model != other.model:
-            raise UserError(f"the basis is of another model ({self.model}) than this one ({other.model}); {again}")
+            raise UserError(f"the basis belongs to the model {self.model}, not to {other.model}; {again}")
         if self.rope != other.rope:
             raise UserError(
-                f"the basis was calibrated with the rotary embedding {self.rope}, this model has {other.rope}; {again}"
+                f"the basis was made with the rotary embedding {self.rope}, and this model has {other.rope}; {again}"
             )
         if self.sample.shape != other.sample.shape or not _same(self.sample, other.sample):
-            raise UserError(f"the basis is of another model of the same sizes: its weights differ; {again}")
+            raise UserError(f"the basis belongs to a model with other weights; {again}")
 
 
 def sample_matrix(parameter: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ def loki_attention(
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     for name in ("softcap", "s_aux"):
         if keywords.get(name) is not None:
-            raise UserError(f"loki: this model's attention has {name}, which Loki does not compute; use full attention")
+            raise UserError(f"loki: this model's attention has {name}, which is not supported; use dense attention")
     config, layer = state.recipe.config, state.layer
     if dropout:  # Training always uses dense attention.
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)

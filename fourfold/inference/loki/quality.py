@@ -40,8 +40,8 @@ Windows = Sequence[Sequence[int]]
 def measure_quality(model: PreTrainedModel, windows: Windows, basis: LokiBasis, config: LokiConfig) -> dict[str, Any]:
     """Measure Loki, the oracle, and the control on windows of text.
 
-    Every row of a window chooses its keys, as in the paper's protocol (``prefill = "simulate"``). The means
-    skip layers that stay dense. Loki is disabled afterwards, even if it was enabled before.
+    Every token of a window chooses its keys, as in the paper's protocol (``prefill = "simulate"``). The means skip
+    layers that stay dense. Loki is disabled afterwards, even if it was enabled before.
 
     Args:
         model: A transformers model.
@@ -100,7 +100,7 @@ def compare_tasks(
     limit: int | None = None,
     folder: Path | None = None,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the metrics of each lm-eval task with full attention ("full") and with Loki ("loki").
+    """Return the metrics of each lm-eval task with dense attention ("full") and with Loki ("loki").
 
     Only tasks that generate text run Loki's decoding. Computing a likelihood is a single prefill, which stays dense
     unless ``config.prefill`` is "simulate". Loki is disabled afterwards, even if it was enabled before.

@@ -66,7 +66,7 @@ class LokiConfig(BaseModel):
     min_seq: int = Field(512, ge=0)
     """Use dense attention for contexts with fewer tokens than this."""
     prefill: Literal["dense", "simulate"] = "dense"
-    """With "simulate", every row of a prompt sees only its best keys, as in the paper's perplexities."""
+    """With "simulate", every token of a prompt sees only its best keys, as in the paper's perplexities."""
     basis: Literal["best", "pre", "post"] = "best"
     """Use components of the keys before ("pre") or after ("post") their rotary embedding. "best" uses, for each
     layer, the kind that ranked held-out keys better."""

@@ -1,10 +1,11 @@
 """Simulate Loki for all tokens of a prompt in one pass, by masking, as the paper does to measure perplexity.
 
 One pass over a text gives the same results as decoding it token by token, with one exception: k and ``min_seq`` are
-applied to the length of the whole text. So every row attends to as many keys as the last row, or to all keys that it
-sees if there are fewer. The paper does the same, so the results are comparable.
+applied to the length of the whole text. So every token attends to as many keys as the last token, or to all keys that
+it sees if there are fewer. The paper does the same, so the results are comparable.
 
-Shape letters: B sequences, N query heads, K KV heads, G = N / K, Q rows, S keys, D head_dim, d leading dims.
+Shape letters: B sequences, N query heads, K KV heads, G = N / K, Q rows (one per query), S keys, D head_dim, d leading
+dims.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ def simulate(
     mask_B1QS: Tensor | None = None,
     probe: Probe | None = None,
 ) -> Tensor:
-    """Return the outputs of attention from each row to the best of its preceding keys, [B, N, Q, D], with Q = S.
+    """Return the outputs of attention from each token to the best of its preceding keys, [B, N, Q, D], with Q = S.
 
     Args:
         basis_KDd: The leading components, which rank the keys.
-        mask_B1QS: True if a query may see a key. None for causal attention. k depends on the longest row of each
-            sequence, without padding.
+        mask_B1QS: True if a query may see a key. None for causal attention. A sequence's k depends on the largest
+            number of keys that one of its queries sees, so padding does not count.
         probe: Records the quality of the choices.
     """
     query_BKGQD = query_BNQD.unflatten(1, (key_BKSD.shape[1], -1))

@@ -92,7 +92,7 @@ def load_site(name: str, given_as: str = "--site") -> Site:
         return parse_site(text, where=name)
     if name not in site_names():
         near = difflib.get_close_matches(name.lower(), site_names(), n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(site_names())}."
+        hint = f"did you mean '{near[0]}'?" if near else f"choose from {', '.join(site_names())}."
         raise UserError(f"{given_as} {name} is unknown; {hint} To use your own file, give a path that ends in .toml.")
     return parse_site(FOLDER.joinpath(f"{name}.toml").read_text(encoding="utf-8"), where=f"{name}.toml")
 
@@ -113,7 +113,7 @@ def parse_site(text: str, where: str) -> Site:
         first = error.errors()[0]
         if first["type"] == "extra_forbidden":
             known = ", ".join(Site.model_fields)
-            raise UserError(f"{where}: unknown key '{first['loc'][0]}'; there are {known}") from None
+            raise UserError(f"{where}: unknown key '{first['loc'][0]}'; choose from {known}") from None
         raise UserError(f"{where}: {mistake(first, Site)}") from None
     except ValueError as error:
         raise UserError(f"{where} is not valid TOML: {error}") from None

@@ -51,7 +51,8 @@ def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[
 
 @dataclass(frozen=True)
 class DocumentContext(AttentionContext):
-    """Attention tables of this rank's tokens, with the document ends of the whole sequence instead of a mask."""
+    """The attention tables for this rank's tokens. Instead of a mask, they have the document ends of the full
+    sequence."""
 
 
 def context_of_sequences(context: C, sequences: slice) -> C:
@@ -67,7 +68,7 @@ def context_of_sequences(context: C, sequences: slice) -> C:
 
 
 class DocumentTables(AttentionTables):
-    """Computes the attention tables of this rank's tokens, without a mask."""
+    """Computes what attention needs for this rank's tokens. It has the ends of the documents instead of a mask."""
 
     def __init__(self, tables: AttentionTables) -> None:
         super().__init__(tables.config)
@@ -100,7 +101,7 @@ def gather_sequence(cp: Axis, *of_tokens: Tensor) -> tuple[Tensor, ...]:
         return of_tokens
     heads = [t.unflatten(2, (cp.size, -1)) for t in of_tokens]
     parts_nBTh = torch.cat(heads, dim=3).movedim(2, 0)
-    received_nBTh = exchange(parts_nBTh, cp, "attention: heads for tokens")
+    received_nBTh = exchange(parts_nBTh, cp, "attention: inputs")
     whole: tuple[Tensor, ...] = in_order(received_nBTh, cp.size).split([t.shape[3] for t in heads], dim=2)
     return whole
 
@@ -110,7 +111,7 @@ def scatter_sequence(out_BShD: Tensor, cp: Axis) -> Tensor:
     if cp.size == 1:
         return out_BShD
     parts_nBThD = torch.stack([take_chunks(out_BShD, rank, cp.size) for rank in range(cp.size)])
-    received_nBThD = exchange(parts_nBThD, cp, "attention: tokens for heads")
+    received_nBThD = exchange(parts_nBThD, cp, "attention: outputs")
     return received_nBThD.movedim(0, 2).flatten(2, 3)
 
 

@@ -40,11 +40,11 @@ class StepTypes:
 
 @dataclass(frozen=True)
 class Units:
-    """A model's modules in forward order, grouped into units. The weights of a unit are gathered together, and its
-    gradients are summed together.
+    """A model's modules in forward order, grouped into units. One all-gather collects the weights of a unit, and one
+    collective sums its gradients over ranks.
 
-    Each block is a unit. The modules in ``last``, which follow the blocks, form one unit together. Modules that are in
-    none of the lists belong to the root unit.
+    Each block is a unit. The modules in ``last``, which follow the blocks, form one unit together. Modules that are not
+    in ``embeddings``, ``blocks``, or ``last`` belong to the root unit.
     """
 
     embeddings: list[nn.Module]

@@ -58,7 +58,7 @@ class OffloadedInputs:
         self._last = weakref.ref(kept)
 
         def run() -> T:
-            # The first run removes the input from ``first``. So this closure does not keep the input in memory.
+            # The forward pass removes the input from ``first``, so that this closure does not keep the input in memory.
             return forward(first.pop() if first else kept.back(), *others)
 
         out = checkpointed(run)

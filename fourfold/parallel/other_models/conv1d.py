@@ -41,7 +41,7 @@ def in_parts(tensor: Tensor, parts: int) -> Tensor:
 
 
 def weight_tile(tile: Tile, parts: int) -> Tile:
-    """Convert the tile of a weight [out, in] to the tile of the same weight stored input first."""
+    """Convert the tile of a weight [out, in] to the tile of the same weight stored as [in, out]."""
     out = 2 if parts > 1 else 1
     places = {0: out, 1: 0, None: None}
     return replace(tile, x=places[tile.x], y=places[tile.y])

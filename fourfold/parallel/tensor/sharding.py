@@ -55,7 +55,7 @@ class Tile:
 
     @property
     def sharded_dim(self) -> int:
-        """Return the dim of the tile that FSDP2 splits. It is the first dim of the stored parameter."""
+        """Return which dim of the tile FSDP2 splits: the dim that comes first in the stored parameter."""
         return 1 if self.turned else 0
 
     def as_tile(self, stored: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def _yes_or_no(text: str) -> bool:
 
 def _program(name: str) -> str:
     if name not in PROGRAMS:
-        raise ValueError(f"there are {', '.join(PROGRAMS)}; other, if it is none of these")
+        raise ValueError(f"choose from {', '.join(PROGRAMS)}, or other")
     return name
 
 
@@ -186,7 +186,7 @@ class MeasuredRow(BaseModel):
     """`yes` if the run ran out of memory."""
     cp_method: Literal["gathered", "ring", "ulysses"] = "gathered"
     """How the cp ranks share attention: they gather keys and values (gathered), pass them around a ring (ring), or
-    exchange heads for tokens (ulysses)."""
+    divide the heads among themselves (ulysses)."""
     tiled: Literal["none", "loss", "both"] = "none"
     """Which parts of the model process one chunk of tokens at a time to save memory: none of them (none), the loss
     (loss), or the loss and the MLP (both). A chunk has as many tokens as the hidden size."""

@@ -89,7 +89,7 @@ def row_of_run(path: Path, machine: Machine) -> Row:
     try:
         records = [parse_json(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
-        raise UserError(f"{path} is not JSON, one object a line: {error}") from None
+        raise UserError(f"{path} is not JSON, one object per line: {error}") from None
     for number, record in enumerate(records, start=1):
         if not isinstance(record, dict):
             raise UserError(f"{path}, record {number} is not an object of metrics")

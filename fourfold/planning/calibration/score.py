@@ -45,7 +45,7 @@ class Scored:
 
 
 def fit_rows(rows: Sequence[Row], known: bool = True) -> Calibration:
-    """Fit the constants to the rows of dense models that have a step time and no doubt.
+    """Fit the constants to the rows of dense models that have a step time and are not doubtful.
 
     Args:
         rows: Measured rows.

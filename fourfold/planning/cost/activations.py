@@ -169,8 +169,8 @@ class BlockBytes(ArrayFields):
         own = self._in_backward(work, layers)
         if self.linear is None:
             return own
-        # The blocks after the last block with linear attention have freed what they had saved. In a pipeline, a rank's
-        # last block may be one with linear attention.
+        # During the backward pass of the last block with linear attention, the blocks after it have already freed what
+        # they saved. In a pipeline, a rank's last block may have linear attention itself, so nothing is freed before.
         freed = self._kept(work, np.where(work.layout.pp > 1, 0, np.minimum(work.model.after_linear, layers - 1)))
         return np.where(work.model.linear > 0, np.maximum(own, self.linear.in_backward(work, layers) - freed), own)
 

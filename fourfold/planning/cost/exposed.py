@@ -59,9 +59,9 @@ def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: Bl
     """Return the exposed seconds of communication over cp in one block, in forward and backward.
 
     Keys and values are gathered and their gradients scattered, or both are passed around a ring (gradients in fp32).
-    Attention hides these transfers. With Ulysses, heads are exchanged for tokens before attention and back after it,
-    and no computation hides these exchanges. Linear attention always exchanges heads for tokens, and repeats both
-    exchanges in its recomputation.
+    Attention hides these transfers. With Ulysses, one all-to-all before attention gives each rank all tokens of some
+    heads, and another one returns the outputs. No computation hides these exchanges. Linear attention always uses
+    Ulysses, and repeats both exchanges in its recomputation.
     """
     if not has_linear(work):
         return _cp_of_softmax(work, machine, constants, block)

@@ -128,8 +128,8 @@ def caps_scores(work: Workload) -> Flag:
 
 
 def capped_scores(work: Workload) -> CappedScores:
-    """Return the sizes of attention with soft-capped scores, as ``document_attention``, ``block_attention``, and the
-    ring in ``parallel.attention`` divide it into pieces."""
+    """Return the sizes of the pieces into which ``parallel.attention`` divides attention with soft-capped scores, in
+    ``document_attention``, ``block_attention``, and the ring."""
     model, layout, seq = work.model, work.layout, work.step.seq_length
     shares_queries = attention_over_y(work) == "sequence"
     ring = is_ring(work)

@@ -127,7 +127,7 @@ def load_machine(name: str, given_as: str = "--machine") -> Machine:
         return parse_machine(text, where=name)
     if name not in machine_names():
         near = " or ".join(f"'{similar}'" for similar in similar_machines(name))
-        hint = f"did you mean {near}?" if near else f"there are {', '.join(machine_names())}."
+        hint = f"did you mean {near}?" if near else f"choose from {', '.join(machine_names())}."
         raise UserError(f"{given_as} {name} is unknown; {hint} A file of your own ends in .toml.")
     return parse_machine((FOLDER / f"{name}.toml").read_text(encoding="utf-8"), where=f"{name}.toml")
 
@@ -157,7 +157,7 @@ def parse_machine(text: str, where: str) -> Machine:
                 raise UserError(f"{where}: {section}.{key} = {value!r} is a share of the achieved rate, such as 1")
         values |= given
     if table:
-        raise UserError(f"{where}: unknown section '{next(iter(table))}'; there are {', '.join(SECTIONS)}")
+        raise UserError(f"{where}: unknown section '{next(iter(table))}'; choose from {', '.join(SECTIONS)}")
     if values["achieved"] > values["peak"]:
         raise UserError(
             f"{where}: device.achieved = {values['achieved']:g} must be at most device.peak = {values['peak']:g}; "
@@ -195,7 +195,7 @@ def _numbers(table: dict[str, Any], name: str, keys: Sequence[str], where: str) 
     section = _section(table, name, where)
     for key, value in section.items():
         if key not in keys:
-            raise UserError(f"{where}: unknown key '{name}.{key}'; there are {', '.join(keys)}")
+            raise UserError(f"{where}: unknown key '{name}.{key}'; choose from {', '.join(keys)}")
         check_positive(value, f"{where}: {name}.{key}")
     return {key: float(value) for key, value in section.items()}
 

@@ -52,13 +52,13 @@ def neighbors(plan: Plan) -> list[Neighbor]:
     """
     found, best = plan.found, plan.best
     ep = ["ep"] if best.work.model.num_experts else []
-    columns = {name: np.asarray(getattr(found.work.layout, name))[: found.crossed]
+    columns = {name: np.asarray(getattr(found.work.layout, name))[: found.first_round]
                for name in (*AXES, *ep, "micro_batch_size", "stages_per_rank", "schedule", "cp_method", "zero",
                             "recompute", "recompute_every", "offload")}  # fmt: skip
     here = {name: int(getattr(best.work.layout, name)) for name in columns}
 
     def look(changes: dict[str, int], text: str, parts: Sequence[int] = found.batch_parts) -> Neighbor:
-        mask = np.ones(found.crossed, dtype=bool)
+        mask = np.ones(found.first_round, dtype=bool)
         for name, column in columns.items():
             if name == "zero" and (changes.get("dp", here["dp"]) * changes.get("cp", here["cp"])) == 1:
                 continue

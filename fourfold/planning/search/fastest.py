@@ -86,7 +86,8 @@ class Found(SearchScores):
 
     - work: the points.
     - order: the points that are legal and fit, fastest first. Ties are ordered by P(OOM) (see ``ranking``).
-    - crossed: the number of points in the first round. Candidates with more batch parts come after these.
+    - first_round: the number of points in the first round, which tries one number of batch parts. The points with more
+      batch parts come after these points.
     - refused: for each reason, the number of illegal layouts that are not among the points. They are illegal with every
       recompute mode, so they were dropped early.
     - batch_parts: the numbers of batch parts that were tried.
@@ -95,7 +96,7 @@ class Found(SearchScores):
 
     work: Workload
     order: np.ndarray
-    crossed: int
+    first_round: int
     refused: np.ndarray
     batch_parts: tuple[int, ...]
     seconds_taken: float
@@ -138,7 +139,7 @@ def search(
     reason = rejections(choices, machine)
     refused[1:] += len(limits.recomputes) * np.bincount(reason, minlength=len(REASONS))[1:]
     work = with_recomputes(choices.take(reason == 0), limits)
-    crossed = np.size(work.layout.x)
+    first_round = np.size(work.layout.x)
     unknown = np.asarray(work.layout.offload, bool) & (machine.host == 0)
     scores = score(work, machine, constants, np.where(unknown, NO_OFFLOAD, 0), watch)
     candidates = _candidates(work, scores)
@@ -147,7 +148,7 @@ def search(
         scores = scores.followed_by(score(more, machine, constants, rejections(more, machine)))
         work = work.followed_by(more)
     return Found(
-        **vars(scores), work=work, order=ranking(scores), crossed=crossed, refused=refused,
+        **vars(scores), work=work, order=ranking(scores), first_round=first_round, refused=refused,
         batch_parts=limits.batch_parts, seconds_taken=time.perf_counter() - begin,
     )  # fmt: skip
 

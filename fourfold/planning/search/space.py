@@ -124,10 +124,12 @@ def with_recomputes(choices: Workload, limits: SearchLimits) -> Workload:
 def refused_grids(
     base: Workload, grids: dict[str, np.ndarray], limits: SearchLimits, machine: Machine
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays [n]. For each grid, the first has the index of the reason why the grid is illegal with any
-    choice (0 if it may be legal). The second has the number of layouts on the grid."""
-    # These choices break the fewest rules, so a grid that is illegal with them is illegal with any. They include
-    # ZeRO-3, because with ZeRO-0, 1, or 2, ep must divide z or be a multiple of z.
+    """Return, for each of n grids, why all its layouts are illegal, and how many layouts it has, as arrays [n].
+
+    The reasons are indices into ``REASONS``. 0 means that some layouts of the grid may be legal.
+    """
+    # These choices break the fewest rules. So if a grid is illegal with these choices, it is illegal with any choices.
+    # They include ZeRO-3, because with ZeRO-0, 1, or 2, ep must divide z or be a multiple of z.
     simplest = base.but(**grids, schedule=0, stages_per_rank=1, zero=3, recompute=0, offload=False, cp_method=0,
                         batch_parts=1, shards_per_node=1, layers_per_stage=None)  # fmt: skip
     copies = grids["dp"] * grids["cp"] > 1

@@ -1,5 +1,5 @@
-"""On GPUs, NCCL runs the transfers of one group in the order of their issue. In this simulation, a group for each
-pair of neighbors costs a schedule nothing, and one group of all stages costs much."""
+"""On GPUs, NCCL runs the transfers of one group in the order that they were issued. Simulate schedules under this
+rule: one group per pair of neighbors adds no bubble, and one group of all stages adds a large bubble."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_every_stage_runs_every_micro_batch_once(schedule: str, pp: int, micro_b
 
 @pytest.mark.parametrize(("schedule", "pp", "micro_batches"), CASES)
 def test_both_sides_of_a_transfer_agree_on_the_order(schedule: str, pp: int, micro_batches: int) -> None:
-    """For each pair of ranks and each direction, one rank receives in the order in which its peer sends, and every
+    """For each pair of ranks and each direction, one rank receives in the order that its peer sends, and every
     message is received."""
     grid = ParallelConfig(pp=pp, schedule=schedule)
     sent: dict[tuple[str, int, int], list[tuple[int, int]]] = {}

@@ -1,6 +1,6 @@
 """Matmuls in float8 follow torchao's own arithmetic on every grid, and a device without float8 is refused.
 
-torch's CPU build multiplies float8 too, slowly. Only the check of the device keeps it from users.
+torch can run these matmuls on a CPU, but slowly. Only fourfold's check of the device keeps users from running them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_the_three_products_are_torchaos(recipe: str) -> None:
 
 
 def losses_body(rank: int, world_size: int, run: RunConfig) -> tuple[list[float], set[str]]:
-    """Return the losses of one batch learned by heart, and which layers multiply in float8."""
+    """Train on the same batch again and again. Return its losses, and which layers multiply in float8."""
     job = Job(run, Grid(run.parallel, "cpu"), CPU)
     job.initialize(0)
     batch = random_micro_batches(run, 0, job.grid, CPU)

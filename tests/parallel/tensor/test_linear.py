@@ -1,4 +1,5 @@
-"""The 4D linear layer computes what ``nn.Linear`` computes. Run in steps, it computes the same bits as in one piece."""
+"""The 4D linear layer computes what ``nn.Linear`` computes. If its steps run one by one, the result is
+bit-identical."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def transfer_seconds(size: Number, gpus: Number, machine: Machine, constants: Co
     """Return the seconds of sending activations to the next stage.
 
     The transfer is assumed to cross the network, because the slowest hop sets the pace. If the job fits into one node
-    or domain, it uses the links inside.
+    or domain, the transfer uses the links inside it.
 
     Args:
         size: Bytes to send.
