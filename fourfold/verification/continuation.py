@@ -72,7 +72,9 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
     # Only a few layers are special: the first ones, the last ones, and the layers whose weights are gathered ahead.
     # With a single micro-batch, trace one more layer, because gradients need more memory than activations only if there
     # are several layers.
+    # If the first layers have a dense MLP, trace as many layers with experts as other models have layers.
     few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
+    few += max(run.model.first_k_dense_replace - target.before, 0)
     # Blocks form a repeating pattern, because only every n-th block recomputes, and attention types alternate. So the
     # two sizes differ by a whole period, and the last block keeps its position in the period.
     recomputed = 1 if run.activation_checkpoint.mode == "none" else run.activation_checkpoint.every
@@ -84,7 +86,6 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
     if (
         not (backlog or deals)
         and target.layers > few + period
-        and run.model.first_k_dense_replace < few
         and all(len(layers) == target.layers for layers in layers_of_rank(run, pp_rank))
     ):
         counts = [few, few + period]

@@ -75,6 +75,15 @@ def test_the_peak_of_hybrids_is_that_of_the_trace(model: str, parallel: dict[str
     assert planned_peak(run) == pytest.approx(trace(run).memory.total_peak, rel=0.01)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_peak_with_dense_first_layers_is_near_the_traces(recompute: str, micro_batches: int) -> None:
+    """No other rank shards the experts of a rank, because z = ep."""
+    run = run_of({"z": 4, "ep": 4}, recompute, micro_batches, layers=8, model="deepseek-v3")
+    assert planned_peak(run) == pytest.approx(trace(run).memory.total_peak, rel=0.025)
+
+
 @pytest.mark.parametrize(
     ("parallel", "seq", "training", "within"),
     [

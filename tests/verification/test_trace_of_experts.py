@@ -19,6 +19,7 @@ Lines = dict[tuple[str, str, str], int]
 EVEN = [1.0] * 4
 UNEVEN = [5.0, 2.0, 1.0, 0.0]
 UNBIASED = DEEPSEEK | {"router_bias": False}
+DENSE_FIRST = DEEPSEEK | {"first_k_dense_replace": 3, "moe_intermediate_size": 512}
 """A model without the router's bias, because torch's tracker does not know frozen parameters."""
 FOUR_EXPERTS = MIXTURE | {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GATED = {"shared_expert_intermediate_size": 40, "shared_expert_gate": True}
@@ -110,6 +111,8 @@ def test_the_trace_is_within_three_percent_of_torchs_tracker(
         pytest.param(DEEPSEEK, {"z": 4, "ep": 2}, {"activation_checkpoint": {"mode": "full"}}, marks=pytest.mark.slow),
         pytest.param(QWEN_MOE, {"x": 2, "dp": 2, "ep": 2, "zero": 3}, {}, marks=pytest.mark.slow),
         pytest.param(MIXTURE, {"z": 2, "dp": 2, "ep": 2, "zero": 2}, {}, marks=pytest.mark.slow),
+        (DENSE_FIRST, {"z": 4, "ep": 4}, {"training": {"global_batch_size": 16}}),
+        pytest.param(DENSE_FIRST, {"dp": 2, "ep": 2}, {"training": {"global_batch_size": 4}}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -117,8 +120,9 @@ def test_continuing_from_few_layers_is_exact(
     model: dict[str, Any], grid: dict[str, int], sections: dict[str, Any]
 ) -> None:
     ranks = grid.get("z", 1) * grid.get("dp", 1)
-    training = {"global_batch_size": 2 * ranks * 5, "seq_length": 16}
-    run = tiny_run(model | {"num_hidden_layers": 7}, grid, training=training, **sections)
+    training = {"global_batch_size": 2 * ranks * 5, "seq_length": 16} | sections.get("training", {})
+    layers = max(7, 6 + model.get("first_k_dense_replace", 0))
+    run = tiny_run(model | {"num_hidden_layers": layers}, grid, **(sections | {"training": training}))
     assert trace(run) == trace(run, whole=True)
 
 

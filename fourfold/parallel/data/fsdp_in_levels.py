@@ -88,3 +88,20 @@ class SumInLevels(Allocation):
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )
         return work
+
+
+class SumOfOneShard(Allocation):
+    """The buffers of gradients whose shard group has only one rank, for FSDP2's ``set_custom_reduce_scatter``.
+
+    FSDP2 then sends nothing, but it would copy the gradients from the buffer for the input to the buffer for the
+    output. It allocates the two buffers in this order. Both are the same tensor here, so the copy needs no memory.
+    """
+
+    _input: Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._input is None:
+            self._input = super().allocate(size, dtype=dtype, device=device)
+            return self._input
+        out, self._input = self._input, None
+        return out

@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
 from fourfold.parallel.data.data_parallel import DataParallel, StepTypes, Units
-from fourfold.parallel.data.fsdp_in_levels import GatherInLevels, SumInLevels, in_levels
+from fourfold.parallel.data.fsdp_in_levels import GatherInLevels, SumInLevels, SumOfOneShard, in_levels
 from fourfold.parallel.data.fsdp_on_gloo import GatherInBackground, SumInBackground, replicas_in_background
 from fourfold.parallel.grid.communicate import by_all_to_all
 from fourfold.parallel.grid.grid import Axis, Grid
@@ -231,6 +231,8 @@ class FullySharded(DataParallel):
                 # methods that torch calls.
                 module.set_custom_all_gather(gathers)  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
+            if module in self._experts and self._expert_shards.size == 1:
+                module.set_custom_reduce_scatter(SumOfOneShard())  # type: ignore[arg-type]
             # The loss is already divided by the number of tokens in the whole step, so FSDP2 must not divide the
             # gradients again. Force plain sums, because gloo cannot multiply a sum by a factor.
             if (grid.expert_replicas.size if module in self._experts else mesh.size()) > 1:

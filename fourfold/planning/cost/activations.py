@@ -21,6 +21,7 @@ from fourfold.planning.cost.expert_sizes import (
     kept_by_shared_gate,
     kinds_of_blocks,
     states_of_experts,
+    sums_of_one_shard,
 )  # fmt: skip
 from fourfold.planning.cost.head_memory import head_bytes, head_kept_bytes
 from fourfold.planning.cost.linear_attention import has_linear, kinds_of_attention, mean_of_kinds, saved_by_core
@@ -129,6 +130,8 @@ class BlockBytes(ArrayFields):
     - mlp_again, core_again: tensors that selective recompute computes again, in the MLP (``mlp_made_again``) and inside
       attention.
     - head, head_kept: peak of head and loss, and the tensors that they hold until their backward pass.
+    - summed_experts: what a block has in memory in addition to the gradients of its experts' weights when these
+      gradients are summed. By then, the block has freed what the experts had saved, so this can be negative.
     - linear_core: tensors that the core of linear attention saves if its block is recomputed as a whole. Otherwise, the
       core is recomputed on its own, and ``attention_backward`` includes these tensors.
     - dense: the bytes of blocks with a dense MLP, if some blocks of an MoE model have one.
@@ -147,6 +150,7 @@ class BlockBytes(ArrayFields):
     head: Number
     head_kept: Number
     linear_core: Number
+    summed_experts: Number = -np.inf
     dense: BlockBytes | None = None
     linear: BlockBytes | None = None
 
@@ -185,6 +189,8 @@ class BlockBytes(ArrayFields):
         backward = np.where(is_replicated(work), self.backward_replicated, self.backward)
         core_again = core_again - np.where(full, self.linear_core, 0)
         backward = np.maximum(backward, self.attention_backward + core_again)
+        if has_experts(work):
+            backward = np.maximum(backward, self.summed_experts + sums_of_one_shard(work))
         # The input of the next recomputed block is already being copied back from host memory.
         several = np.ceil(layers / layout.recompute_every) > 1
         again = again + np.where(full & layout.offload & several, self.full, 0)
@@ -237,6 +243,7 @@ def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
     sharded, replicated = (residual + of_experts for of_experts in backward_of_experts(work))
     return replace(
         block,
+        summed_experts=residual - kept_by_experts(work, False),
         full=block.full + choices_kept(work),
         whole=block.whole + kept_by_experts(work, False),
         selective=block.selective + kept_by_experts(work, True),

@@ -167,6 +167,24 @@ def backward_of_experts(work: Workload) -> tuple[Number, Number]:
     """
     rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
     inner, hidden = item * rows.on_rank * rows.inner, item * rows.on_rank * model.hidden_size / layout.y
-    weight = model.num_experts * model.hidden_size * model.moe_intermediate_size / (layout.x * layout.y * layout.ep)
+    weight = weights_of_experts(work) / 3
     both = np.maximum(np.where(model.clamps_gate, 4, 3) * inner, 2 * hidden)
     return both + item * weight, both + 4 * weight
+
+
+def weights_of_experts(work: Workload) -> Number:
+    """Return the number of weights of a block's experts on a rank, while they are gathered."""
+    model, layout = work.model, work.layout
+    every = 3 * model.num_experts * model.hidden_size * model.moe_intermediate_size
+    return every / (layout.x * layout.y * layout.ep)
+
+
+def sums_of_one_shard(work: Workload) -> Number:
+    """Return the bytes that a block needs while FSDP2 sums the gradients of experts that no other rank shards (z = ep
+    and ``zero`` = 0): a copy of the gradients in ``reduce_dtype`` and the gradients in the step's dtype, minus the
+    gathered weights, which FSDP2 has just freed. If there are replicas, FSDP2 then frees the gradients, and divides the
+    copy, which makes a second copy. In all other cases, the bytes are -inf."""
+    layout, step, experts = work.layout, work.step, states_of_experts(work).layout
+    divided = np.where(experts.dp > 1, 2 * step.reduce_bytes - step.item_bytes, 0)
+    has_one = (layout.ep > 1) & (layout.shards > 1) & (experts.shards == 1) & np.asarray(work.program.is_fourfold, bool)
+    return np.where(has_one, np.maximum(step.reduce_bytes, divided) * weights_of_experts(work), -np.inf)

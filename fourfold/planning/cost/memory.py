@@ -9,7 +9,14 @@ import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.cost.activations import BlockBytes, block_bytes, is_replicated, peak_bytes
-from fourfold.planning.cost.expert_sizes import dense_share, has_experts, kinds_of_blocks, states_of_experts
+from fourfold.planning.cost.expert_sizes import (
+    dense_share,
+    has_dense_first,
+    has_experts,
+    kinds_of_blocks,
+    states_of_experts,
+    weights_of_experts,
+)
 from fourfold.planning.cost.optimizer_cost import (
     AVERAGE_BYTES,
     entries_without_second_moment,
@@ -151,7 +158,11 @@ def _at_the_peak(
     # At the end of the backward pass, the embedding's gradient is also in memory in the step's dtype. If gathered
     # weights are freed after use, the head's gathered weight is not in memory, although the weights count it.
     at_ends = tables.embedding - np.where(_is_resharded(work), tables.head, 0)
-    end = peak_bytes(work, 1, 1, False, block) + work.step.item_bytes * at_ends / (work.layout.x * work.layout.y)
+    if has_experts(work):  # The gradients include the sum of the experts' gradients, so it does not count again.
+        summed = work.step.reduce_bytes * weights_of_experts(work)
+        block = replace(block, summed_experts=block.summed_experts - summed)
+    end = peak_bytes(_first_block(work), 1, 1, False, block)
+    end = end + work.step.item_bytes * at_ends / (work.layout.x * work.layout.y)
     at_end = ~gradual | (gradients + np.maximum(end, copied) > activations + freed)
     return at_end, np.where(gradual & at_end, end, activations)
 
@@ -167,16 +178,26 @@ def _weights_freed_by_the_end(work: Workload, layers: Number) -> Number:
     happens only in a step with one micro-batch whose weights were gathered once. Otherwise the bytes are 0."""
     if not np.any(_is_gradual(work)):
         return 0.0
-    freed = _freed_entries(work, (layers - 1) * work.block_weights)
-    if not has_experts(work):
-        return freed
-    return freed + _freed_entries(states_of_experts(work), (layers - 1) * work.model.expert_weights)
+    # FSDP2 also frees its copies of experts that no other rank shards.
+    frees = _is_gradual(work) & (work.layout.shards > 1)
+    first = _first_block(work)
+    freed = _freed_entries(work, layers * work.block_weights - first.block_weights)
+    if has_experts(work):
+        entries = layers * work.model.expert_weights - first.model.expert_weights
+        freed = freed + _freed_entries(states_of_experts(work), entries)
+    return np.where(frees, freed, 0.0)
+
+
+def _first_block(work: Workload) -> Workload:
+    """Return a workload whose blocks all are like the rank's first block. It has a dense MLP if the rank has such
+    blocks."""
+    if not has_dense_first(work):
+        return work
+    return work.but(sparse=np.where(dense_share(work) > 0, 0.0, work.model.sparse))
 
 
 def _freed_entries(work: Workload, entries: Number) -> Number:
-    layout = work.layout
-    frees = _is_gradual(work) & ~_is_resharded(work) & (layout.shards > 1)
-    return np.where(frees, work.step.item_bytes * entries / (layout.x * layout.y), 0)
+    return np.where(_is_resharded(work), 0, work.step.item_bytes * entries / (work.layout.x * work.layout.y))
 
 
 def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...]:

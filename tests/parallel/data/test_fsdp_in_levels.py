@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fourfold.config.run import ParallelConfig
 from fourfold.errors import UserError
-from fourfold.parallel.data.fsdp_in_levels import GatherInLevels, SumInLevels
+from fourfold.parallel.data.fsdp_in_levels import GatherInLevels, SumInLevels, SumOfOneShard
 from fourfold.parallel.data.fsdp_on_gloo import GatherInBackground, SumInBackground
 from fourfold.parallel.grid.communicate import by_all_to_all
 from fourfold.parallel.grid.grid import Grid, TwoLevels
@@ -143,3 +143,9 @@ def test_nodes_that_hold_whole_shard_groups_are_allowed(grid: dict[str, int], pe
         training={"global_batch_size": 24, "micro_batch_size": 1},
         overlap={"shards_per_node": per_node},
     )
+
+
+def test_input_and_output_of_one_shard_share_a_buffer() -> None:
+    sums = SumOfOneShard()
+    first, second, third = (sums.allocate((4,), dtype=torch.float32, device=torch.device("cpu")) for _ in range(3))
+    assert second is first and third is not first
