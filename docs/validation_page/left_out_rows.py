@@ -18,7 +18,7 @@ from fourfold.planning.calibration.score import (
     predict_rows,
     summary,
 )
-from fourfold.planning.cost.out_of_memory import CACHED, UNUSABLE
+from fourfold.planning.cost.out_of_memory import CACHED, SPREAD, UNUSABLE
 from validation_page.cells import number, percent, table
 from validation_page.error_intervals import (
     EXTRAPOLATIONS,
@@ -29,7 +29,7 @@ from validation_page.error_intervals import (
     interval_of,
     order_factor,
 )
-from validation_page.memory_rows import allocator_share, memory_rows, misfits
+from validation_page.memory_rows import allocator_share, memory_coverage, memory_rows, misfits
 
 
 def all_left_out(rows: list[Row]) -> dict[str, list[Scored]]:
@@ -90,6 +90,9 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
         "In this table, each source is predicted with a share fitted to the rows of all other sources:",
         "",
         *table(("source left out", "rows", "allocator's share", "mean", "bias"), memory_rows(rows)),
+        "",
+        f"For P(OOM), the planner assumes a standard deviation of {SPREAD:.0%}. The 90 % interval of this distribution",
+        f"contains the measured memory of {percent(memory_coverage(rows))} of the rows.",
         "",
         f"Of the {memory['fitting_rows']} rows that fit into memory and name their recompute mode, "
         f"{percent(memory['fit_recall'])} are predicted to fit.",
