@@ -18,7 +18,7 @@ time."""
 
 ZERO3_MODULES = 6
 """Number of all-gathers per block and pass with DeepSpeed's ZeRO-3. Its hooks gather the weights of each module (two
-norms and four linear layers) when the module is called, so no computation hides these gathers."""
+norms and four linear layers) on their own."""
 
 
 class Traits(NamedTuple):

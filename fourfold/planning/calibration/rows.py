@@ -291,6 +291,7 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
         "regather": parallel_sequence and traits.flags.regather,
         "overlap_x": overlap != "none",
         "overlap_forward": overlap == "pieces",
+        "overlap_z": True,
         "overlap_dp": fsdp or (traits.hides_sums and measured.sharding != "none"),
         "weights_kept": measured.sharding in ("zero1", "zero2") or _shares_optimizer(measured),
         "half_weights": not fsdp,
@@ -318,11 +319,10 @@ def _chosen_kernels(measured: MeasuredRow) -> dict[str, Any]:
 
 
 def _deepspeed(measured: MeasuredRow, traits: Traits) -> dict[str, Any]:
-    shares, gathers_modules = _shares_optimizer(measured), traits.deepspeed and measured.sharding == "zero3"
+    shares, zero3 = _shares_optimizer(measured), measured.sharding == "zero3"
     return {
-        "host_operations": ZERO3_HOOKS if measured.sharding == "zero3" else traits.flags.host_operations,
-        "gathers_per_block": ZERO3_MODULES if gathers_modules else 1,
-        "overlap_z": not gathers_modules,
+        "host_operations": ZERO3_HOOKS if zero3 else traits.flags.host_operations,
+        "gathers_per_block": ZERO3_MODULES if traits.deepspeed and zero3 else 1,
         "gradient_copy": traits.deepspeed and measured.precision == "fp16",
         "gradient_bytes": 6 if shares else 0,
         "all_reduces_gradients": shares,

@@ -16,6 +16,9 @@ FUSED_SHARE = 0.5
 """Fraction of these kernels that remain if norms, rotary embeddings, and attention are fused."""
 COLLECTIVE_KERNELS = 3.0
 """Number of launches per collective: the copies before and after it, and the events that order streams."""
+BLOCKING = 1.5
+"""Host time of a kernel if the host waits for its end, relative to the time of a launch. The driver takes about 5 µs to
+notify the host (an assumption)."""
 OPTIMIZER_KERNELS = 60.0
 """Number of launches of fused AdamW, gradient norm, and clipping, which are multi-tensor kernels."""
 
