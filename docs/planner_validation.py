@@ -10,8 +10,9 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 from validation_page.cells import percent
-from validation_page.error_intervals import order_factor
+from validation_page.error_intervals import HIGH, LOW, UNKNOWN, order_factor
 from validation_page.every_row import every_row_section, rows_section
 from validation_page.known_sources import within_section
 from validation_page.left_out_rows import all_left_out, dense, intervals, intervals_section, left_out_section
@@ -19,6 +20,7 @@ from validation_page.mixture_rows import mixtures_section
 from validation_page.published_figures import constants_section, published_section
 
 from fourfold.planning.calibration.fit import Calibration, to_toml
+from fourfold.planning.calibration.machine_constants import range_features
 from fourfold.planning.calibration.rows import Row, measured_table, read_rows
 from fourfold.planning.calibration.score import Scored, errors_of, fit_rows
 
@@ -36,8 +38,15 @@ def main() -> None:
     SHIPPED.write_text(
         "# Factors on the priors of planning/machines/constants.py, by docs/planner_validation.py.\n"
         + to_toml(calibration)
+        + "\n[range] # smallest and largest value among the rows\n"
+        + "".join(f'"{name}" = [{low:.0f}, {high:.0f}]\n' for name, (low, high) in ranges(rows).items())
         + "\n[intervals] # 5th and 95th percentile of measured over predicted seconds\n"
-        + "".join(f'"{kind}" = [{low:.3f}, {high:.3f}]\n' for kind, (low, high) in intervals(left_out).items())
+        + "unknown = [{:.3f}, {:.3f}]\n".format(*(np.exp(UNKNOWN.inv_cdf(share)) for share in (LOW, HIGH)))
+        + "".join(
+            f'"{extrapolation}"."{kind}" = [{low:.3f}, {high:.3f}]\n'
+            for extrapolation, kinds in intervals(left_out).items()
+            for kind, (low, high) in kinds.items()
+        )
         + "\n[order] # if two predicted times differ by this factor, their order is 95 % sure\n"
         + f"factor = {order_factor(dense(left_out['source'])):.3f}\n",
         encoding="utf-8",
@@ -47,6 +56,12 @@ def main() -> None:
     FIGURES.write_text(json.dumps(tables_in(text), indent=1) + "\n", encoding="utf-8")
     for by, scored in left_out.items():
         print(f"{by} left out: mean {percent(errors_of(dense(scored))['mean_abs_error'])}")
+
+
+def ranges(rows: list[Row]) -> dict[str, tuple[float, float]]:
+    """Return the smallest and the largest value of each feature among the rows with a step time."""
+    features = [range_features(row.work) for row in rows if row.seconds is not None]
+    return {name: (min(f[name] for f in features), max(f[name] for f in features)) for name in features[0]}
 
 
 def tables_in(text: str) -> list[dict[str, list[str] | list[list[str]]]]:
@@ -62,7 +77,9 @@ def tables_in(text: str) -> list[dict[str, list[str] | list[list[str]]]]:
     return found
 
 
-def page(rows: list[Row], skipped: dict[str, int], calibration: Calibration, left_out: dict[str, list[Scored]]) -> str:
+def page(
+    rows: list[Row], skipped: dict[str, list[str]], calibration: Calibration, left_out: dict[str, list[Scored]]
+) -> str:
     dense_rows = [row for row in rows if not row.mixture]
     lines = [
         *introduction(rows),

@@ -9,7 +9,11 @@ COLUMNS = {
     "precision": "bf16", "tp": "1", "pp": "1", "vpp": "1", "cp": "1", "ep": "1", "seq_parallel": "no",
     "end_layers": "", "program": "megatron-lm", "sharding": "none", "shard_group": "", "recompute": "full",
     "recompute_what": "", "recompute_every": "", "attention": "flash", "loss": "", "compiled": "", "tp_overlap": "",
-    "blocking": "", "memory_gb": "", "memory_kind": "", "out_of_memory": "", "notes": "", "complete": "", "doubt": "",
+    "blocking": "", "expert_ffn_hidden": "", "gated_experts": "", "sliding_window": "", "sliding_layers": "",
+    "tie_word_embeddings": "", "head_dim": "", "q_lora_rank": "", "kv_lora_rank": "", "qk_rope_head_dim": "",
+    "v_head_dim": "", "experts": "", "experts_per_token": "", "imbalance": "", "schedule": "", "optimizer": "",
+    "master_weights": "", "moments": "", "reduce_dtype": "", "autocast": "", "lora": "", "expandable_segments": "",
+    "memory_gb": "", "memory_kind": "", "out_of_memory": "", "notes": "", "complete": "", "doubt": "",
     "step_seconds": "1",
 }  # fmt: skip
 HEADER = ",".join(COLUMNS)

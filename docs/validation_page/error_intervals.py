@@ -1,22 +1,32 @@
 """Compute intervals of predicted step times from the errors on sources that the constants were not fitted to.
 
 An interval is a pair of factors on the predicted seconds: the 5th and the 95th percentile of measured over predicted.
-Every source has the same weight, because a user's training framework is like a new source, not like one more row of a
-known source. There are two kinds of intervals, for two kinds of predictions: for a machine whose rows are in the fit,
-and for a new machine.
+As in the fit, n rows of a source have the weight of √n rows, because a user's training framework is like a new source,
+not like one more row of a known source. An imagined source stands for all sources that nobody has published. It keeps
+the interval wide for kinds of steps with few sources.
+
+There are intervals for each kind of step (``machine_constants.kind_of_step``), and for two kinds of predictions: for a
+machine whose rows are in the fit, and for a new machine.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import numpy as np
 
 from fourfold.planning.calibration.score import Scored, sweeps_in
 
-KINDS = ("known machine", "new machine")
+EXTRAPOLATIONS = ("known machine", "new machine")
+KINDS = ("dense", "small batch", "long context", "mixture")
 LOW, HIGH = 0.05, 0.95
+UNKNOWN = NormalDist(0, 0.35)
+"""Distribution of log(measured / predicted) for the imagined source. The sources that the planner predicts worst have a
+similar standard deviation."""
+UNKNOWN_ROWS, UNKNOWN_WEIGHT = 39, 2.0
+"""Number of ratios that represent the imagined source, and their weight together: as much as a source with 4 rows."""
 NEAR = 1.35
 """A layout is compared with the best layout if its predicted time is at most this many times as long."""
 MIN_COMPARED = 10
@@ -24,11 +34,13 @@ MIN_COMPARED = 10
 
 
 def interval_of(scored: Sequence[Scored]) -> tuple[float, float]:
-    """Return the 5th and 95th percentile of measured over predicted seconds, with equal weight for every source."""
+    """Return the 5th and 95th percentile of measured over predicted seconds, of the rows and of the imagined source."""
     timed = [s for s in scored if s.row.seconds is not None]
     sources = Counter(s.row.source for s in timed)
     ratios = [s.row.seconds / s.seconds for s in timed if s.row.seconds is not None]
-    low, high = _percentiles(ratios, [1 / sources[s.row.source] for s in timed], [LOW, HIGH])
+    weights = [sources[s.row.source] ** -0.5 for s in timed]
+    ratios += [float(np.exp(UNKNOWN.inv_cdf((i + 0.5) / UNKNOWN_ROWS))) for i in range(UNKNOWN_ROWS)]
+    low, high = _percentiles(ratios, weights + [UNKNOWN_WEIGHT / UNKNOWN_ROWS] * UNKNOWN_ROWS, [LOW, HIGH])
     return low, high
 
 

@@ -12,7 +12,7 @@ from fourfold.planning.calibration.score import Scored, predict_rows
 from validation_page.cells import number, table
 
 
-def rows_section(skipped: dict[str, int]) -> list[str]:
+def rows_section(skipped: dict[str, list[str]]) -> list[str]:
     """Return a section that says where the rows come from, which rows are not predicted, and which rows are
     doubtful."""
     measured = read_table(measured_table())
@@ -35,7 +35,7 @@ def rows_section(skipped: dict[str, int]) -> list[str]:
         "The rows of S11 and S12 ran on Jean Zay. We left out two tables of the NeMo Framework Launcher with 29 rows,",
         "because the licence of its repository treats benchmark results as confidential.",
         "",
-        f"The planner does not predict {', '.join(f'{count} rows ({reason})' for reason, count in skipped.items())}.",
+        f"The planner does not predict {', '.join(f'{len(ids)} rows ({reason})' for reason, ids in skipped.items())}.",
         "",
         *table(
             ("source", "rows", "title", "where", "licence", "how it was read"),

@@ -48,6 +48,13 @@ def allocator_share(rows: list[Row]) -> float:
     )
 
 
+def memory_coverage(rows: list[Row]) -> float:
+    """Return the fraction of measured rows inside the 90 % interval of the predicted memory (``SPREAD``)."""
+    runtime, allocated, measured = memory_parts([row for row in rows if row.memory_gb is not None])
+    errors = np.abs(np.log(measured / (runtime + allocated * (1 + CACHED))))
+    return float(np.mean(errors <= NormalDist().inv_cdf(0.95) * SPREAD))
+
+
 def memory_parts(rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For rows with measured memory, return the bytes of the runtime, the bytes that the step allocates, and the
     measured bytes."""

@@ -15,16 +15,16 @@ No constant is fitted to a mixture of experts. The planner uses the constants of
 of the experts. The tables show three errors of each row:
 
 - *error*: with constants fitted to the dense rows of all other sources.
-- *shipped*: with the constants that fourfold comes with. They are also fitted to the dense rows of S5 and S8, the
-  two sources of the mixtures.
+- *shipped*: with the constants that fourfold comes with. They are also fitted to the dense rows of the sources.
 - *machine files only*: without fitted constants.
 
 None of these is a blind test: we saw the rows when we decided which operations to count. So expect larger errors for a
 program that we have not seen.
 
-The sizes of the models are from their published configurations. The sources' tables do not say how tokens are exchanged
-between experts, or what runs as a CUDA graph. We take both from the recipes (S5: `scripts/performance/configs` of
-Megatron-Bridge, S8: the run files of the recipes). For each table, we used the recipe with the same container version.
+The sizes of the models are from their published configurations. The tables of S5 and S8 do not say how tokens are
+exchanged between experts, or what runs as a CUDA graph. We take both from the recipes (S5:
+`scripts/performance/configs` of Megatron-Bridge, S8: the run files of the recipes). For each table, we used the recipe
+with the same container version.
 In S5, every expert gets equally many tokens. Grok-1 in S8 drops tokens above an expert's capacity.
 
 The planner counts what these programs do:
@@ -45,11 +45,8 @@ With the shipped constants, two groups of rows have large errors:
 - For the oldest containers on H100 and B300, the predicted time is up to 40 % too short. Newer containers run the same
   models almost twice as fast.
 
-The planner does not predict multi-head latent attention (DeepSeek, Kimi).
-
-No source of these rows gives memory. The planner's memory and communication are close to what `fourfold trace` counts
-(`tests/planning/test_exact_mixture.py` has the limits). All rows ran, so all of them fit. *Fits* is the share that the
-planner predicts to fit.
+The planner's memory and communication are close to what `fourfold trace` counts (`tests/planning/test_exact_mixture.py`
+has the limits). All rows of the tables ran, so all of them fit. *Fits* is the share that the planner predicts to fit.
 """.splitlines()
 
 
@@ -64,7 +61,7 @@ def mixtures_left_out(rows: list[Row]) -> list[Scored]:
 
 def mixtures_section(rows: list[Row], left_out: list[Scored]) -> list[str]:
     """Return the section, with errors by source, by model and machine, and for every row."""
-    mixtures = [row for row in rows if row.mixture]
+    mixtures = [row for row in rows if row.mixture and row.seconds is not None]
     shipped_, alone = predict_rows(mixtures, shipped()), predict_rows(mixtures, Calibration())
     apart = {(s.row.source, s.row.row_id): s for s in left_out}
     every = [apart[row.source, row.row_id] for row in mixtures]

@@ -11,6 +11,7 @@ from fourfold.errors import UserError
 from fourfold.planning.budget import Costs, costs
 from fourfold.planning.calibration.machine_constants import (
     constants_for,
+    kind_of_step,
     outside_calibrated_range,
     shipped_interval,
     shipped_order_factor,
@@ -141,6 +142,8 @@ def plan_request(
         explanation=explain(plan, factor, own) if explained else None,
         costs=costs(tokens, best.tokens_per_second, request.gpus, saved, machine) if tokens else None,
         extrapolation=outside_calibrated_range(machine, best.work),
-        interval_factors=shipped_interval(machine),
+        interval_factors=shipped_interval(
+            machine, kind_of_step(best.work, best.parts["launch"] / best.seconds), best.work
+        ),
         within_error=layouts_within_error(plan, factor),
     )

@@ -28,6 +28,8 @@ class Program(ArrayFields):
     """Whether the loss reads 16-bit logits, as fourfold's loss does on a GPU."""
     eager_loss: Flag = False
     """Whether a loss that is not fused stores three 32-bit tensors: the logits, their softmax, and its gradient."""
+    in_place_loss: Flag = False
+    """Whether a loss that is not fused overwrites its 32-bit logits with their softmax and gradient (Megatron-LM)."""
     keeps_float8_inputs: Flag = False
     """Whether FP8 matmuls save their inputs for the backward pass in FP8 (Transformer Engine)."""
     chunk_logits: Number = 1 << 27
@@ -43,6 +45,8 @@ class Program(ArrayFields):
     """Host time per block and micro-batch in addition to kernel launches, without recompute. The unit is the
     host time of one launch. The backward pass takes two thirds of this time."""
 
+    autocast: Flag = False
+    """Whether the residual stream and gathered weights are in fp32, and torch.autocast casts the inputs of matmuls."""
     split_residual: Flag = True
     """Whether the residual stream is sharded over x. False for tensor parallelism without sequence parallelism."""
     regather: Flag = False
@@ -62,6 +66,9 @@ class Program(ArrayFields):
     """Whether the gradient sum over dp overlaps with the last micro-batch's backward pass."""
     scatter_bytes: Number = 0
     """Bytes per gradient entry in reduce-scatters over z. 0 means ``Step.reduce_bytes``."""
+    gathers_per_block: Number = 1
+    """Number of all-gathers that collect a block's weights. It is above 1 if a framework gathers the weights of each
+    module on their own (DeepSpeed)."""
     prefetch: Number = 1
     """Number of blocks whose weights are all-gathered before they are needed."""
     shards_per_node: Number = 1
@@ -97,6 +104,9 @@ class Program(ArrayFields):
     stage_keeps: Number = 0
     """Number of additional tensors, each as large as the residual stream, that a pipeline stage stores per
     micro-batch."""
+    expandable_segments: Flag = True
+    """Whether PyTorch's allocator uses expandable segments. Without them, it cannot release segments that are partly in
+    use."""
     count_runtime: Flag = True
     """Whether predicted memory includes the driver and the communication library."""
 
@@ -122,6 +132,6 @@ OWN_PROGRAM = Program()
 
 OTHER_PROGRAM = Program(
     is_fourfold=False, fused_loss=False, gate_first=False, recomputes_attention=True, recomputes_mlp=False,
-    recomputes_norms=False, recomputes_gathers=False, recompute_stops_early=False,
+    recomputes_norms=False, recomputes_gathers=False, recompute_stops_early=False, expandable_segments=False,
 )  # fmt: skip
 """The default flags for frameworks other than fourfold."""

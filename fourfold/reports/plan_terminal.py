@@ -216,13 +216,13 @@ def validation_tables(result: Validation, with_rows: bool) -> None:
                   "all, machine files only": record["machine_file_only"]}  # fmt: skip
     table = [
         [name, str(e["count"]), *(f"{e[f'{kind}_abs_error']:.1%}" for kind in ("median", "mean", "max")),
-         f"{e['bias']:+.1%}"]
+         f"{e['bias']:+.1%}", "" if e["inside_interval"] is None else f"{e['inside_interval']:.0%}"]
         for name, e in everything.items() if e["count"]
     ]  # fmt: skip
-    header = ["source", "rows", "median", "mean", "largest", "bias"]
+    header = ["source", "rows", "median", "mean", "largest", "bias", "in 90 %"]
     print_table("Step time: absolute relative error", header, table)
     if record["skipped"]:
-        reasons = "; ".join(f"{count} ({reason})" for reason, count in record["skipped"].items())
+        reasons = "; ".join(f"{len(ids)} ({reason}: {', '.join(ids)})" for reason, ids in record["skipped"].items())
         console.print(f"Skipped rows: {reasons}.")
     for title, (name, cells) in SCORES.items():
         values = record[name]

@@ -301,11 +301,12 @@ def test_a_file_that_is_no_table_is_a_sentence(tmp_path: Path) -> None:
         read_rows([tmp_path / "none.csv"])
 
 
-def test_a_file_is_read_and_its_skipped_rows_counted(tmp_path: Path) -> None:
+def test_a_file_is_read_and_its_skipped_rows_are_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    path.write_text("\n".join([HEADER, row_text(), row_text(ep=8), row_text(ep=4), row_text(precision="fp8")]))
+    others = row_text(row_id="2", ep=8), row_text(row_id="3", ep=4), row_text(row_id="4", lora="yes")
+    path.write_text("\n".join([HEADER, row_text(), *others, row_text(precision="fp8")]))
     rows, skipped = read_rows([path])
-    assert len(rows) == 2 and skipped == {"MoE model of unknown sizes": 2}
+    assert len(rows) == 2 and skipped == {"MoE model of unknown sizes": ["2", "3"], "LoRA": ["4"]}
     assert [r.dense_half for r in rows] == [True, False]
 
 
@@ -363,7 +364,7 @@ def test_whatever_ran_fitted() -> None:
 
 
 def scored_row(measured: float, predicted: float) -> Scored:
-    return Scored(row(step_seconds=measured), predicted, 1.0, 0.0)
+    return Scored(row(step_seconds=measured), predicted, 1.0, 0.0, "dense")
 
 
 def test_errors_and_sweeps() -> None:

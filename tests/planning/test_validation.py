@@ -18,6 +18,7 @@ from fourfold.errors import UserError
 from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.calibration.machine_constants import (
     kind_of_extrapolation,
+    kind_of_step,
     shipped,
     shipped_interval,
     shipped_order_factor,
@@ -33,7 +34,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 sys.path.append(str(DOCS))
 
 import planner_validation as page_maker  # noqa: E402 (found through the path added above)
-from validation_page.error_intervals import KINDS, coverage, interval_of, order_factor  # noqa: E402
+from validation_page.error_intervals import KINDS, UNKNOWN, coverage, interval_of, order_factor  # noqa: E402
 from validation_page.every_row import every_row_section  # noqa: E402
 from validation_page.left_out_rows import all_left_out, intervals  # noqa: E402
 from validation_page.memory_cases import memory_cases  # noqa: E402
@@ -112,17 +113,21 @@ def test_leaving_out_needs_two(tmp_path: Path) -> None:
 
 
 def scored_rows(row: Row, source: str, ratios: list[float]) -> list[Scored]:
-    return [Scored(Row(**{**vars(row), "source": source, "seconds": ratio}), 1.0, 1.0, 0.0) for ratio in ratios]
+    rows = [Row(**{**vars(row), "source": source, "seconds": ratio}) for ratio in ratios]
+    return [Scored(each, 1.0, 1.0, 0.0, "dense") for each in rows]
 
 
-def test_intervals_weigh_sources_alike(tmp_path: Path) -> None:
+def test_intervals_weigh_rows_by_source_and_an_imagined_source(tmp_path: Path) -> None:
+    """Many rows of a source hardly count more than a few rows. Without rows, the imagined source is left."""
     row = read_rows([table_of(tmp_path / "t.csv", {"a": 1.0})])[0][0]
-    many, one = scored_rows(row, "a", [0.9] * 500 + [1.1] * 500), scored_rows(row, "b", [1.0, 2.0])
-    low, high = interval_of(many + one)
-    assert low == pytest.approx(0.9) and 1.1 < high <= 2.0
-    assert interval_of(many)[1] == pytest.approx(1.1)
-    shares = coverage(many + one)
-    assert shares == {"a": 0.5, "b": 0.5}  # a is judged by b's range, 1 to 2, and b by a's, 0.9 to 1.1
+    many, few = scored_rows(row, "a", [0.9] * 5000 + [1.1] * 5000), scored_rows(row, "b", [2.0] * 100)
+    low, high = interval_of(many)
+    assert low == pytest.approx(0.9) and high == pytest.approx(1.1)
+    assert interval_of(many + few) == (low, pytest.approx(2.0))
+    alone = interval_of([])
+    assert alone == pytest.approx([np.exp(UNKNOWN.inv_cdf(share)) for share in (0.05, 0.95)], rel=0.03)
+    assert interval_of(scored_rows(row, "b", [1.0, 1.0]))[1] > 1.3
+    assert coverage(many + few) == {"a": 1.0, "b": 0.0}  # b is judged by a's range, and a by b's and the imagined one's
 
 
 def test_the_factor_that_decides_an_order(tmp_path: Path) -> None:
@@ -150,10 +155,19 @@ def test_the_factor_that_decides_an_order(tmp_path: Path) -> None:
 def test_the_interval_of_a_machine() -> None:
     assert kind_of_extrapolation(load_machine("dgx-a100")) == "known machine"
     assert kind_of_extrapolation(load_machine("frontier")) == "new machine"
-    for name in ("dgx-a100", "frontier"):
-        low, high = shipped_interval(load_machine(name)) or (0, 0)
+    row = read_rows([measured_table()])[0][0]
+    for name, kind in itertools.product(("dgx-a100", "frontier"), KINDS):
+        low, high = shipped_interval(load_machine(name), kind, row.work) or (0, 0)
         assert 0.5 < low < 1 < high < 3
-    assert len(KINDS) == 2
+        far_low, far_high = shipped_interval(load_machine(name), kind, row.work.but(seq_length=10**7)) or (1, 1)
+        assert far_low <= low * 1.01 and far_high >= high and far_high / far_low > 3
+
+
+def test_kinds_of_steps() -> None:
+    work = read_rows([measured_table()])[0][0].work
+    assert (kind_of_step(work, 0.01), kind_of_step(work, 0.5)) == ("dense", "small batch")
+    assert kind_of_step(work.but(seq_length=65536), 0.5) == "long context"
+    assert kind_of_step(work.but(seq_length=65536, num_experts=8), 0.5) == "mixture"
 
 
 def same_text(found: list[str], expected: list[str]) -> None:
@@ -171,7 +185,7 @@ def test_the_page_has_every_row() -> None:
     cells = [line.split(" | ") for line in lines if line.startswith("| ")][1:]
     assert len(cells) == sum(not row.mixture for row in rows)
     lines = mixtures_section(rows, mixtures_left_out(rows))
-    assert sum(row.mixture for row in rows) > 0 and any(line.startswith("| ") for line in lines)
+    assert any(row.mixture for row in rows) and any(line.startswith("| ") for line in lines)
 
 
 @pytest.mark.slow
@@ -216,9 +230,10 @@ def test_the_figures_are_what_the_script_makes() -> None:
              for table in tables]  # fmt: skip
     for found, expected in zip(lines[: len(made)], lines[len(made) :], strict=True):
         same_text(found, expected)
-    for kind, interval in intervals(left_out).items():
-        machine = load_machine("dgx-a100" if kind == "known machine" else "frontier")
-        assert shipped_interval(machine) == pytest.approx(interval, abs=0.01)
+    for extrapolation, kinds in intervals(left_out).items():
+        machine = load_machine("dgx-a100" if extrapolation == "known machine" else "frontier")
+        for kind, interval in kinds.items():
+            assert shipped_interval(machine, kind, rows[0].work) == pytest.approx(interval, abs=0.01)
 
 
 def test_misfits_are_recognized_and_probabilities_of_fitting_are_reliable() -> None:

@@ -84,20 +84,36 @@ class MeasuredRow(BaseModel):
     ffn_hidden: Count | None = None
     """Width of the MLP. Default: 4 · hidden."""
     mlp: Literal["gelu", "sqrelu", "geglu", "swiglu"] = "gelu"
-    """Type of the MLP. The planner also infers two properties from it that have no column. A model with `swiglu` has
-    rotary embeddings, and a model with `gelu` or `geglu` uses one weight for embedding and head."""
+    """Type of the MLP. A model with `swiglu` has rotary embeddings."""
+    tie_word_embeddings: Flag | None = None
+    """Whether embedding and head share one weight. Default: yes for `gelu` and `geglu`, otherwise no."""
     heads: Count | None = None
     """Number of query heads."""
     kv_heads: Count | None = None
     """Number of key and value heads. Default: heads."""
     head_dim: Count | None = None
     """Number of channels of a head. Default: hidden / heads."""
+    q_lora_rank: Count | None = None
+    """Width of the query latent (latent attention). With latent attention, head_dim counts the channels of queries and
+    keys."""
+    kv_lora_rank: Count | None = None
+    """Width of the latent of keys and values (latent attention)."""
+    qk_rope_head_dim: Count | None = None
+    """Number of rotary channels of a head (latent attention)."""
+    v_head_dim: Count | None = None
+    """Number of channels of a value head (latent attention)."""
+    sliding_window: Count | None = None
+    """Number of tokens that a query sees in blocks with a sliding window."""
+    sliding_layers: Count | None = None
+    """Number of blocks with a sliding window. Default: all, if sliding_window is given."""
     experts: Count | None = None
     """Number of experts per block. Needed for MoE models."""
     experts_per_token: Count | None = None
     """Number of experts per token."""
     expert_ffn_hidden: Count | None = None
-    """Inner width of one expert. Experts are gated MLPs."""
+    """Inner width of one expert."""
+    gated_experts: Flag = True
+    """Whether the experts are gated MLPs, with three matrices instead of two."""
     shared_ffn_hidden: float = Field(0.0, ge=0, lt=LARGEST)
     """Inner width of the shared expert, a gated MLP."""
     dense_layers: float = Field(0.0, ge=0, lt=LARGEST)
@@ -105,6 +121,9 @@ class MeasuredRow(BaseModel):
     capacity_factor: Size | None = None
     """Capacity factor: largest number of tokens that one expert processes, as a multiple of its equal share. Default:
     no limit."""
+    imbalance: float = Field(1.0, ge=1, lt=LARGEST)
+    """Number of tokens on the ep rank with the most tokens, divided by the mean over the ep ranks. Default: 1, as with
+    forced balance."""
     vocab: Count | None = None
     """Size of the vocabulary, including padding. Default: 51,200 (GPT-2's vocabulary, padded)."""
 
@@ -128,8 +147,8 @@ class MeasuredRow(BaseModel):
     ep: Count = 1.0
     """Expert parallel size."""
     experts_over_tp: Flag = True
-    """Whether each expert is split over tp. With `no`, no expert is split, and the experts are divided over the ranks
-    of tp too."""
+    """Whether each expert is split over tp. With `no` (an expert tensor parallel size of 1), no expert is split, and
+    the experts are divided over the ranks of tp too."""
     dispatcher: Literal["alltoall", "deepep"] = "alltoall"
     """How often a token is sent to a GPU that has several of the token's experts: once per expert (alltoall), or only
     once (deepep, for DeepEP and HybridEP)."""
@@ -146,6 +165,9 @@ class MeasuredRow(BaseModel):
     end_layers: Flag = False
     """Whether the embedding and the head each count as one layer when layers are divided into pipeline stages."""
 
+    schedule: Literal["1F1B", "GPipe", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"] = "1F1B"
+    """The pipeline schedule."""
+
     program: Annotated[str, AfterValidator(_program)]
     """The training framework. `planning/calibration/programs.toml` lists the names."""
     sharding: Literal["none", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = "none"
@@ -155,9 +177,10 @@ class MeasuredRow(BaseModel):
     node for hsdp."""
     recompute: Literal["none", "selective", "full"] | None = None
     """Which activations the backward pass recomputes: none, some (selective), or all activations of a block (full)."""
-    recompute_what: Literal["attention", "ops", "layers"] = "attention"
-    """What selective recompute repeats: the attention core (attention), some layers (layers), or half of the matmuls
-    and all other operations except the attention core (ops, torchtitan's per-op mode)."""
+    recompute_what: Literal["attention", "ops", "layers", "activations"] = "attention"
+    """What selective recompute repeats: the attention core (attention), some layers (layers), the norms and the
+    activations of MLPs and experts (activations), or half of the matmuls and all other operations except the attention
+    core (ops, torchtitan's per-op mode)."""
     recompute_every: Count = 1.0
     """Only every n-th layer recomputes."""
     attention: Literal["flash", "flash2", "flash3", "cudnn", "unfused"] = "flash"
@@ -182,6 +205,8 @@ class MeasuredRow(BaseModel):
     memory_kind: Literal["device", "allocator"] = "allocator"
     """What `memory_gb` measures: all memory in use on the device, as nvidia-smi reports it (device), or the memory that
     PyTorch's allocator has reserved (allocator)."""
+    expandable_segments: Flag = False
+    """Whether PyTorch's allocator uses expandable segments. Runs of fourfold always do."""
     out_of_memory: Flag = False
     """`yes` if the run ran out of memory."""
     cp_method: Literal["gathered", "ring", "ulysses"] = "gathered"
@@ -199,6 +224,18 @@ class MeasuredRow(BaseModel):
 
     expert_bias: Flag = False
     """Whether the experts have biases (GPT-OSS)."""
+    optimizer: Literal["adamw", "muon", "lion"] = "adamw"
+    """The optimizer."""
+    master_weights: Literal["fp32", "bf16"] = "fp32"
+    """Type of the weights that the optimizer updates."""
+    moments: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Type of the optimizer's moments."""
+    reduce_dtype: Literal["fp32", "bf16"] | None = None
+    """Type of the gradients while they are summed over micro-batches and ranks. Default: as in the framework."""
+    autocast: Flag = False
+    """Whether the model's weights and residual stream are fp32, and torch.autocast casts the inputs of matmuls."""
+    lora: Flag = False
+    """Whether only low-rank adapters are trained. The planner does not predict such runs."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
@@ -216,6 +253,8 @@ class MeasuredRow(BaseModel):
                 raise ValueError(f"{name} = {size:g} is more than the {self.gpus:g} GPUs")
         if self.pp == 1 and self.vpp > 1:
             raise ValueError(f"vpp = {self.vpp:g} needs pp, and pp is 1")
+        if self.out_of_memory and self.step_seconds is not None:
+            raise ValueError("step_seconds of a run that ran out of memory; leave one of the two empty")
         return self
 
 

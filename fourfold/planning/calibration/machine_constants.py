@@ -15,6 +15,14 @@ from fourfold.planning.machines.constants import NAMES, Constants, moved, prior_
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
 
+LONG = 32768
+"""Number of tokens per sequence from which on a context is long. Attention then takes much of the step."""
+FAR = 2.0
+"""A workload is far from the measured rows if one of its features is above all rows, or below all rows, by more than
+this factor."""
+WAITING = 0.05
+"""Fraction of a step in which the device waits for the host, from which on a batch is small."""
+
 
 @cache
 def _table() -> dict[str, Any]:
@@ -39,16 +47,37 @@ def kind_of_extrapolation(machine: Machine) -> str | None:
     return "known machine" if f"machine {machine.name}" in shipped().offsets else "new machine"
 
 
-def shipped_interval(machine: Machine) -> tuple[float, float] | None:
+def kind_of_step(work: Workload, waiting: float) -> str:
+    """Return which interval applies to a step: mixture, long context, small batch, or dense (all other steps).
+
+    Args:
+        work: A single workload.
+        waiting: Fraction of the predicted step in which the device waits for the host.
+    """
+    if work.model.num_experts:
+        return "mixture"
+    if work.step.seq_length >= LONG:
+        return "long context"
+    return "small batch" if waiting > WAITING else "dense"
+
+
+def shipped_interval(machine: Machine, kind: str, work: Workload) -> tuple[float, float] | None:
     """Return two factors. With a probability of 90 %, the measured seconds of a step are between the first factor and
     the second factor, each times the predicted seconds.
 
-    Return None if the machine's file has fitted constants.
+    A workload that is far from all measured rows gets the wide interval of an unknown source.
+
+    Args:
+        machine: The machine. Return None if its file has fitted constants.
+        kind: The kind of step (``kind_of_step``).
+        work: A single workload.
     """
-    kind = kind_of_extrapolation(machine)
-    if kind is None:
+    extrapolation = kind_of_extrapolation(machine)
+    if extrapolation is None:
         return None
-    low, high = _table()["intervals"][kind]
+    table, features = _table(), range_features(work)
+    is_near = all(low / FAR <= features[name] <= high * FAR for name, (low, high) in table["range"].items())
+    low, high = table["intervals"][extrapolation][kind] if is_near else table["intervals"]["unknown"]
     return low, high
 
 

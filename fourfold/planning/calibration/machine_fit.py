@@ -29,8 +29,8 @@ class FittedMachine:
     machine: Machine
     rows: int
     """Number of rows in the fit."""
-    skipped: dict[str, int]
-    """Number of skipped rows by reason."""
+    skipped: dict[str, list[str]]
+    """Names of skipped rows, by reason."""
     before: Statistics
     """Prediction errors on all rows before the fit. The constants are the medians of the priors."""
     held_out: Statistics

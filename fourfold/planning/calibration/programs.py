@@ -16,6 +16,10 @@ ZERO3_HOOKS = 530
 with full recompute, a block of Qwen-1.8B takes 11 ms with 256 tokens as well as with 2,048 tokens, so the host sets the
 time."""
 
+ZERO3_MODULES = 6
+"""Number of all-gathers per block and pass with DeepSpeed's ZeRO-3. Its hooks gather the weights of each module (two
+norms and four linear layers) on their own."""
+
 
 class Traits(NamedTuple):
     """How a framework runs a step. The columns of a measured run can override these values.

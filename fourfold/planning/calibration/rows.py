@@ -17,16 +17,24 @@ from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.planning.calibration.columns import MeasuredRow, check_header, parse_cells
-from fourfold.planning.calibration.programs import PROGRAMS, ZERO3_HOOKS, Traits
+from fourfold.planning.calibration.programs import PROGRAMS, ZERO3_HOOKS, ZERO3_MODULES, Traits
 from fourfold.planning.machines.machine import Machine, load_machine
 from fourfold.planning.model_shape import ModelShape
 from fourfold.planning.program_flags import Program
-from fourfold.planning.workload import CP_METHODS, RECOMPUTE, Workload
+from fourfold.planning.workload import CP_METHODS, OPTIMIZERS, RECOMPUTE, SCHEDULES, Workload
 from fourfold.untrusted_files import check_regular
 
 GPT_VOCABULARY = 51200
 """Vocabulary size of rows that give none: GPT-2's, padded."""
 FLOAT8 = ("fp8", "mxfp8")
+BYTES_OF = {"fp32": 4, "bf16": 2, "int8": 1}
+ERRATA = {("V1", "recompute", "full"): "none"}
+"""Values that contradict a publication's own measurements, by source, column, and value, and the values that are used
+instead.
+
+vTrain's configurations of one node (V1) ask for full recompute. But then A100s would run matmuls at 1.3 times the best
+rate that was ever measured on them, at every pipeline size. vTrain's own simulator does not recompute the last stage,
+which is the only one in half of the rows."""
 OF_EXPERTS = ("experts", "experts_per_token", "expert_ffn_hidden")
 
 
@@ -60,21 +68,21 @@ class Skipped(ValueError):
     """Raised if a row cannot be predicted. The message is the reason."""
 
 
-def read_rows(paths: Sequence[str | Path]) -> tuple[list[Row], dict[str, int]]:
-    """Read the rows that can be predicted, and count the skipped rows by reason.
+def read_rows(paths: Sequence[str | Path]) -> tuple[list[Row], dict[str, list[str]]]:
+    """Read the rows that can be predicted, and collect the names of skipped rows by reason.
 
     Raises:
         UserError: A file cannot be read or is not a table of runs, a cell has a value that its column does not allow,
             or a row names an unknown machine.
     """
     rows: list[Row] = []
-    skipped: dict[str, int] = {}
+    skipped: dict[str, list[str]] = {}
     for path in paths:
         for measured in read_table(Path(path)):
             try:
-                rows.append(row_of(measured))
+                rows.append(row_of(_corrected(measured)))
             except Skipped as reason:
-                skipped[str(reason)] = skipped.get(str(reason), 0) + 1
+                skipped.setdefault(str(reason), []).append(measured.row_id)
     return rows, skipped
 
 
@@ -111,12 +119,21 @@ def _checked(path: Path, line: int, record: dict[str | None, Any]) -> MeasuredRo
     return measured
 
 
+def _corrected(measured: MeasuredRow) -> MeasuredRow:
+    """Apply ``ERRATA`` to a row."""
+    changes = {column: right for (source, column, wrong), right in ERRATA.items()
+               if measured.source == source and getattr(measured, column) == wrong}  # fmt: skip
+    return measured.model_copy(update=changes)
+
+
 def row_of(measured: MeasuredRow) -> Row:
     """Convert a row to a workload. Raise ``Skipped`` with the reason if the planner cannot predict it."""
     if measured.precision == "nvfp4":
         raise Skipped("precision below 8 bits")
     if measured.architecture == "hybrid":
         raise Skipped("hybrid model")
+    if measured.lora:
+        raise Skipped("LoRA")
     if (measured.architecture == "moe" or measured.ep > 1) and not all(map(partial(getattr, measured), OF_EXPERTS)):
         raise Skipped("MoE model of unknown sizes")
     divided = measured.ep * (measured.pp or 1) * (measured.tp or 1 if measured.experts_over_tp else 1)
@@ -169,17 +186,25 @@ def _model(measured: MeasuredRow) -> Workload:
     inner = measured.ffn_hidden or 4 * hidden
     gated = measured.mlp in ("swiglu", "geglu")
     head_dim = measured.head_dim or hidden / heads
-    experts = measured.experts or 0
+    experts, latent = measured.experts or 0, measured.kv_lora_rank or 0
+    rope_dim, tied = measured.qk_rope_head_dim or 0, measured.tie_word_embeddings
+    windows = (measured.sliding_layers or measured.layers) if measured.sliding_window else 0
+    # Experts without a gate have two matrices. Gated experts that are 2/3 as wide have as many weights and FLOPs.
+    inner_of_expert = (measured.expert_ffn_hidden or 0) * (1 if measured.gated_experts else 2 / 3)
     return Workload(
         ModelShape(num_hidden_layers=measured.layers, hidden_size=hidden,
                    queries=heads * head_dim if measured.head_dim else hidden,
                    keys=(measured.kv_heads or heads) * head_dim,
                    head_dim=head_dim, intermediate_size=inner, gate_up=inner * (2 if gated else 1),
                    padded_vocab_size=measured.vocab or GPT_VOCABULARY,
-                   tie_word_embeddings=measured.mlp in ("gelu", "geglu"), rope=measured.mlp == "swiglu",
-                   rotated=measured.mlp == "swiglu",
+                   tie_word_embeddings=measured.mlp in ("gelu", "geglu") if tied is None else tied,
+                   rope=measured.mlp == "swiglu", rotated=measured.mlp == "swiglu",
+                   rotary_share=rope_dim / head_dim if latent else 1.0, sliding_window=measured.sliding_window or 0,
+                   sliding=windows / measured.layers,
+                   q_latent=measured.q_lora_rank or 0, kv_latent=latent, shared_key=rope_dim if latent else 0,
+                   latent_values=heads * (measured.v_head_dim or head_dim) if latent else 0,
                    num_experts=experts, num_experts_per_tok=measured.experts_per_token or 0,
-                   moe_intermediate_size=measured.expert_ffn_hidden or 0,
+                   moe_intermediate_size=inner_of_expert,
                    shared_expert_intermediate_size=measured.shared_ffn_hidden,
                    sparse=1 - measured.dense_layers / measured.layers if experts else 0),
         program=PROGRAMS[measured.program].flags,
@@ -189,12 +214,17 @@ def _model(measured: MeasuredRow) -> Workload:
 def _step(measured: MeasuredRow) -> dict[str, Any]:
     traits = PROGRAMS[measured.program]
     half_sums = measured.precision == "fp16" or measured.sharding in ("fsdp", "hsdp") or traits.half_sums
+    half_sums = half_sums and measured.program != "fourfold"
     return {
         "seq_length": measured.seq_len,
         "global_batch_size": measured.global_batch,
         "bits": 8 if measured.precision in FLOAT8 else 32 if measured.precision == "fp32" else 16,
-        "reduce_bytes": 2 if half_sums and measured.program != "fourfold" else 4,
+        "reduce_bytes": BYTES_OF.get(measured.reduce_dtype or "", 2 if half_sums else 4),
+        "weight_bytes": BYTES_OF[measured.master_weights],
+        "moment_bytes": BYTES_OF[measured.moments],
+        "optimizer": float(OPTIMIZERS.index(measured.optimizer)),
         "capacity": measured.capacity_factor or 0.0,
+        "imbalance": measured.imbalance,
     }
 
 
@@ -219,6 +249,7 @@ def _layout(measured: MeasuredRow, machine: Machine) -> dict[str, Any]:
         "micro_batch_size": measured.micro_batch, "z": z, "dp": copies / z, "zero": zero,
         "recompute": float(RECOMPUTE.index(measured.recompute or "none")), "recompute_every": measured.recompute_every,
         "cp_method": float(CP_METHODS.index(measured.cp_method)), "offload": measured.offload in ("inputs", "both"),
+        "schedule": float(SCHEDULES.index(measured.schedule)),
     }  # fmt: skip
 
 
@@ -251,10 +282,10 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
     overlap = measured.tp_overlap or traits.tp_overlap
     return {
         **shared,
-        **_chosen_kernels(measured),
         **_deepspeed(measured, traits),
         "fused": measured.compiled or traits.flags.fused,
         "fused_gate": measured.compiled or traits.flags.fused_gate,
+        "eager_loss": traits.flags.eager_loss and not measured.compiled,
         "keeps_float8_inputs": traits.flags.keeps_float8_inputs and measured.precision in FLOAT8,
         "split_residual": parallel_sequence,
         "regather": parallel_sequence and traits.flags.regather,
@@ -268,6 +299,12 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
         "tiled_mlp": measured.tiled == "both",
         "offloads_optimizer": measured.offload in ("optimizer", "both"),
         "recomputes_per_op": measured.recompute_what == "ops",
+        **_chosen_kernels(measured),
+        "recomputes_attention": measured.recompute_what != "activations",
+        "recomputes_mlp": measured.recompute_what == "activations",
+        "recomputes_norms": measured.recompute_what == "activations",
+        "autocast": measured.autocast,
+        "expandable_segments": measured.expandable_segments,
     }
 
 
@@ -282,9 +319,10 @@ def _chosen_kernels(measured: MeasuredRow) -> dict[str, Any]:
 
 
 def _deepspeed(measured: MeasuredRow, traits: Traits) -> dict[str, Any]:
-    shares = _shares_optimizer(measured)
+    shares, zero3 = _shares_optimizer(measured), measured.sharding == "zero3"
     return {
-        "host_operations": ZERO3_HOOKS if measured.sharding == "zero3" else traits.flags.host_operations,
+        "host_operations": ZERO3_HOOKS if zero3 else traits.flags.host_operations,
+        "gathers_per_block": ZERO3_MODULES if traits.deepspeed and zero3 else 1,
         "gradient_copy": traits.deepspeed and measured.precision == "fp16",
         "gradient_bytes": 6 if shares else 0,
         "all_reduces_gradients": shares,

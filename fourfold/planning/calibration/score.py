@@ -11,11 +11,16 @@ import numpy as np
 from fourfold.errors import UserError
 from fourfold.planning.array_fields import stack
 from fourfold.planning.calibration.fit import Calibration, fit
-from fourfold.planning.calibration.machine_constants import constants_for, is_calibrated
+from fourfold.planning.calibration.machine_constants import (
+    constants_for,
+    is_calibrated,
+    kind_of_step,
+    shipped_interval,
+)
 from fourfold.planning.calibration.rows import Row
 from fourfold.planning.cost.memory import peak_memory
 from fourfold.planning.cost.out_of_memory import p_out_of_memory
-from fourfold.planning.cost.step import step_seconds
+from fourfold.planning.cost.step import step_parts
 
 MIN_SWEEP, MIN_RANKED = 3, 8
 """Smallest number of rows in a sweep to compute its regret (``MIN_SWEEP``) and its rank correlation
@@ -37,6 +42,8 @@ class Scored:
     memory_gb: float
     p_oom: float
     """Probability of running out of memory."""
+    kind: str
+    """Which interval applies to the predicted seconds (``machine_constants.kind_of_step``)."""
 
     @property
     def error(self) -> float | None:
@@ -57,14 +64,9 @@ def fit_rows(rows: Sequence[Row], known: bool = True) -> Calibration:
     timed = [row for row in rows if row.seconds is not None and not row.doubt and not row.mixture]
     if not timed:
         raise UserError("no row to calibrate on has a step time; give step_seconds")
-    return fit(
-        stack([row.work for row in timed]),
-        stack([row.machine for row in timed]),
-        np.array([row.seconds for row in timed]),
-        [row.machine.name for row in timed],
-        [row.source for row in timed],
-        known,
-    )
+    work, machine = stack([row.work for row in timed]), stack([row.machine for row in timed])
+    names = [row.machine.name for row in timed], [row.source for row in timed]
+    return fit(work, machine, np.array([row.seconds for row in timed]), *names, known)
 
 
 def predict_rows(rows: Sequence[Row], calibration: Calibration, prefer_own: bool = False) -> list[Scored]:
@@ -84,29 +86,36 @@ def predict_rows(rows: Sequence[Row], calibration: Calibration, prefer_own: bool
             for row in rows
         ]
     )
-    seconds = np.broadcast_to(step_seconds(work, machine, constants), (len(rows),))
+    parts = step_parts(work, machine, constants)
     memory = peak_memory(work, machine)
     p_oom = p_out_of_memory(memory, work, machine)
-    return [
-        Scored(*values)
-        for values in zip(
-            rows, seconds.tolist(), np.asarray(memory / 1e9).tolist(), np.asarray(p_oom).tolist(), strict=True
-        )
-    ]
+    seconds, launch, memory_gb, p_oom = (
+        np.broadcast_to(values, len(rows)).tolist()
+        for values in (sum(parts.values()), parts["launch"], memory / 1e9, p_oom)
+    )
+    kinds = [kind_of_step(row.work, waits / total) for row, waits, total in zip(rows, launch, seconds, strict=True)]
+    return list(map(Scored, rows, seconds, memory_gb, p_oom, kinds))
 
 
-def predict_left_out(rows: Sequence[Row], by: str, known_source: bool = True) -> list[Scored]:
+def left_out_fits(rows: Sequence[Row], by: str) -> dict[str, Calibration]:
+    """For each source (or machine), return constants fitted to the rows of all other sources (or machines)."""
+    key = KEYS[by]
+    names = dict.fromkeys(map(key, rows))
+    return {name: fit_rows([row for row in rows if key(row) != name], known=False) for name in names}
+
+
+def predict_left_out(
+    rows: Sequence[Row], by: str, known_source: bool = True, fits: dict[str, Calibration] | None = None
+) -> list[Scored]:
     """Predict the rows of each source (or machine) with constants fitted to the rows of all other sources (or
     machines).
 
     If ``known_source`` is false, every row is predicted as if its source were new, even if the fit has rows of this
-    source on another machine.
+    source on another machine. ``fits`` are the results of ``left_out_fits``, if they are already known.
     """
-    key = KEYS[by]
-    scored = []
-    for name in dict.fromkeys(map(key, rows)):
-        fitted = fit_rows([row for row in rows if key(row) != name], known=False)
-        own = [row for row in rows if key(row) == name]
+    scored: list[Scored] = []
+    for name, fitted in (fits or left_out_fits(rows, by)).items():
+        own = [row for row in rows if KEYS[by](row) == name]
         found = predict_rows(own if known_source else [replace(row, source="") for row in own], fitted)
         scored += [replace(s, row=row) for s, row in zip(found, own, strict=True)]
     return scored
@@ -123,41 +132,40 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
     timed = [s for s in scored if s.error is not None]
     dense = [s for s in timed if s.row.dense_half]
     doubtful = [s for s in timed if s.row.doubt]
+    timed_mixtures = [s for s in mixtures if s.error is not None and not s.row.doubt]
     others = [s for s in timed if not s.row.dense_half and not s.row.doubt]
-    by_source = {source: errors_of([s for s in dense if s.row.source == source])
-                 for source in sorted({s.row.source for s in dense})}  # fmt: skip
     return {
-        "rows": len(dense),
-        **errors_of(dense),
-        "by_source": by_source,
+        **_errors_by_source(dense),
         "others": {"rows": len(others), **errors_of(others)},
         "doubtful": errors_of(doubtful),
-        "mixtures": mixtures_of(mixtures),
+        "mixtures": {**_errors_by_source(timed_mixtures), "memory": memory_of(mixtures)},
         "sweeps": sweeps_of(dense),
         "memory": memory_of(scored),
     }
 
 
-def mixtures_of(scored: Sequence[Scored]) -> dict[str, Any]:
-    """Score the step times of MoE models by source, without doubtful rows, and the memory of MoE models."""
-    timed = [s for s in scored if s.error is not None and not s.row.doubt]
-    by_source = {source: errors_of([s for s in timed if s.row.source == source])
-                 for source in sorted({s.row.source for s in timed})}  # fmt: skip
-    return {"rows": len(timed), **errors_of(timed), "by_source": by_source, "memory": memory_of(scored)}
+def _errors_by_source(scored: Sequence[Scored]) -> dict[str, Any]:
+    sources = sorted({s.row.source for s in scored})
+    by_source = {source: errors_of([s for s in scored if s.row.source == source]) for source in sources}
+    return {"rows": len(scored), **errors_of(scored), "by_source": by_source}
 
 
 def errors_of(scored: Sequence[Scored]) -> Statistics:
-    """Return the number of rows, the median, mean, and largest absolute relative error of their step times, and the
-    mean signed error (bias). Every row must have a step time."""
+    """Return the number of rows, the median, mean, and largest absolute relative error of their step times, the mean
+    signed error (bias), and the fraction of rows inside the 90 % interval. Every row must have a step time."""
     if not scored:
-        return {"count": 0, "median_abs_error": None, "mean_abs_error": None, "max_abs_error": None, "bias": None}
+        return {"count": 0, **dict.fromkeys(("median_abs_error", "mean_abs_error", "max_abs_error", "bias",
+                                             "inside_interval"))}  # fmt: skip
     errors = np.array([s.error for s in scored])
+    factors = [shipped_interval(s.row.machine, s.kind, s.row.work) for s in scored]
+    inside = [f[0] <= 1 / (1 + error) <= f[1] for f, error in zip(factors, errors, strict=True) if f is not None]
     return {
         "count": len(errors),
         "median_abs_error": float(np.median(np.abs(errors))),
         "mean_abs_error": float(np.abs(errors).mean()),
         "max_abs_error": float(np.abs(errors).max()),
         "bias": float(errors.mean()),
+        "inside_interval": float(np.mean(inside)) if inside else None,
     }
 
 

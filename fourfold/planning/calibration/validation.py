@@ -28,8 +28,8 @@ class Validation:
 
     constants: str
     """Where the constants come from, as a phrase for the user."""
-    skipped: dict[str, int]
-    """Number of skipped rows by reason."""
+    skipped: dict[str, list[str]]
+    """Names of skipped rows, by reason."""
     scored: list[Scored]
     """The rows with their predictions."""
     machine_only: list[Scored]

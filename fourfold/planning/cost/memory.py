@@ -224,7 +224,9 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
     # activations are freed.
     late = np.where(is_replicated(work) & program.is_fourfold, complete - step.reduce_bytes * entries, 0)
     single = entries_without_second_moment(work, layers, tables) / (layout.x * layout.y)
-    optimizer = np.where(program.half_weights, 12 * entries - 4 * single, step.moment_bytes * (2 * entries - single))
+    # Frameworks with 16-bit weights also store the optimizer's weights, if these have another type.
+    master = np.where(program.half_weights & (step.weight_bytes > item), step.weight_bytes * entries, 0)
+    optimizer = master + step.moment_bytes * (2 * entries - single)
     optimizer = (optimizer + np.where(step.averaged, AVERAGE_BYTES * entries, 0)) / shards
     copied = late + np.where(program.gradient_copy, 4 * entries / shards, 0)
     return parameters, gradients - late, optimizer, copied
@@ -277,7 +279,7 @@ def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: 
     does not gather the embedding, because the embedding's gradient does not depend on its weight. If weights are
     gathered once per step, the head is gathered last, and FSDP2 keeps its buffer until the next gather."""
     layout, step, program = work.layout, work.step, work.program
-    item = step.item_bytes / (layout.x * layout.y)
+    item = np.where(program.autocast, step.weight_bytes, step.item_bytes) / (layout.x * layout.y)
     every = item * (layers * work.block_weights + tables.every)
     buffer = item * np.where(np.asarray(work.micro_batches) == 1, tables.own_head, 0)
     held = np.where(_is_resharded(work), item * (gathered + tables.head), every + buffer)

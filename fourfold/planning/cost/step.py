@@ -23,7 +23,7 @@ from fourfold.planning.cost.exposed import (
 from fourfold.planning.cost.optimizer_cost import moved_bytes, muon_seconds
 from fourfold.planning.cost.stage_split import split_of
 from fourfold.planning.cost.terms.bubble import bubble_seconds
-from fourfold.planning.cost.terms.host import OPTIMIZER_KERNELS, overlapped
+from fourfold.planning.cost.terms.host import BLOCKING, OPTIMIZER_KERNELS, overlapped
 from fourfold.planning.cost.weight_traffic import WeightTraffic, gathered_once_a_step, weight_traffic
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
@@ -200,14 +200,14 @@ def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
     of_core = block.linear_launch * (1 - again)
     host = (block.launch_forward * (1 + again) + block.launch_backward + of_core) * (1 - program.captured)
     if not has_experts(work):
-        return np.where(program.blocking, host, overlapped(device, host) - device)
+        return np.where(program.blocking, BLOCKING * host, overlapped(device, host) - device)
     of_experts = experts.forward * (1 + again) + experts.backward
     own = (experts.launch * (1 + again) + experts.launch_backward) * (1 - program.captured_experts)
     rest = device - of_experts
     waits = overlapped(rest, host) - rest + overlapped(of_experts, own) - of_experts
     knows = (work.step.capacity > 0) & ~np.asarray(program.is_fourfold, bool)
     waits = np.where(knows, overlapped(device, host + own) - device, waits)
-    return np.where(program.blocking, host + own, waits)
+    return np.where(program.blocking, BLOCKING * (host + own), waits)
 
 
 def _ends(work: Workload, machine: Machine, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> _Ends:

@@ -51,7 +51,10 @@ def tensor_bytes(work: Workload) -> TensorBytes:
     group = model.queries / model.keys
     kv_heads = np.where(heads % group == 0, heads / group, np.where(heads < group, 1, heads))
     return TensorBytes(
-        residual=token * model.hidden_size / (layout.y * np.where(program.split_residual, layout.x, 1)),
+        residual=token
+        * np.where(program.autocast, 4 / work.step.item_bytes, 1)
+        * model.hidden_size
+        / (layout.y * np.where(program.split_residual, layout.x, 1)),
         gathered=token * model.hidden_size / layout.y,
         queries=token * model.queries / (layout.x * layout.y),
         keys=token * kv_heads * model.head_dim / np.where(split == "batch", layout.y, 1),

@@ -87,7 +87,8 @@ def weight_traffic_seconds(
 
     def gathered_and_scattered(group: ShardGroup) -> Number:
         scattered = np.where(work.program.scatter_bytes > 0, work.program.scatter_bytes, step.reduce_bytes)
-        return shard_seconds(gathers * item * weights, gathers, group) + shard_seconds(scattered * weights, 1, group)
+        gathered = shard_seconds(gathers * item * weights, gathers * work.program.gathers_per_block, group)
+        return gathered + shard_seconds(scattered * weights, 1, group)
 
     again = shard_seconds((gathers - 1) * item * weights, gathers - 1, z_group)
     scattered = np.where(layout.zero == 2, 1.0, 0.0)

@@ -16,6 +16,9 @@ FUSED_SHARE = 0.5
 """Fraction of these kernels that remain if norms, rotary embeddings, and attention are fused."""
 COLLECTIVE_KERNELS = 3.0
 """Number of launches per collective: the copies before and after it, and the events that order streams."""
+BLOCKING = 1.5
+"""Host time of a kernel if the host waits for its end, relative to the time of a launch. The driver takes about 5 µs to
+notify the host (an assumption)."""
 OPTIMIZER_KERNELS = 60.0
 """Number of launches of fused AdamW, gradient norm, and clipping, which are multi-tensor kernels."""
 
@@ -43,6 +46,10 @@ GROUPED_KERNELS = 4.0
 KERNELS_OF_AN_EXPERT, BACKWARD_KERNELS_OF_AN_EXPERT = 2.0, 4.0
 """Number of matmuls per expert if each matmul is launched separately (Transformer Engine's GroupedLinear), in
 forward and backward."""
+PARAMETERS_OF_AN_EXPERT, BACKWARD_PARAMETERS_OF_AN_EXPERT = 2.0, 6.0
+"""Host time per expert to handle its two weights as separate parameters, in units of a launch: views and saved tensors
+in forward, and gradient buffers and the hooks of data parallelism in backward. (On H100s, a block of Megatron-LM takes
+0.15 to 0.19 ms longer per additional expert on a rank.)"""
 FLOAT8_KERNELS = 3.0
 """Number of additional launches per expert matmul in 8 bits: one launch rounds an input, and two launches reorder
 scales."""
@@ -54,7 +61,10 @@ def expert_launches(
     """Return the launch counts of a router and its experts on a rank, in forward and backward."""
     shared = ROUTER_KERNELS * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives
     each = experts * (1 + np.where(in_8, FLOAT8_KERNELS, 0.0))
-    one_by_one = KERNELS_OF_AN_EXPERT * each + 2, BACKWARD_KERNELS_OF_AN_EXPERT * each + 4
+    one_by_one = (
+        KERNELS_OF_AN_EXPERT * each + PARAMETERS_OF_AN_EXPERT * experts + 2,
+        BACKWARD_KERNELS_OF_AN_EXPERT * each + BACKWARD_PARAMETERS_OF_AN_EXPERT * experts + 4,
+    )
     forward, backward = (
         shared + np.where(grouped, GROUPED_KERNELS * times, each_way)
         for times, each_way in zip((1, 2), one_by_one, strict=True)
