@@ -1,0 +1,119 @@
+"""Score methods on tasks. All methods answer the same questions after the same dense pass over the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from benchmarks.sparse_attention.decoding import Decoder, stacked
+from benchmarks.sparse_attention.rivals.interface import Rival
+from benchmarks.sparse_attention.tasks import (
+    EQUALS,
+    HAYSTACK_TASKS,
+    Document,
+    Turns,
+    haystack,
+    tail_of,
+    word_list,
+)
+
+LONGEST_TAIL = 64
+"""Largest number of tokens of a question and its answers."""
+
+Makers = Callable[[], dict[str, Rival]]
+"""Returns the methods to compare. Called again for each batch of questions."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The result of one method for one question."""
+
+    task: str
+    length: int
+    context: int
+    """Index of the context. Questions about the same context are not independent."""
+    question: int
+    method: str
+    right: float
+    """Share of the answers that are right, if the model is given the right earlier answers."""
+    share: float
+    """What the method read, as a share of what dense attention reads."""
+
+
+def documents(task: str, length: int, count: int, seed: int) -> list[Document]:
+    """Return contexts that training has not seen. All needle tasks have the same contexts.
+
+    Args:
+        task: One of ``TASKS``.
+        length: Number of tokens of a context.
+        count: Number of contexts.
+        seed: Seed of the first context.
+    """
+    if task in HAYSTACK_TASKS:
+        return [haystack(length, np.random.default_rng([seed, length, number])) for number in range(count)]
+    return [word_list(length, np.random.default_rng([seed, length, number]), task) for number in range(count)]
+
+
+def evaluate(
+    decoder: Decoder,
+    tasks: Sequence[str],
+    length: int,
+    make: Makers,
+    *,
+    contexts: int,
+    questions: int,
+    batch: int,
+    seed: int,
+) -> Iterator[Answered]:
+    """Yield the result of every method for every question.
+
+    Args:
+        decoder: The model.
+        tasks: Tasks. Tasks with the same contexts share a prefill if they are neighbors in the list.
+        length: Number of tokens of a context.
+        make: Returns the methods.
+        contexts: Number of contexts for each task.
+        questions: Largest number of questions about a context for each task.
+        batch: Number of contexts that are processed together.
+        seed: Seed of the contexts.
+    """
+    shared = [
+        [task for task in tasks if task in HAYSTACK_TASKS],
+        *([task] for task in tasks if task not in HAYSTACK_TASKS),
+    ]
+    for group in filter(None, shared):
+        made = documents(group[0], length, contexts, seed)
+        for first in range(0, contexts, batch):
+            part = made[first : first + batch]
+            decoder.prefill(stacked([document.context.tolist() for document in part]))
+            for task in group:
+                count = min(questions, *(len(document.questions[task]) for document in part))
+                for number in range(count):
+                    asked = [document.questions[task][number] for document in part]
+                    for method, right, share in answer(decoder, asked, make()):
+                        for row, of_row in enumerate(right):
+                            yield Answered(task, length, first + row, number, method, of_row, share)
+
+
+def answer(
+    decoder: Decoder, asked: Sequence[Turns], rivals: dict[str, Rival]
+) -> Iterator[tuple[str, list[float], float]]:
+    """Yield each method's name, the share of right answers of each row, and the share of dense bytes that it read.
+
+    The tokens of the question before its first EQUALS belong to the prompt. From this EQUALS on, the method decodes
+    every token. It gets the right answers as its input.
+    """
+    tails = [tail_of(turns) for turns in asked]
+    begin = tails[0].index(EQUALS)
+    fed = stacked([tail[begin:-1] for tail in tails])
+    expected = stacked([tail[begin + 1 :] for tail in tails])
+    with decoder.returning():
+        decoder.extend(stacked([tail[:begin] for tail in tails]))
+        for method, rival in rivals.items():
+            predicted = decoder.decode(rival, fed).argmax(-1)
+            is_answer = fed == EQUALS
+            right = ((predicted == expected) & is_answer).sum(1) / is_answer.sum(1)
+            yield method, torch.as_tensor(right).tolist(), rival.share

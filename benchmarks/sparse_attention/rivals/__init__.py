@@ -1,0 +1,1 @@
+"""Ways to choose the keys that a decoding step reads, one method per file."""

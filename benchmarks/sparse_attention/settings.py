@@ -1,0 +1,143 @@
+"""Make every method for a budget: a share of the bytes that dense attention reads, with scoring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from benchmarks.sparse_attention.rivals.eviction import H2O, SnapKV, StreamingLLM
+from benchmarks.sparse_attention.rivals.exact import Dense, ExactTopK, RandomKeys
+from benchmarks.sparse_attention.rivals.interface import ACCUMULATOR_ELEMENTS, Rival
+from benchmarks.sparse_attention.rivals.loki import Loki, LokiSharedBudget
+from benchmarks.sparse_attention.rivals.quest import Quest
+from benchmarks.sparse_attention.rivals.sparq import SparQ
+from benchmarks.sparse_attention.rivals.tidal import TidalDecode
+from benchmarks.sparse_attention.rivals.top_p import TopP
+from fourfold.inference.loki import LokiBasis, LokiConfig
+
+SINKS = 4
+SNAPKV_WINDOW = 32
+SPARQ_RECENT = 4
+"""SparQ always chooses the last k / 4 keys."""
+
+BOUNDS = ("exact top-k", "exact top-p")
+"""Methods that do not count the keys that they read to choose. They are bounds, not rivals."""
+
+
+@dataclass(frozen=True)
+class LokiSettings:
+    """The settings of a variant of Loki that are the same for all budgets."""
+
+    sink: int = 0
+    recent: float = 0.0
+    """Number of last keys that are always chosen, as a share of k."""
+    is_shared: bool = False
+    """Whether the KV heads of a layer share a budget of keys."""
+    is_top_p: bool = False
+    kind: str = "best"
+    """Kind of the basis, as in ``LokiConfig.basis``."""
+
+
+LOKI = "Loki"
+VARIANTS = {
+    LOKI: LokiSettings(),
+    "Loki, sinks and recent keys": LokiSettings(SINKS, 0.25),
+    "Loki, shared budget": LokiSettings(is_shared=True),
+    "Loki, top-p": LokiSettings(is_top_p=True),
+}
+METHODS = (
+    *VARIANTS,
+    "Quest",
+    "SparQ",
+    "TidalDecode",
+    "SnapKV",
+    "H2O",
+    "StreamingLLM",
+    "random",
+    *BOUNDS,
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What methods need to know about a model."""
+
+    basis: LokiBasis
+    inverse_frequencies: Tensor
+    dims: Mapping[tuple[str, float], int] = field(default_factory=dict)
+    """How many dims, channels, or tokens of a page each method uses, by method and budget. They were chosen on other
+    contexts."""
+    thresholds: Mapping[tuple[str, float, int], float] = field(default_factory=dict)
+    """p of top-p, by method, budget, and length."""
+
+
+def keys_within(budget: float, length: int, head_dim: int, scoring: float) -> int:
+    """Return how many keys fit into a budget after scoring, at most ``length``.
+
+    Args:
+        budget: Share of dense bytes.
+        length: Number of cached keys.
+        head_dim: Size of a head.
+        scoring: Elements of the cache that scoring reads for each KV head.
+    """
+    return min(length, int((budget * 2 * head_dim * length - scoring) / (2 * head_dim)))
+
+
+def rival(name: str, budget: float, length: int, setup: Setup) -> Rival | None:
+    """Return a method that reads at most a share of the dense bytes, or None if it would read no key.
+
+    Args:
+        name: Name of the method.
+        budget: Share of the bytes that dense attention reads.
+        length: Number of cached keys at the first step.
+        setup: The model.
+    """
+    d = setup.basis.head_dim
+    plain = keys_within(budget, length, d, 0)
+    if name in VARIANTS:
+        return loki(name, VARIANTS[name], budget, length, setup)
+    if name == "Quest":
+        return quest(budget, length, setup)
+    if name == "SparQ":
+        r = setup.dims[name, budget]
+        k = keys_within(budget, length, d, r * length)
+        return SparQ(k, r, max(1, k // SPARQ_RECENT)) if k >= 1 else None
+    if name == "TidalDecode":
+        # The first layer is dense and chooses for all other layers.
+        layers = setup.basis.layers
+        k = int((budget * layers - 1) * length / (layers - 1))
+        return TidalDecode(k, 0) if k >= 1 else None
+    if name == "H2O":
+        k = int(plain * d / (d + ACCUMULATOR_ELEMENTS / 2))
+        return H2O(k, max(1, k // 2))
+    made: dict[str, Rival] = {
+        "dense": Dense(),
+        "exact top-k": ExactTopK(plain),
+        "exact top-p": TopP(ExactTopK(plain), setup.thresholds.get(("exact top-p", budget, length), 1.0)),
+        "random": RandomKeys(plain),
+        "StreamingLLM": StreamingLLM(plain, SINKS, setup.inverse_frequencies),
+        "SnapKV": SnapKV(plain, min(SNAPKV_WINDOW, plain // 2)),
+    }
+    return made[name]
+
+
+def quest(budget: float, length: int, setup: Setup) -> Quest | None:
+    """Return Quest with the chosen page size. If not even one page fits, return None."""
+    size, d = setup.dims["Quest", budget], setup.basis.head_dim
+    pages = keys_within(budget, length, d, 2 * d * -(-length // size)) // size
+    return Quest(pages, size) if pages >= 1 else None
+
+
+def loki(name: str, settings: LokiSettings, budget: float, length: int, setup: Setup) -> Rival | None:
+    """Return a variant of Loki."""
+    dims = setup.dims[name, budget]
+    k = keys_within(budget, length, setup.basis.head_dim, dims * length)
+    if k < 1:
+        return None
+    sink, recent = min(settings.sink, k // 4), int(settings.recent * k)
+    config = LokiConfig(d=dims, k=k, sink=sink, recent=recent, min_seq=0, basis=settings.kind)
+    bases = [setup.basis.of_layer(layer, config) for layer in range(setup.basis.layers)]
+    made = (LokiSharedBudget if settings.is_shared else Loki)(bases, config)
+    return TopP(made, setup.thresholds.get((name, budget, length), 1.0), 4 * k) if settings.is_top_p else made

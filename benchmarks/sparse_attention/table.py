@@ -1,0 +1,76 @@
+"""Turn results into tables: means with intervals from a bootstrap over contexts, paired between methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.sparse_attention.evaluate import Answered
+
+RESAMPLES = 2000
+SOLVED = 0.9
+"""A task counts at a length if dense attention gives at least this share of right answers."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and the ends of its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.mean:.0f} ({100 * self.low:.0f}–{100 * self.high:.0f})"
+
+
+class Results:
+    """Shares of right answers by method, budget, length, and task, for each context."""
+
+    def __init__(self, answered: Iterable[tuple[float, Answered]]) -> None:
+        sums: dict[tuple[str, float, int, str], dict[int, list[float]]] = {}
+        shares: dict[tuple[str, float, int], list[float]] = {}
+        for budget, each in answered:
+            key = (each.method, budget, each.length, each.task)
+            sums.setdefault(key, {}).setdefault(each.context, []).append(each.right)
+            shares.setdefault(key[:3], []).append(each.share)
+        self.by_context = {
+            key: np.array([np.mean(found[context]) for context in sorted(found)]) for key, found in sums.items()
+        }
+        self.shares = {key: float(np.mean(found)) for key, found in shares.items()}
+
+    def solved(self, length: int, tasks: Sequence[str]) -> list[str]:
+        """Return the tasks that dense attention solves at a length."""
+        return [task for task in tasks if self.by_context["dense", 1.0, length, task].mean() >= SOLVED]
+
+    def mean(self, method: str, budget: float, length: int, tasks: Sequence[str]) -> Estimate | None:
+        """Return the mean over tasks, or None if the method does not fit into the budget."""
+        rows = self._rows(method, budget, length, tasks)
+        return None if rows is None else estimate(rows)
+
+    def difference(self, method: str, other: str, budget: float, length: int, tasks: Sequence[str]) -> Estimate | None:
+        """Return the mean over tasks of a method minus the mean of another method, on the same questions."""
+        rows, others = (self._rows(name, budget, length, tasks) for name in (method, other))
+        return None if rows is None or others is None else estimate(rows - others)
+
+    def _rows(self, method: str, budget: float, length: int, tasks: Sequence[str]) -> NDArray[np.float64] | None:
+        found = [self.by_context.get((method, budget, length, task)) for task in tasks]
+        if not found or any(each is None for each in found):
+            return None
+        return np.stack([each for each in found if each is not None])
+
+
+def estimate(rows_TC: NDArray[np.float64]) -> Estimate:
+    """Return the mean over tasks and contexts, with an interval from resampled contexts.
+
+    Args:
+        rows_TC: Shares of right answers for each task and context. Contexts with the same index are resampled together.
+    """
+    rng = np.random.default_rng(0)
+    by_context_C = rows_TC.mean(0)
+    drawn = by_context_C[rng.integers(0, len(by_context_C), (RESAMPLES, len(by_context_C)))].mean(1)
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return Estimate(float(by_context_C.mean()), float(low), float(high))
