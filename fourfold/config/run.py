@@ -194,9 +194,6 @@ class MetricsConfig(Strict):
     """Also record the run in Weights & Biases (needs the extra `wandb`)."""
     project: str = Field("fourfold", min_length=1, max_length=128)
     """Project of the run in Weights & Biases."""
-    machine: PathText | None = None
-    """One of the planner's machines, or a machine file. After ten steps, the run compares its speed with the planner's
-    prediction. On a CPU, this needs a file that `fourfold machine calibrate` wrote."""
 
 
 class RunConfig(Strict):
@@ -288,12 +285,6 @@ class RunConfig(Strict):
             raise ValueError(
                 f"lora.rank = {self.lora.rank} freezes the biases of routers, and moe.bias_update_rate = "
                 f"{self.moe.bias_update_rate} moves them; moe.bias_update_rate = 0 works"
-            )
-        unpredicted = {"lora": self.lora.rank, "dpo": self.dpo.beta}
-        for section in (name for name, given in unpredicted.items() if given and self.metrics.machine is not None):
-            raise ValueError(
-                f"metrics.machine = '{self.metrics.machine}' compares with the planner, which does not predict "
-                f"{section}; leave metrics.machine out"
             )
         return self
 
