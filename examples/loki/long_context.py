@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sysconfig
+from dataclasses import asdict
 from pathlib import Path
 
 from fourfold.data.transformers_tokenizer import load_any_tokenizer
@@ -61,7 +62,7 @@ def continue_with_both(model: object, basis: LokiBasis, text: object, prompt: st
         if name == "loki":
             enable_loki(model, basis, LokiConfig(k_f=0.25, d_f=0.25, min_seq=0))
         done = generate(model, text, prompt, CONTEXT - 900, Sampling())
-        print(f"\n{name}: {done.text[:70]!r} …\n{generation_line(done.record())}")
+        print(f"\n{name}: {done.text[:70]!r} …\n{generation_line(asdict(done))}")
     disable_loki(model)
 
 

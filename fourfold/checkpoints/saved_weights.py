@@ -54,17 +54,3 @@ class SavedWeights:
         whole = torch.empty([s.stop - s.start for s in slices], dtype=self.dtypes[name])
         read_boxes(self.path, self._layout, {self._stored[name]: (whole, slices)})
         return whole if expert is None else whole[0]
-
-    def fill(self, weights: dict[str, Tensor]) -> None:
-        """Overwrite tensors with the full parameters of these names.
-
-        Raises:
-            UserError: The checkpoint has no such parameter in this shape.
-        """
-        for name, whole in weights.items():
-            if tuple(whole.shape) != self.shapes.get(name):
-                raise UserError(f"{self.path} has no {name} of shape {list(whole.shape)}")
-        boxes = {
-            self._stored[name]: (whole, tuple(slice(0, n) for n in whole.shape)) for name, whole in weights.items()
-        }
-        read_boxes(self.path, self._layout, boxes)

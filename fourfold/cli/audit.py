@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import AsJson, Overrides, show
+from fourfold.cli.options import AsJson, Overrides, TopK, TopP, show
 from fourfold.data.progress import working
 from fourfold.errors import UserError
 
@@ -50,10 +50,8 @@ def audit(
     tokenizer: Annotated[str | None, typer.Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
     text_key: Annotated[str, typer.Option(help="The key that holds the text.")] = "text",
     temperature: Annotated[float, typer.Option(help="Temperature of an attacker that draws tokens at random.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw from this many of the most likely tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Draw from the most likely tokens that together have this probability.")
-    ] = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
     generate: Annotated[int, typer.Option(help="Number of members, and of controls, to continue token by token.")] = 0,
     beams: Annotated[
         int, typer.Option(help="Search for near-verbatim continuations of these documents with this many beams.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -21,10 +22,8 @@ def generate(
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the text.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 100,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw from this many of the most likely tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Draw from the most likely tokens that together have this probability.")
-    ] = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     basis: Annotated[
         Path | None,
@@ -78,4 +77,4 @@ def generate(
             enable_loki(opened, ranked_by, config, capacity=capacity)
         write = (lambda text: None) if as_json else partial(print, end="", flush=True)
         done = continue_text(opened, text, prompt, max_new_tokens, sampling, write)
-    show(done.record(), as_json, lambda record: print(f"\n\n{generation_line(record)}"))
+    show(asdict(done), as_json, lambda record: print(f"\n\n{generation_line(record)}"))

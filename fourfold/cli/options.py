@@ -44,6 +44,10 @@ ModelName = Annotated[
 TokenizerName = Annotated[str | None, typer.Option(metavar="DIR|ID|bytes", help="Default: the model's own.")]
 DtypeName = Annotated[StoredDtype, typer.Option(help="Dtype of the weights. auto is the stored dtype.")]
 DeviceName = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")]
+TopK = Annotated[int | None, typer.Option(help="Draw from this many of the most likely tokens.")]
+TopP = Annotated[
+    float | None, typer.Option(help="Draw from the most likely tokens that together have this probability.")
+]
 LokiValues = Annotated[
     list[str],
     typer.Option(

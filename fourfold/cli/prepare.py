@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer._click.core import ParameterSource
 
 from fourfold.errors import UserError
 from fourfold.reports.numbers import counted
@@ -18,11 +20,13 @@ if TYPE_CHECKING:
 _of_text = partial(typer.Option, rich_help_panel="Options of --format text")
 """Define an option that applies only to --format text."""
 
-CANARY_DEFAULTS = ("0,1,4,16", 100, 0.0, 0, None)
-"""Defaults of --repeats, --canary-tokens, --canary-noise, --canary-shift, and --canaries-from."""
+CANARY_OPTIONS = ("repeats", "canary_tokens", "canary_noise", "canary_shift", "canaries_from")
+TEXT_OPTIONS = ("train_tokenizer", "canaries", *CANARY_OPTIONS, "workers", "text_key", "force")
+CONVERSATION_OPTIONS = ("chat_template", "ignore_key")
 
 
 def prepare(
+    command_line: typer.Context,
     inputs: Annotated[
         list[str],
         typer.Argument(
@@ -102,33 +106,22 @@ def prepare(
     from fourfold.data.canaries import Canaries
     from fourfold.data.prepare_conversations import prepare_conversations
 
-    given = (repeats, canary_tokens, canary_noise, canary_shift, canaries_from)
+    refused = _given(command_line, CONVERSATION_OPTIONS if format == "text" else TEXT_OPTIONS)
+    if refused:
+        raise UserError(f"--format {format} does not take {refused[0]}; leave {refused[0]} out")
     common: dict[str, Any] = {"tokenizer": tokenizer, "eos_token": eos_token, "bos_token": bos_token}
     common["validation_fraction"] = validation_fraction
     if format != "text":
-        refused = {
-            "--train-tokenizer": train_tokenizer,
-            "--canaries": canaries,
-            "--repeats or a --canary option": given != CANARY_DEFAULTS,
-            "--workers": workers,
-            "--text-key": text_key != "text",
-            "--force": force,
-        }
-        for name, value in refused.items():
-            if value:
-                raise UserError(f"--format {format} does not take {name}; leave {name} out")
         if tokenizer is None:
             raise UserError(f"--format {format} needs --tokenizer DIR, the model's folder")
         template, keys = chat_template, ignore_key or ()
         summary = prepare_conversations(inputs, out, chat_template=template, ignored_keys=keys, format=format, **common)
         _show(summary)
         return
-    if chat_template is not None or ignore_key:
-        raise UserError(f"--format {format} takes no --chat-template and no --ignore-key; leave them out")
     wanted = None
     if canaries is not None:
         wanted = Canaries(canaries, _numbers(repeats), canary_tokens, canary_noise, canary_shift, canaries_from)
-    elif given != CANARY_DEFAULTS:
+    elif _given(command_line, CANARY_OPTIONS):
         raise UserError("--repeats and the --canary options need --canaries N, such as --canaries 200")
     try:
         summary = data.prepare(
@@ -145,6 +138,12 @@ def prepare(
         kept = f"; what is finished stays in {out}.parts for the next attempt" if Path(f"{out}.parts").exists() else ""
         raise UserError(f"{error}{kept}") from error
     _show(summary)
+
+
+def _given(command_line: typer.Context, names: Sequence[str]) -> list[str]:
+    """Return those of the options that the user has given, such as --text-key."""
+    given = [name for name in names if command_line.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    return [f"--{name.replace('_', '-')}" for name in given]
 
 
 def _show(summary: PrepareSummary) -> None:

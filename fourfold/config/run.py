@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -231,112 +232,107 @@ class RunConfig(Strict):
     sample: SampleConfig = SampleConfig()
 
     @model_validator(mode="after")
-    def _rounding_needs_bf16(self) -> RunConfig:
-        if self.optimizer.stochastic_rounding and self.training.master_weights != "bf16":
-            raise ValueError(
-                "optimizer.stochastic_rounding = true needs training.master_weights = 'bf16', and it is 'fp32'; "
-                "stochastic_rounding = false works"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _streams_share_the_batch(self) -> RunConfig:
-        if self.training.global_batch_size % self.data.streams:
-            raise ValueError(
-                f"data.streams = {self.data.streams} does not divide training.global_batch_size = "
-                f"{self.training.global_batch_size}; data.streams = "
-                f"{math.gcd(self.data.streams, self.training.global_batch_size)} works"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _there_are_experts(self) -> RunConfig:
-        given = [key for key in MoEConfig.model_fields if getattr(self.moe, key)]
-        if given and not self.model.num_experts:
-            raise ValueError(
-                f"moe.{given[0]} = {getattr(self.moe, given[0])} is for MoE models, and "
-                f"model.num_experts = 0; moe.{given[0]} = 0 works"
-            )
-        if self.moe.bias_update_rate and not self.model.router_bias:
-            raise ValueError(
-                f"moe.bias_update_rate = {self.moe.bias_update_rate} needs model.router_bias, which is false; "
-                "router_bias = true works, and so does bias_update_rate = 0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _canaries_fit(self) -> RunConfig:
-        if self.audit.interval and self.audit.suffix > self.training.seq_length:
-            raise ValueError(
-                f"audit.suffix = {self.audit.suffix} is more than training.seq_length = {self.training.seq_length}, "
-                f"and a canary is cut to what the model sees; audit.suffix = {self.training.seq_length} works"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_fit(self) -> RunConfig:
-        if self.lora.rank and self.parallel.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
-            raise ValueError(
-                f"parallel.schedule = '{self.parallel.schedule}' computes weight gradients separately, but "
-                f"lora.rank = {self.lora.rank} leaves almost none; schedule = '1F1B' or 'Interleaved1F1B' works"
-            )
-        if self.lora.rank and self.training.float8 != "none":
-            raise ValueError(
-                f"lora.rank = {self.lora.rank} keeps frozen weights in bf16, and training.float8 = "
-                f"'{self.training.float8}'; set training.float8 = 'none'"
-            )
-        if self.lora.rank and self.moe.bias_update_rate:
-            raise ValueError(
-                f"lora.rank = {self.lora.rank} freezes the biases of routers, and moe.bias_update_rate = "
-                f"{self.moe.bias_update_rate} moves them; moe.bias_update_rate = 0 works"
-            )
-        unpredicted = {"lora": self.lora.rank, "dpo": self.dpo.beta}
-        for section in (name for name, given in unpredicted.items() if given and self.metrics.machine is not None):
-            raise ValueError(
-                f"metrics.machine = '{self.metrics.machine}' compares with the planner, which does not predict "
-                f"{section}; leave metrics.machine out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _pairs_stay_together(self) -> RunConfig:
-        if not self.dpo.beta:
-            if self.data.format == "preferences":
-                raise ValueError("data.format = 'preferences' is for [dpo], and dpo.beta = 0; dpo.beta = 0.1 works")
-            return self
-        if self.data.format != "preferences":
-            raise ValueError(
-                f"dpo.beta = {self.dpo.beta} compares answers in pairs, and data.format = '{self.data.format}' has "
-                "none; data.format = 'preferences' works, or dpo.beta = 0"
-            )
-        if self.training.micro_batch_size % 2:
-            raise ValueError(
-                f"training.micro_batch_size = {self.training.micro_batch_size} must be even with dpo: the two answers "
-                f"of a pair are in one micro-batch; micro_batch_size = {self.training.micro_batch_size + 1} works"
-            )
-        if self.masks.goldfish.strategy != "none":
-            raise ValueError(
-                f"dpo.beta = {self.dpo.beta} compares whole answers, and masks.goldfish.strategy = "
-                f"'{self.masks.goldfish.strategy}' leaves tokens out; strategy = 'none' works"
-            )
-        if self.moe.capacity_factor:
-            raise ValueError(
-                f"moe.capacity_factor = {self.moe.capacity_factor} drops rows in training, and dpo compares with a "
-                "reference that drops none; set moe.capacity_factor = 0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_roll_back_has_a_checkpoint(self) -> RunConfig:
-        for key in ("non_finite", "spike"):
-            if getattr(self.checks, key) == "roll_back" and not self.checkpoint.interval:
-                raise ValueError(
-                    f"checks.{key} = 'roll_back' returns to a checkpoint, and checkpoint.interval = 0 saves none "
-                    "before the end; checkpoint.interval = 100 works"
-                )
+    def _sections_fit(self) -> RunConfig:
+        if conflict := next(_conflicts(self), None):
+            raise ValueError(conflict)
         return self
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Return the number of micro-batches that each rank runs per optimizer step."""
         return self.training.global_batch_size // (self.training.micro_batch_size * self.parallel.batch_ranks)
+
+
+def _conflicts(run: RunConfig) -> Iterator[str]:
+    """Yield a sentence for each key whose value does not fit another section, with a value that works."""
+    training, moe = run.training, run.moe
+    if run.optimizer.stochastic_rounding and training.master_weights != "bf16":
+        yield (
+            "optimizer.stochastic_rounding = true needs training.master_weights = 'bf16', and it is 'fp32'; "
+            "stochastic_rounding = false works"
+        )
+    if training.global_batch_size % run.data.streams:
+        yield (
+            f"data.streams = {run.data.streams} does not divide training.global_batch_size = "
+            f"{training.global_batch_size}; data.streams = {math.gcd(run.data.streams, training.global_batch_size)} "
+            "works"
+        )
+    given = [key for key in MoEConfig.model_fields if getattr(moe, key)]
+    if given and not run.model.num_experts:
+        yield (
+            f"moe.{given[0]} = {getattr(moe, given[0])} is for MoE models, and model.num_experts = 0; "
+            f"moe.{given[0]} = 0 works"
+        )
+    if moe.bias_update_rate and not run.model.router_bias:
+        yield (
+            f"moe.bias_update_rate = {moe.bias_update_rate} needs model.router_bias, which is false; "
+            "router_bias = true works, and so does bias_update_rate = 0"
+        )
+    if run.audit.interval and run.audit.suffix > training.seq_length:
+        yield (
+            f"audit.suffix = {run.audit.suffix} is more than training.seq_length = {training.seq_length}, and a canary "
+            f"is cut to what the model sees; audit.suffix = {training.seq_length} works"
+        )
+    if run.lora.rank:
+        yield from _conflicts_of_adapters(run)
+    if run.dpo.beta:
+        yield from _conflicts_of_pairs(run)
+    elif run.data.format == "preferences":
+        yield "data.format = 'preferences' is for [dpo], and dpo.beta = 0; dpo.beta = 0.1 works"
+    unpredicted = {"lora": run.lora.rank, "dpo": run.dpo.beta}
+    for section in (name for name, given in unpredicted.items() if given and run.metrics.machine is not None):
+        yield (
+            f"metrics.machine = '{run.metrics.machine}' compares with the planner, which does not predict {section}; "
+            "leave metrics.machine out"
+        )
+    for key in ("non_finite", "spike"):
+        if getattr(run.checks, key) == "roll_back" and not run.checkpoint.interval:
+            yield (
+                f"checks.{key} = 'roll_back' returns to a checkpoint, and checkpoint.interval = 0 saves none before "
+                "the end; checkpoint.interval = 100 works"
+            )
+
+
+def _conflicts_of_adapters(run: RunConfig) -> Iterator[str]:
+    """Yield the conflicts of LoRA with other sections."""
+    rank = run.lora.rank
+    if run.parallel.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+        yield (
+            f"parallel.schedule = '{run.parallel.schedule}' computes weight gradients separately, but lora.rank = "
+            f"{rank} leaves almost none; schedule = '1F1B' or 'Interleaved1F1B' works"
+        )
+    if run.training.float8 != "none":
+        yield (
+            f"lora.rank = {rank} keeps frozen weights in bf16, and training.float8 = '{run.training.float8}'; set "
+            "training.float8 = 'none'"
+        )
+    if run.moe.bias_update_rate:
+        yield (
+            f"lora.rank = {rank} freezes the biases of routers, and moe.bias_update_rate = "
+            f"{run.moe.bias_update_rate} moves them; moe.bias_update_rate = 0 works"
+        )
+
+
+def _conflicts_of_pairs(run: RunConfig) -> Iterator[str]:
+    """Yield the conflicts of preference optimization ([dpo]) with other sections."""
+    beta, micro_batch_size, strategy = run.dpo.beta, run.training.micro_batch_size, run.masks.goldfish.strategy
+    if run.data.format != "preferences":
+        yield (
+            f"dpo.beta = {beta} compares answers in pairs, and data.format = '{run.data.format}' has none; "
+            "data.format = 'preferences' works, or dpo.beta = 0"
+        )
+    if micro_batch_size % 2:
+        yield (
+            f"training.micro_batch_size = {micro_batch_size} must be even with dpo: the two answers of a pair are in "
+            f"one micro-batch; micro_batch_size = {micro_batch_size + 1} works"
+        )
+    if strategy != "none":
+        yield (
+            f"dpo.beta = {beta} compares whole answers, and masks.goldfish.strategy = '{strategy}' leaves tokens out; "
+            "strategy = 'none' works"
+        )
+    if run.moe.capacity_factor:
+        yield (
+            f"moe.capacity_factor = {run.moe.capacity_factor} drops rows in training, and dpo compares with a "
+            "reference that drops none; set moe.capacity_factor = 0"
+        )

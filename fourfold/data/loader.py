@@ -46,11 +46,8 @@ class MicroBatch(Generic[Array]):
     def map(self, function: Callable[[Array], Other]) -> "MicroBatch[Other]":
         """Apply `function` to every field that is not None."""
 
-        def of(field: Array | None) -> Other | None:
-            return None if field is None else function(field)
-
-        others = (self.labels, self.positions, self.document_ends, self.reference, self.is_data)
-        return MicroBatch(function(self.tokens), *map(of, (*others, self.next_tokens, self.next_labels)))
+        given: dict[str, Array] = {name: field for name, field in vars(self).items() if field is not None}
+        return MicroBatch(**{name: function(field) for name, field in given.items()})
 
 
 class Loader:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.config.model import IGNORE_INDEX
-from fourfold.data.dataset import Samples, Windows
+from fourfold.data.dataset import Samples
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.masks import LossMask, labels_of
 from fourfold.data.tokenizer import Tokenizer
@@ -67,15 +67,6 @@ class MaskStatistics:
         return {**asdict(self), "drop_rate": self.drop_rate, "expected_longest_span": self.expected_longest_span}
 
 
-def mask_statistics(windows: Windows, masks: Sequence[LossMask], goldfish: Goldfish) -> MaskStatistics:
-    """Compute statistics over these windows. The goldfish mask applies even before its start step."""
-    trainable = labels_of(windows, masks) != IGNORE_INDEX
-    dropped = trainable & ~always(goldfish)(windows)
-    # A span ends at a dropped token, at the end of a document, or at a token that another mask leaves out.
-    span = longest_run(trainable & ~dropped)
-    return MaskStatistics(goldfish.config.k, trainable.size, int(trainable.sum()), int(dropped.sum()), span)
-
-
 @dataclass(frozen=True)
 class PreviewedSample:
     """One training sequence: the target tokens [S], which of them are trained, and which of them the goldfish mask
@@ -114,7 +105,7 @@ class Preview:
 def preview(
     dataset: Samples, masks: Sequence[LossMask], goldfish: Goldfish | None, samples: int, tokens: int
 ) -> Preview:
-    """Preview the masks at the beginning of the training data.
+    """Preview the masks at the beginning of the training data. The goldfish mask applies even before its start step.
 
     Args:
         dataset: The samples.
@@ -125,18 +116,16 @@ def preview(
     """
     windows = dataset.read(np.arange(max(samples, 1, tokens // dataset.seq_length)))
     kept = labels_of(windows, masks) != IGNORE_INDEX
-    dropped = np.zeros_like(kept) if goldfish is None else ~always(goldfish)(windows)
-    shown = [
-        PreviewedSample(windows.tokens[row, 1:], kept[row] & ~dropped[row], kept[row] & dropped[row])
-        for row in range(samples)
-    ]
-    statistics = None if goldfish is None else mask_statistics(windows, masks, goldfish)
-    return Preview(shown, float((kept & ~dropped).mean()), statistics)
-
-
-def always(goldfish: Goldfish) -> Goldfish:
-    """Return a copy of the mask that ignores `start_step` and is active from the first step on."""
-    return Goldfish(goldfish.config, goldfish.exempt)
+    dropped, statistics = np.zeros_like(kept), None
+    if goldfish is not None:
+        from_first_step = Goldfish(goldfish.config, goldfish.exempt)
+        dropped = kept & ~from_first_step(windows)
+        # A span ends at a dropped token, at the end of a document, or at a token that another mask leaves out.
+        span = longest_run(kept & ~dropped)
+        statistics = MaskStatistics(goldfish.config.k, kept.size, int(kept.sum()), int(dropped.sum()), span)
+    trained = kept & ~dropped
+    shown = [PreviewedSample(windows.tokens[row, 1:], trained[row], dropped[row]) for row in range(samples)]
+    return Preview(shown, float(trained.mean()), statistics)
 
 
 def longest_run(flags: NDArray[np.bool_]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from fourfold.data.tokenizer import NoSuchToken, load_tokenizer
 from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.environment import Place
 from fourfold.errors import UserError
-from fourfold.evaluation.perplexity import perplexity
+from fourfold.evaluation.perplexity import loss_of_text
 from fourfold.huggingface.model_folder import TOKENIZER_FILE, source_of
 from fourfold.inference.text import TEXT_FILE
 from fourfold.launch.job_processes import choose_device
@@ -79,7 +80,7 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
     context = _context(model, subject, request)
     if not 1 <= request.overlap <= context:
         raise UserError(f"--overlap {request.overlap} must be at least 1 and at most {context}, the context")
-    texts = {str(path): _perplexity(model, tokenizer, prefix, path, context, request.overlap) for path in request.texts}
+    texts = {str(path): _measures(model, tokenizer, prefix, path, context, request.overlap) for path in request.texts}
     tasks: dict[str, dict[str, float]] = {}
     failed: dict[str, str] = {}
     if request.tasks:
@@ -134,9 +135,11 @@ def _context(model: Scorer, subject: ScoredModel, request: EvaluationRequest) ->
     return request.context
 
 
-def _perplexity(
+def _measures(
     model: Scorer, tokenizer: AnyTokenizer, prefix: int, path: Path, context: int, overlap: int
 ) -> dict[str, float] | None:
+    """Return a text's loss in nats per token, perplexity, and bits per byte, as JSON values. Bits per byte are
+    comparable between models with different tokenizers. Return None on all processes except the first."""
     text = read_text_file(path, "--text", TEXT_FILE)
     tokens = np.array(tokenizer.encode_batch([text])[0], dtype=np.int64)
     if len(tokens) == 0:
@@ -146,5 +149,14 @@ def _perplexity(
             f"the tokenizer gives token {tokens.max()}, and the model's vocabulary has {model.vocab_size}; name "
             "the model's own with --tokenizer"
         )
-    found = perplexity(model, tokens, len(text.encode()), prefix, context, overlap)
-    return None if found is None else found.record()
+    nats = loss_of_text(model, tokens, prefix, context, overlap)
+    if nats is None:
+        return None
+    loss, size = nats / len(tokens), len(text.encode())
+    return {
+        "tokens": len(tokens),
+        "bytes": size,
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": nats / math.log(2) / size,
+    }

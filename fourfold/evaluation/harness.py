@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.errors import UserError, first_line
-from fourfold.evaluation.perplexity import perplexity
+from fourfold.evaluation.perplexity import loss_of_text
 from fourfold.inference.lm_eval_tasks import find_tasks, run_tasks
 from fourfold.memorization.scorers import Scorer
 from fourfold.parallel.grid.shared_failure import raise_together
@@ -131,8 +131,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         for request in requests:
             tokens = np.array(self.tok_encode(request.args[0]), dtype=np.int64)
             with self._scoring():
-                whole = perplexity(self._model, tokens, 1, self.prefix_token_id, self.max_length, overlap=1)
-                found.append(_broadcast(None if whole is None else -whole.nats))
+                nats = loss_of_text(self._model, tokens, self.prefix_token_id, self.max_length, overlap=1)
+                found.append(-_broadcast(nats))
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:

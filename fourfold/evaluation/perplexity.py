@@ -1,40 +1,13 @@
-"""Measure a text's perplexity, loss, and bits per byte. Bits per byte are comparable between models with different
-tokenizers."""
+"""Measure the loss of a text, window by window."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.memorization.scorers import Scorer
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """The perplexity of a text."""
-
-    tokens: int
-    bytes: int
-    nats: float
-    """Sum of the losses of all tokens, in nats. Each token is predicted once."""
-
-    @property
-    def loss(self) -> float:
-        """Return the loss in nats per token."""
-        return self.nats / self.tokens
-
-    def record(self) -> dict[str, float]:
-        """Return the measures as JSON values."""
-        return {
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "loss": self.loss,
-            "perplexity": math.exp(min(self.loss, 700.0)),
-            "bits_per_byte": self.nats / math.log(2) / self.bytes,
-        }
 
 
 @dataclass(frozen=True)
@@ -65,10 +38,8 @@ def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overla
     return windows
 
 
-def perplexity(
-    model: Scorer, tokens: NDArray[np.int64], text_bytes: int, before: int, context: int, overlap: int
-) -> Perplexity | None:
-    """Measure the perplexity of a tokenized text on the model's grid.
+def loss_of_text(model: Scorer, tokens: NDArray[np.int64], before: int, context: int, overlap: int) -> float | None:
+    """Return the sum of the losses of a text's tokens, in nats. Each token is predicted once.
 
     All processes of the grid call this. Only the first process gets the result, and all other processes get None.
     """
@@ -80,4 +51,4 @@ def perplexity(
         float(fields[0, window.first - 1 : len(window.tokens) - 1].astype(np.float64).sum())
         for window, fields in zip(windows, scores, strict=True)
     ]
-    return Perplexity(len(tokens), text_bytes, -sum(log_probs))
+    return -sum(log_probs)

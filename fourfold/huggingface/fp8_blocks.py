@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fourfold.errors import UserError
 from fourfold.models.tensor_files import TensorFiles
 
 BLOCK = 128
@@ -47,11 +46,7 @@ class ScaledMatrix:
         values = self.files.read_bytes(name, (rows, columns)).view(torch.float8_e4m3fn).float()
         # Round to bf16 first, so that the weights do not depend on the dtype of ``out_OI``.
         out_OI.copy_((values * whole[row_blocks][:, column_blocks]).bfloat16())
-        if not out_OI.isfinite().all():
-            raise UserError(
-                f"{self.files.file_of[name]}: the tensor {name} has values that are NaN or infinite in {out_OI.dtype}; "
-                "the file is damaged, or another type is needed"
-            )
+        self.files.check_finite(name, out_OI)
 
 
 def scaled_in(files: TensorFiles, names: Sequence[str], shape: tuple[int, ...]) -> ScaledMatrix | None:

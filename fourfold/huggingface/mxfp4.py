@@ -48,11 +48,7 @@ class PackedMatrices:
         blocks, scales = (self.files.read_bytes(name, part)[0] for name in self.names)
         first = columns.start - whole_blocks.start * BLOCK
         out_OI.copy_(unpacked(blocks, scales)[:, first : first + columns.stop - columns.start])
-        if not out_OI.isfinite().all():
-            raise UserError(
-                f"{self.files.file_of[self.names[1]]}: the tensor {self.names[1]} has scales that make values infinite "
-                f"in {out_OI.dtype}; the file is damaged, or another type is needed"
-            )
+        self.files.check_finite(self.names[1], out_OI, "scales that make values infinite")
 
 
 def packed_in(files: TensorFiles, names: Sequence[str], shape: tuple[int, ...]) -> PackedMatrices | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -87,10 +87,6 @@ class Generation:
     """Size of everything in the cache at the end, in bytes. None for a model without a cache."""
     settings: dict[str, Any]
     """The settings in effect (``Sampling.settings``), with transformers' names."""
-
-    def record(self) -> dict[str, Any]:
-        """Return the measurements as JSON values."""
-        return asdict(self)
 
 
 class _Streamer:

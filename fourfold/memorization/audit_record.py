@@ -6,11 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from statistics import median
 from typing import Any
-
-import numpy as np
 
 from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.data.canaries import Vocabulary
@@ -26,8 +23,6 @@ QUERIES = (1, 100, 10_000, 1_000_000)
 
 CHANCE = 0.5
 """The probability p in (n, p)-discoverable extraction."""
-
-POSITION_BINS = 10
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,6 @@ def audit_record(inputs: AuditInputs) -> dict[str, Any]:
         **_beside_control([found[n] for n in members], [found[n] for n in controls]),
         "by_count": by_count,
         "by_prefix": _by_prefix(member_scores, [scores[n] for n in controls], suffix),
-        "by_position": _by_position(member_scores),
         "control": control,
         "reference": _reference(inputs, members),
         "membership": membership,
@@ -134,19 +128,6 @@ def _by_prefix(members: Sequence[TokenScores], controls: Sequence[TokenScores], 
                 row[name] = match_rate(matches)
         found[str(prefix)] = row
     return found
-
-
-def _by_position(members: Sequence[TokenScores]) -> list[dict[str, Any]]:
-    """Return the mean token agreement and loss in ``POSITION_BINS`` equal intervals of the position in a document."""
-    longest = max(len(scores.agrees) for scores in members)
-    edges = np.unique(np.linspace(0, longest, POSITION_BINS + 1).round().astype(int))
-    rows = []
-    for begin, end in pairwise(edges.tolist()):
-        agrees = np.concatenate([scores.agrees[begin:end] for scores in members])
-        losses = np.concatenate([-scores.log_prob[begin:end] for scores in members])
-        means = {"token_agreement": float(agrees.mean()), "loss": float(losses.mean())}
-        rows.append({"from": begin + 1, "to": end, **means})
-    return rows
 
 
 def _membership(

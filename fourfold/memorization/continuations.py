@@ -80,8 +80,9 @@ def continuations(
     ]
     sides = {"members": slice(0, len(members)), "control": slice(len(members), None)}
     sides = {name: side for name, side in sides.items() if chosen[side]}
-    generation = {name: text_likeness(written[side], true[side]) for name, side in sides.items()}
-    order = sorted(range(len(members)), key=lambda n: edit_distance(written[n], true[n]))
+    edits = list(map(edit_distance, written, true))
+    generation = {name: text_likeness(written[side], true[side], edits[side]) for name, side in sides.items()}
+    order = sorted(range(len(members)), key=edits.__getitem__)
     return {
         "generation": {**generation, "agrees_with_one_pass": float(np.mean(agree))},
         "near_verbatim": _near_verbatim({name: found[side] for name, side in sides.items()}, suffix) if found else None,

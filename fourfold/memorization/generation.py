@@ -38,15 +38,17 @@ def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], su
     return [text[-suffix:] for text in texts]
 
 
-def text_likeness(generated: Sequence[NDArray[np.int64]], true: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
+def text_likeness(
+    generated: Sequence[NDArray[np.int64]], true: Sequence[NDArray[np.int64]], edits: Sequence[int]
+) -> dict[str, Any]:
     """Return the means over documents of ROUGE-L (F1), edit similarity, longest common span, exact match, and
-    approximate match of token ids, with intervals.
+    approximate match of token ids, with intervals. ``edits`` has the ``edit_distance`` of each document.
 
     ROUGE-L uses the longest common subsequence (Lin 2004). Edit similarity is 1 - Levenshtein distance / length. A
     document matches approximately if its distance is at most 10 % of the length (``APPROXIMATE``).
     """
     pairs = list(zip(generated, true, strict=True))
-    edited = [edit_distance(a, b) / max(len(a), len(b)) for a, b in pairs]
+    edited = [distance / max(len(a), len(b)) for distance, (a, b) in zip(edits, pairs, strict=True)]
     measures: dict[str, Sequence[float]] = {
         "rouge_l": [2 * common_subsequence(a, b) / (len(a) + len(b)) for a, b in pairs],
         "edit_similarity": [1 - share for share in edited],

@@ -70,7 +70,10 @@ def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling)
     The row ``predicted`` has token ids, which float32 represents exactly up to 2^24.
     """
     logits_mV = logits_mV.float()
-    sampled_m = None if sampling.is_plain else _sampled(logits_mV, targets_m, sampling)
+    sampled_m = None
+    if not sampling.is_plain:
+        scaled_mV = logits_mV / sampling.temperature
+        sampled_m = _log_p(scaled_mV.gather(1, targets_m[:, None]), scaled_mV, sampling)[:, 0]
     largest_m, predicted_m = logits_mV.max(1)
     logits_mV -= largest_m[:, None]
     target_m = logits_mV.gather(1, targets_m[:, None])[:, 0]
@@ -92,35 +95,25 @@ def likely_tokens(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling
     """
     scaled_mV = logits_mV.float() / sampling.temperature
     top_mK, ids_mK = scaled_mV.topk(count, dim=1)
-    kept_mV = _kept(scaled_mV, sampling)
-    log_p_mK = (top_mK - kept_mV.logsumexp(1, keepdim=True)).masked_fill(top_mK < _smallest(kept_mV), -math.inf)
-    return torch.cat([ids_mK.float(), log_p_mK], dim=1).T
+    return torch.cat([ids_mK.float(), _log_p(top_mK, scaled_mV, sampling)], dim=1).T
 
 
-def _sampled(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling) -> Tensor:
-    """Return ln p of the targets after temperature, top-k, and top-p, in this order. It is -inf for tokens that top-k
-    or top-p excludes."""
-    scaled_mV = logits_mV / sampling.temperature
-    target_m1 = scaled_mV.gather(1, targets_m[:, None])
-    kept_mV = _kept(scaled_mV, sampling)
-    log_p_m1 = target_m1 - kept_mV.logsumexp(1, keepdim=True)
-    return log_p_m1.masked_fill(target_m1 < _smallest(kept_mV), -math.inf)[:, 0]
+def _log_p(scaled_mN: Tensor, scaled_mV: Tensor, sampling: AttackSampling) -> Tensor:
+    """Return ln p of N tokens after top-k and top-p, in this order, [m, N]. It is -inf for tokens that top-k or top-p
+    excludes.
 
-
-def _kept(scaled_mV: Tensor, sampling: AttackSampling) -> Tensor:
-    """Return the scaled logits that an attacker draws from. With top-k or top-p, they are in descending order, and
-    excluded logits are left out or -inf."""
+    Args:
+        scaled_mN: The tokens' logits, divided by the temperature.
+        scaled_mV: The logits of all tokens, divided by the temperature.
+        sampling: The sampling scheme.
+    """
     if sampling.top_k is None and sampling.top_p is None:
-        return scaled_mV
+        return scaled_mN - scaled_mV.logsumexp(1, keepdim=True)
     columns = scaled_mV.shape[1]
     kept_mK = scaled_mV.topk(min(sampling.top_k or columns, columns), dim=1).values  # topk sorts in descending order.
-    if sampling.top_p is None:
-        return kept_mK
-    share_mK = kept_mK.softmax(1)
-    before_mK = share_mK.cumsum(1) - share_mK
-    return kept_mK.masked_fill(before_mK >= sampling.top_p, -math.inf)
-
-
-def _smallest(kept_mV: Tensor) -> Tensor:
-    """Return the smallest finite logit of each row, [m, 1]."""
-    return kept_mV.masked_fill(kept_mV == -math.inf, math.inf).amin(1, keepdim=True)
+    if sampling.top_p is not None:
+        share_mK = kept_mK.softmax(1)
+        before_mK = share_mK.cumsum(1) - share_mK
+        kept_mK = kept_mK.masked_fill(before_mK >= sampling.top_p, -math.inf)
+    smallest_m1 = kept_mK.masked_fill(kept_mK == -math.inf, math.inf).amin(1, keepdim=True)
+    return (scaled_mN - kept_mK.logsumexp(1, keepdim=True)).masked_fill(scaled_mN < smallest_m1, -math.inf)

@@ -114,11 +114,19 @@ class TensorFiles:
                     part.copy_(read[tuple(slice(None, None, s.step) for s in slices)])
                 else:
                     part = out.copy_(opened.get_tensor(name))
-            if not part.isfinite().all():
-                raise UserError(
-                    f"{self.file_of[name]}: the tensor {name} has values that are NaN or infinite in {out.dtype}; "
-                    "the file is damaged, or another type is needed"
-                )
+            self.check_finite(name, part)
+
+    def check_finite(self, name: str, values: Tensor, problem: str = "values that are NaN or infinite") -> None:
+        """Check that all values that were read from a tensor are finite.
+
+        Raises:
+            UserError: a value is NaN or infinite. The message names the problem.
+        """
+        if not values.isfinite().all():
+            raise UserError(
+                f"{self.file_of[name]}: the tensor {name} has {problem} in {values.dtype}; the file is damaged, or "
+                "another type is needed"
+            )
 
     def check_bytes(self, name: str, *dtypes: str) -> None:
         """Check that a tensor has one of these one-byte dtypes, named as in safetensors.

@@ -1,7 +1,7 @@
 """Write the HTML report of an audit, and print its tables in the terminal."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,11 @@ NEAR_EXPLANATION = (
 
 Record = Mapping[str, Any]
 TableRows = list[list[str]]
+Part = tuple[str, tuple[str, ...], TableRows, str]
+"""The title, the header, and the rows of a table, and an explanation or "". A table without a header (``FACTS``) has
+labels and values."""
 
+FACTS = ("", "")
 COUNT_HEADER = ("trained on", "documents", "exact match", "95 % interval", "longest span", "agreement", "exposure")
 NEAR_HEADER = ("edited tokens", "members that leak", "95 % interval", "controls that leak", "mean probability")
 ATTACK_HEADER = ("attack", "AUC", "95 % interval", "TPR at 1 % FPR", "TPR at 0.1 % FPR")
@@ -47,24 +51,29 @@ def write_audit_report(record: Record, folder: Path) -> Path:
 
 
 def audit_tables(record: Record) -> None:
-    """Print the results of an audit: extraction by number of repetitions, generated continuations, near-verbatim leaks,
-    membership attacks, the effect of the goldfish mask, and warnings."""
+    """Print the results of an audit, and its warnings."""
     console = Console()
-    title = f"Exact match of the last {record['suffix']} tokens, {record['model']}"
-    print_table(title, COUNT_HEADER, _count_rows(record))
-    if record["generation"]:
-        print_table("Greedy continuations", ("", ""), [[*fact] for fact in _generation_facts(record).items()])
-    if record["near_verbatim"]:
-        print_table(f"The last {record['suffix']} tokens nearly word for word", NEAR_HEADER, _near_rows(record))
-        console.print(NEAR_EXPLANATION)
-    if record["membership"]:
-        print_table("Membership inference", ATTACK_HEADER, _attack_rows(record))
-        console.print(record["membership"]["conclusion"])
-    replayed = _replay_facts(record)
-    if replayed:
-        print_table("The goldfish mask, replayed", ("", ""), [[*fact] for fact in replayed.items()])
+    for title, header, rows, explanation in _parts(record):
+        print_table(title, header, rows)
+        if explanation:
+            console.print(explanation)
     for warning in record["warnings"]:
         console.print(Text.assemble(("Note: ", "bold"), warning))
+
+
+def _parts(record: Record) -> Iterator[Part]:
+    """Yield the parts of an audit that it has results for."""
+    yield f"Exact match of the last {record['suffix']} tokens, {record['model']}", COUNT_HEADER, _count_rows(record), ""
+    if record["generation"]:
+        yield "Greedy continuations", FACTS, _generation_facts(record["generation"]), ""
+    if record["near_verbatim"]:
+        title = f"The last {record['suffix']} tokens nearly word for word"
+        yield title, NEAR_HEADER, _near_rows(record["near_verbatim"]), NEAR_EXPLANATION
+    if record["membership"]:
+        membership = record["membership"]
+        yield "Membership inference", ATTACK_HEADER, _attack_rows(membership["attacks"]), membership["conclusion"]
+    if record["mask_replay"]:
+        yield "The goldfish mask, replayed", FACTS, _replay_facts(record["mask_replay"]), ""
 
 
 def _count_rows(record: Record) -> TableRows:
@@ -91,9 +100,7 @@ def _count_rows(record: Record) -> TableRows:
     ]
 
 
-def _attack_rows(record: Record) -> TableRows:
-    """Return a row for each membership inference attack, or no rows if there were too few documents to attack."""
-    membership = record["membership"]
+def _attack_rows(attacks: Record) -> TableRows:
     return [
         [
             ATTACKS[name],
@@ -102,17 +109,13 @@ def _attack_rows(record: Record) -> TableRows:
             _rate(attack["tpr_at_1_percent_fpr"]),
             _rate(attack["tpr_at_0_1_percent_fpr"]),
         ]
-        for name, attack in (membership["attacks"] if membership else {}).items()
+        for name, attack in attacks.items()
     ]
 
 
-def _generation_facts(record: Record) -> dict[str, str]:
-    """Return labels and values about the greedy continuations, or nothing if none were generated."""
-    generation = record["generation"]
-    if generation is None:
-        return {}
+def _generation_facts(generation: Record) -> TableRows:
     members, control = generation["members"], generation.get("control")
-    return {
+    facts = {
         "documents": str(members["documents"]),
         "exact match": f"{members['exact_match']['mean']:.1%}",
         "approximate match (at most 10 % of the tokens edited)": f"{members['approximate_match']:.1%} "
@@ -123,12 +126,11 @@ def _generation_facts(record: Record) -> dict[str, str]:
         "longest common span": _mean(members["longest_common_span"]),
         "agreement with the one pass": f"{generation['agrees_with_one_pass']:.1%}",
     }
+    return [[*fact] for fact in facts.items()]
 
 
-def _near_rows(record: Record) -> TableRows:
-    """Return a row for each number of edited tokens, or no rows if the audit did not search for near-verbatim
-    continuations."""
-    near = record["near_verbatim"]
+def _near_rows(near: Record) -> TableRows:
+    """Return a row for each number of edited tokens."""
     return [
         [
             f"at most {row['edits']}" if row["edits"] else "none",
@@ -137,16 +139,12 @@ def _near_rows(record: Record) -> TableRows:
             f"{_bounds(row['control'])} of {row['control']['documents']}" if "control" in row else "",
             f"{row['members']['mean_p']:.2g}",
         ]
-        for row in (near["tolerances"] if near else [])
+        for row in near["tolerances"]
     ]
 
 
-def _replay_facts(record: Record) -> dict[str, str]:
-    """Return labels and values about the effect of the goldfish mask. Return nothing if the audit did not replay the
-    mask."""
-    replay = record["mask_replay"]
-    if replay is None:
-        return {}
+def _replay_facts(replay: Record) -> TableRows:
+    """Return labels and values about the effect of the goldfish mask."""
     found = {
         "mask": f"{replay['strategy']}, k {replay['k']}, h {replay['h']}",
         "dropped": f"{replay['drop_rate']:.1%} of the tokens",
@@ -166,32 +164,26 @@ def _replay_facts(record: Record) -> dict[str, str]:
             f"{near['trained_share']:.1%} of the copies train a dropped token "
             f"({_interval(near['trained_share_ci'])}; expected: {near['expected_trained_share']:.1%})"
         )
-    return found
+    return [[*fact] for fact in found.items()]
 
 
 def _sections(record: Record) -> list[str]:
     sections = [html.facts(_headline(record)), *(html.notice(text) for text in record["warnings"])]
-    sections.append(html.charts([_prefix_chart(record), _position_chart(record)]))
-    sections += ["<h2>Extraction</h2>", html.table(COUNT_HEADER, _count_rows(record))]
-    if record["membership"]:
-        sections += ["<h2>Membership inference</h2>", html.table(ATTACK_HEADER, _attack_rows(record))]
-        sections.append(f"<p>{escape(record['membership']['conclusion'])}</p>")
-    if record["mask_replay"]:
-        sections += ["<h2>The goldfish mask, replayed</h2>", html.facts(_replay_facts(record))]
-    if record["generation"]:
-        sections += ["<h2>Greedy continuations</h2>", html.facts(_generation_facts(record))]
+    sections.append(html.charts([], wide=[_prefix_chart(record)]))
+    for title, header, rows, explanation in _parts(record):
+        sections.append(f"<h2>{escape(title)}</h2>")
+        sections.append(html.facts(dict(rows)) if header == FACTS else html.table(header, rows))
+        if explanation:
+            sections.append(f"<p>{escape(explanation)}</p>")
     if record["passages"]:
         sections.append(
-            "<p>The most similar continuations: the text that the model got, the text that follows it in the document, "
-            "and the text that the model wrote. The marked parts of both are the same.</p>"
+            "<h2>The most similar continuations</h2><p>The text that the model got, the text that follows it in the "
+            "document, and the text that the model wrote. The marked parts of both are the same.</p>"
         )
         sections += [
             html.comparison(each["before"], {"document": each["true"], "model": each["written"]})
             for each in record["passages"]
         ]
-    if record["near_verbatim"]:
-        sections += ["<h2>Nearly word for word</h2>", f"<p>{escape(NEAR_EXPLANATION)}</p>"]
-        sections.append(html.table(NEAR_HEADER, _near_rows(record)))
     return sections
 
 
@@ -216,12 +208,6 @@ def _prefix_chart(record: Record) -> str:
     title = f"Exact match of the next {record['suffix']} tokens"
     lines = {name: points for name, points in sides.items() if points}
     return line_chart(title, lines, x_label="tokens of the prefix", y_label="% of the documents")
-
-
-def _position_chart(record: Record) -> str:
-    points = [((row["from"] + row["to"]) / 2, 100 * row["token_agreement"]) for row in record["by_position"]]
-    title = "Token agreement by position"
-    return line_chart(title, {"members": points}, x_label="token of the document", y_label="% of the tokens")
 
 
 def _mean(value: Record | None) -> str:

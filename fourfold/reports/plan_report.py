@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold.data.atomic_files import write_output
 from fourfold.reports import html
 from fourfold.reports.basic_charts import stacked_bars
-from fourfold.reports.layout_columns import choices, figures, gigabytes, predicted
+from fourfold.reports.layout_columns import choices, figures, predicted
 from fourfold.reports.plan_terminal import COLUMNS, costs_sentence, doubts, largest_parts, slower_by, tune_command
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ def write_plan_report(path: Path, result: PlanRecord) -> None:
     in_doubt = [f"<p>{escape(sentence)}</p>" for sentence in doubts(result)]
     if command := tune_command(result):
         in_doubt.append(f"<pre>{escape(command)}</pre>")
-    sections = [html.facts(_headline(result)), *_layouts(result), *in_doubt, html.charts([], wide)]
+    headline = {**predicted(best, None), "layouts evaluated": f"{plan.found.evaluated:,}"}
+    sections = [html.facts(headline), *_layouts(result), *in_doubt, html.charts([], wide)]
     if result.own is not None and not result.is_own_drawn:
         own = f"{result.own_label}: {result.own.seconds:.4g} s a step, too long for the charts"
         sections.insert(-1, f"<p>{escape(own)}. The table of layouts has it.</p>")
@@ -43,19 +44,6 @@ def write_plan_report(path: Path, result: PlanRecord) -> None:
         sections.append(_neighbors(result.explanation))
     title = f"{result.request.name} on {result.request.gpus} GPUs of {plan.machine.name}"
     write_output(path, html.page(title, best.describe(), sections, has_search=True))
-
-
-def _headline(result: PlanRecord) -> dict[str, str | int | float | None]:
-    best = result.plan.best
-    return {
-        "step": f"{best.seconds:.4g} s",
-        "tokens/s a GPU": round(best.tokens_per_second / best.gpus),
-        "MFU": f"{best.utilization(best.work.model_flops()):.1%}",
-        "HFU": f"{best.utilization(best.work.hardware_flops()):.1%}",
-        "memory": f"{gigabytes(best.memory_bytes)} GB",
-        "P(out of memory)": f"{best.p_oom:.1%}",
-        "layouts evaluated": f"{result.plan.found.evaluated:,}",
-    }
 
 
 def _layouts(result: PlanRecord) -> list[str]:

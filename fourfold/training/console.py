@@ -70,7 +70,7 @@ class Progress:
 
     def _is_due(self, metrics: StepMetrics) -> bool:
         scheduled = metrics.step % self._log_interval == 0 or metrics.step == self._total_steps
-        return scheduled or not self._shown_any or metrics.validation_loss is not None
+        return scheduled or not self._shown_any or "validation_loss" in metrics.more
 
     def _numbers(self, metrics: StepMetrics) -> str:
         value, unit = _flops(metrics)
@@ -88,16 +88,16 @@ class Progress:
             fields.append(f"trained: {metrics.trained_token_share:.1%}")
         if "expert_load" in metrics.more:
             fields.append(f"expert_load: {metrics.more['expert_load']:.2f}")
-        if metrics.validation_loss is not None:
-            fields.append(f"validation_loss: {metrics.validation_loss:.5f}")
+        if "validation_loss" in metrics.more:
+            fields.append(f"validation_loss: {metrics.more['validation_loss']:.5f}")
         return "  ".join(fields)
 
     def _redraw(self, console: Console, metrics: StepMetrics) -> None:
         if self._live is None:
             self._live = Live(console=console, refresh_per_second=4)
             self._live.start()
-        if metrics.validation_loss is not None:
-            console.print(f"step {metrics.step}: validation loss {metrics.validation_loss:.5f}")
+        if "validation_loss" in metrics.more:
+            console.print(f"step {metrics.step}: validation loss {metrics.more['validation_loss']:.5f}")
         self._live.update(self._live_view(metrics))
 
     def _live_view(self, metrics: StepMetrics) -> Group:

@@ -40,22 +40,14 @@ class StepMetrics:
     peak_memory_bytes: int  # Largest peak memory of any GPU, or of any process on the CPU.
     step_seconds: float
     trained_token_share: float  # Fraction of tokens that are in the loss. In preference training, fraction of pairs.
-    validation_loss: float | None = None  # Mean validation loss. Absent in steps without a validation.
-    skipped: bool = False  # True if the update was not applied. Absent otherwise.
-    # Metrics that only some runs have. Each becomes a key of the line.
+    # Metrics that only some runs or steps have, such as validation_loss. Each becomes a key of the line.
     more: Mapping[str, float] = field(default_factory=dict)
 
     def record(self) -> dict[str, int | float | None]:
         """Return the JSON object of this step."""
-        values: dict[str, int | float | None] = asdict(self)
-        del values["more"]
-        values |= self.more
-        record = {key: v if v is None or math.isfinite(v) else None for key, v in values.items()}
-        if self.validation_loss is None:
-            del record["validation_loss"]
-        if not self.skipped:
-            del record["skipped"]
-        return record
+        values = asdict(self)
+        values |= values.pop("more")
+        return {key: v if v is None or math.isfinite(v) else None for key, v in values.items()}
 
 
 class MetricsWriter:

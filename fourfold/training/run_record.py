@@ -79,15 +79,15 @@ class RunRecord:
         self.writer.close()
         self.tracking.close(failed=kind is not None)
 
-    def step(self, step: int, figures: SharedFigures, seconds: float, more: Mapping[str, float], skipped: bool) -> None:
+    def step(self, step: int, figures: SharedFigures, seconds: float, more: Mapping[str, float]) -> None:
         """Record one step. If a file cannot be written, keep the error in ``failure``.
 
         Args:
             step: Index of the step. The first step is 0.
             figures: Results of the step over all ranks.
             seconds: Duration of the step.
-            more: Metrics that only some runs or steps have, such as the validation loss.
-            skipped: Whether the weights were left unchanged.
+            more: Metrics that only some runs or steps have, such as the validation loss. If the weights were left
+                unchanged, it has the key "skipped".
         """
         # Without a token in the loss (for example, if the batch was left out), a rate has no meaning.
         tokens_per_second = self.tokens_per_step / seconds if figures.kept else 0.0
@@ -105,12 +105,7 @@ class RunRecord:
             peak_memory_bytes=max(figures.peak_memory_bytes, peak_memory_bytes(self.job.device)),
             step_seconds=seconds,
             trained_token_share=figures.kept / self.losses_per_step,
-            validation_loss=more.get("validation_loss"),
-            skipped=skipped,
-            more={
-                **({} if load is None else load.figures()),
-                **{k: v for k, v in more.items() if k != "validation_loss"},
-            },
+            more={**({} if load is None else load.figures()), **more},
         )
         self.progress.update(metrics)
         record = metrics.record()

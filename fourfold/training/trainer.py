@@ -92,7 +92,7 @@ class TakenStep:
     is_updated: bool
     """False if the weights are unchanged: the step was bad, its batch was left out, or its fp16 gradients
     overflowed."""
-    preferences: dict[str, float]
+    extra_metrics: dict[str, float]
     """The metrics of preference training ([dpo]), or the loss of the prediction layers. Empty otherwise."""
     seconds: float
 
@@ -231,9 +231,9 @@ class Trainer:
             self.last_loss = figures.loss
         else:
             is_updated = job.skip_update()
-        preferences = job.take_preferences() if job.later_losses is None else job.later_losses.take()
+        extra = job.take_preferences() if job.later_losses is None else job.later_losses.take()
         self.steps = step + 1
-        return TakenStep(step, figures, verdict, is_updated, preferences, time.perf_counter() - started)
+        return TakenStep(step, figures, verdict, is_updated, extra, time.perf_counter() - started)
 
     def after_step(self, taken: TakenStep) -> None:
         """Do everything after a step: validate, record the step, roll back if it was bad, call the callbacks, and save
@@ -247,8 +247,8 @@ class Trainer:
         judged = validation.get("ema_validation_loss", validation.get("validation_loss"))
         is_best = judged is not None and note_validation(job.best, run.validation, steps, judged)
         if self.record is not None:
-            more = {**taken.preferences, **validation}
-            self.record.step(taken.number, taken.figures, taken.seconds, more, skipped=not taken.is_updated)
+            more = {**taken.extra_metrics, **validation, **({} if taken.is_updated else {"skipped": True})}
+            self.record.step(taken.number, taken.figures, taken.seconds, more)
         if taken.verdict.action == "stop":
             raise UserError(taken.verdict.reason)
         if taken.verdict.action == "roll_back":

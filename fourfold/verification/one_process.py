@@ -40,7 +40,7 @@ class Figures(NamedTuple):
     """Gradient norm before clipping."""
     gradients: dict[str, Tensor]
     """Gradients before clipping, by parameter name."""
-    preferences: dict[str, Tensor]
+    extra_metrics: dict[str, Tensor]
     """In preference training (section [dpo]), the metrics of the preference pairs before the update. With prediction
     layers, their mean loss. Otherwise empty."""
 

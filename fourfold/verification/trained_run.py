@@ -160,7 +160,7 @@ def _figures(reference: Reference, step: int, batch: Sequences, held_out: Sequen
     taken = reference.step(step, batch, run.optimizer.max_grad_norm)
     share = torch.ones(()) if run.dpo.beta else batch.kept_BS.double().mean()
     validation = reference.evaluate(held_out)
-    found = {"loss": taken.loss, "grad_norm": taken.grad_norm, "trained_token_share": share, **taken.preferences}
+    found = {"loss": taken.loss, "grad_norm": taken.grad_norm, "trained_token_share": share, **taken.extra_metrics}
     found |= {f"validation_{name}": value for name, value in validation.items()}
     found["lr"] = torch.tensor(learning_rate(step, run), dtype=torch.float64)
     if reference.averages:

@@ -120,10 +120,10 @@ def test_every_option_of_every_command_refuses_a_wrong_value_in_one_sentence(cli
         ),
         ("prepare t --out c --format sft", "--format sft needs --tokenizer DIR, the model's folder"),
         ("prepare t --out c --format sft --workers 2", "--format sft does not take --workers; leave --workers out"),
-        ("prepare t --out c --format sft --repeats 0,2", "--format sft does not take --repeats or a --canary option"),
+        ("prepare t --out c --format sft --repeats 0,2", "--format sft does not take --repeats; leave --repeats out"),
         (
             "prepare t --out c --tokenizer zz --chat-template u",
-            "--format text takes no --chat-template and no --ignore",
+            "--format text does not take --chat-template; leave --chat-template out",
         ),
         ("prepare t --out c --tokenizer zz", "--tokenizer: the tokenizer zz does not exist; give the path of a"),
         (

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from numpy.typing import ArrayLike
 
 from fourfold.config.loss_masks import GoldfishConfig, MasksConfig
 from fourfold.data.dataset import Windows
 from fourfold.data.goldfish import Goldfish
-from fourfold.data.mask_preview import MaskStatistics, longest_run, mask_statistics
+from fourfold.data.mask_preview import MaskStatistics, longest_run, preview
 from fourfold.data.masks import answers_only, build_masks, document_boundary, labels_of
 from fourfold.data.tokenizer import ByteTokenizer
 from fourfold.errors import UserError
@@ -79,19 +81,36 @@ def test_longest_run() -> None:
     assert longest_run(np.ones((1, 5), dtype=bool)) == 5
 
 
+@dataclass
+class AsSamples:
+    """Samples with the windows of a test."""
+
+    windows: Windows
+    seq_length: int = 1000
+    look_back: int = 0
+
+    def read(self, numbers: ArrayLike) -> Windows:
+        return self.windows
+
+
+def statistics_of(windows: Windows, config: GoldfishConfig, first_sample: int = 0) -> MaskStatistics:
+    mask = Goldfish(config, (), first_sample)
+    found = preview(AsSamples(windows), [document_boundary], mask, samples=0, tokens=10_000).statistics
+    assert found is not None
+    return found
+
+
 def test_statistics_and_warnings() -> None:
     tokens = np.random.default_rng(0).integers(0, 5000, (10, 1001))
     windows = Windows(tokens, np.zeros_like(tokens), np.arange(10))
-    good = mask_statistics(
-        windows, [document_boundary], Goldfish(GoldfishConfig(strategy="hash", start_step=9), (), 90)
-    )
+    good = statistics_of(windows, GoldfishConfig(strategy="hash", start_step=9), 90)
     assert good.trainable == good.tokens == 10_000
     assert good.drop_rate == pytest.approx(0.25, abs=0.02)
     assert 15 < good.longest_undropped_span < 60
     assert good.warnings() == []
     # Documents of 20 tokens with h = 13: the first 13 of each are kept.
     packed = Windows(tokens, np.arange(1001)[None] // 20 + np.zeros((10, 1), dtype=np.int64), np.arange(10))
-    short = mask_statistics(packed, [document_boundary], Goldfish(GoldfishConfig(strategy="hash")))
+    short = statistics_of(packed, GoldfishConfig(strategy="hash"))
     assert short.drop_rate < 0.1
     assert len(short.warnings()) == 1
     assert "not 1/4 = 25.00%" in short.warnings()[0]

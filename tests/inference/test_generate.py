@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_temperature_0_takes_the_most_likely_token(tmp_path: Path, settings: dic
     done = generated(model)
     assert done.text == most_likely(model)
     assert done.settings == {"do_sample": False}
-    assert "(always the most likely token)" in generation_line(done.record())
+    assert "(always the most likely token)" in generation_line(asdict(done))
 
 
 def test_the_file_of_a_model_counts_with_a_temperature(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_the_file_of_a_model_counts_with_a_temperature(tmp_path: Path) -> None:
     assert done.settings == {
         "do_sample": True, "temperature": 1e-4, "top_k": 0, "top_p": 1.0, "no_repeat_ngram_size": 1
     }  # fmt: skip
-    assert "no_repeat_ngram_size 1" in generation_line(done.record())
+    assert "no_repeat_ngram_size 1" in generation_line(asdict(done))
 
 
 def test_generation_ends_at_a_stop_string(tmp_path: Path) -> None:
@@ -132,4 +133,4 @@ SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "
 def test_every_tensor_of_a_cache_is_counted(tmp_path: Path, kind: str, sizes: dict[str, Any], held: int | None) -> None:
     done = generated(saved(tmp_path, kind, **sizes, eos_token_id=None))
     assert done.cache_bytes == held
-    assert ("cache" in generation_line(done.record())) == (held is not None)
+    assert ("cache" in generation_line(asdict(done))) == (held is not None)

@@ -167,7 +167,7 @@ def test_likeness_of_texts() -> None:
                  if i + n <= len(a) and j + n <= len(b) and (a[i : i + n] == b[j : j + n]).all()]  # fmt: skip
         assert common_span(a, b) == max(spans)
     a, b = np.arange(50), np.arange(50) + 25
-    found = text_likeness([a, a], [a, b])
+    found = text_likeness([a, a], [a, b], [edit_distance(a, a), edit_distance(a, b)])
     assert found["rouge_l"]["mean"] == 0.75
     assert found["edit_similarity"]["mean"] == 0.5
     assert found["exact_match"]["mean"] == 0.5

@@ -52,7 +52,7 @@ def steps_in(path):
 def test_one_object_a_step_with_every_key(tmp_path):
     with closing(MetricsWriter(tmp_path / "run")) as writer:
         writer.write(step_metrics(1).record())
-        writer.write(step_metrics(2, mfu=0.4, validation_loss=3.25).record())
+        writer.write(step_metrics(2, mfu=0.4, more={"validation_loss": 3.25}).record())
     first, second = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert list(first) == KEYS
     assert first["mfu"] is None
@@ -69,7 +69,7 @@ def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
 
 def test_numbers_that_are_not_finite_become_null(tmp_path):
     with closing(MetricsWriter(tmp_path)) as writer:
-        writer.write(step_metrics(1, loss=math.nan, grad_norm=math.inf, validation_loss=math.nan).record())
+        writer.write(step_metrics(1, loss=math.nan, grad_norm=math.inf, more={"validation_loss": math.nan}).record())
     text = (tmp_path / "metrics.jsonl").read_text()
     record = json.loads(text, parse_constant=pytest.fail)  # strict JSON has no NaN and no Infinity
     assert (record["loss"], record["grad_norm"], record["validation_loss"]) == (None, None, None)

@@ -305,7 +305,7 @@ AUDIT = [
     ),
     Mutant(
         "the audit's sampling ignores the temperature",
-        "memorization.scores:_sampled",
+        "memorization.scores:score_logits",
         "logits_mV / sampling.temperature",
         "logits_mV",
         grid=DP2,

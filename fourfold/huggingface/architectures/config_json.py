@@ -33,18 +33,6 @@ from fourfold.untrusted_files import check_model_folder, check_no_adapter, check
 
 CONFIG_FILE = "config.json"
 QUANTIZED = "quantization_config"
-DECISIVE_KEYS = (
-    "mlp", "norm", "position_embedding", "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm",
-    "qk_norm_over", "parallel_residual", "partial_rotary_factor", "zero_centered_norm", "scale_embeddings",
-    "norm_placement", "sliding_window", "layer_types", "rope_local_base_freq", "query_pre_attn_scalar",
-    "attn_logit_softcapping", "final_logit_softcapping", "num_experts", "moe_intermediate_size", "router_score",
-    "norm_topk_prob", "router_bias", "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate",
-    "first_k_dense_replace", "attention_sinks", "swiglu_limit", "norm_rounds_last", "attention_multiplier",
-    "embedding_multiplier", "residual_multiplier", "logits_scaling", "no_rope_layers", "kv_lora_rank", "n_group",
-    "attention_output_gate", "num_nextn_predict_layers",
-)  # fmt: skip
-"""Keys of [model] that determine which families a model can belong to."""
-
 WITH_IMAGES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Maps the model_type of models for images and text to the model_type of their text models. Only the text model is
 imported."""

@@ -7,10 +7,13 @@ from typing import Any
 
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
-from fourfold.huggingface.architectures.config_json import CONFIG_FILE, DECISIVE_KEYS, NONE_IS_0, model_of
+from fourfold.huggingface.architectures.config_json import CONFIG_FILE, NONE_IS_0, model_of
 from fourfold.huggingface.architectures.families import FAMILIES
 from fourfold.huggingface.architectures.family import ROPE_KEYS, TOPK_METHOD, Family
 from fourfold.huggingface.architectures.rope_keys import FULL, SLIDING
+
+NOT_COMPUTED = {"preset", "from_hf", "initializer_range", "pad_vocab_size_to_multiple_of"}
+"""Keys of [model] that do not change what a model computes."""
 
 
 def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
@@ -29,7 +32,8 @@ def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
         if same_model(model, config):
             return config
     which = f"of model_type '{kind}'" if kind else f"of any of {', '.join(FAMILIES)}"
-    computes = ", ".join(f"{key} = {getattr(model, key)!r}" for key in DECISIVE_KEYS)
+    set_keys = model.model_dump(exclude_defaults=True, exclude=NOT_COMPUTED)
+    computes = ", ".join(f"{key} = {value!r}" for key, value in set_keys.items())
     raise UserError(f"no Hugging Face model {which} computes what this one does: {computes}")
 
 
@@ -39,12 +43,11 @@ def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:
     ``preset``, ``from_hf``, ``initializer_range``, and the vocabulary padding do not count. Return False if the decoder
     cannot compute the config's model.
     """
-    aside = {"preset", "from_hf", "initializer_range", "pad_vocab_size_to_multiple_of"}
     try:
         theirs = model_of(config, CONFIG_FILE)
     except UserError:
         return False
-    return theirs.model_dump(exclude=aside) == model.model_dump(exclude=aside)
+    return theirs.model_dump(exclude=NOT_COMPUTED) == model.model_dump(exclude=NOT_COMPUTED)
 
 
 def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
