@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from benchmarks.sparse_attention.page import mean_table, verdict
 from benchmarks.sparse_attention.rivals.eviction import rotated
 from benchmarks.sparse_attention.rivals.exact import Dense, ExactTopK
 from benchmarks.sparse_attention.settings import METHODS, Setup, rival
+from benchmarks.sparse_attention.start import DISTANCES, write_start
 from benchmarks.sparse_attention.table import Results, estimate
 from benchmarks.sparse_attention.tasks import (
     COMMON,
@@ -34,6 +36,7 @@ from benchmarks.sparse_attention.tasks import (
 )
 from benchmarks.sparse_attention.train import answers
 from fourfold.data.dataset import Windows
+from fourfold.huggingface.transformers_models import load_model
 from fourfold.inference.loki import calibrate
 
 
@@ -179,3 +182,13 @@ def test_the_interval_covers_the_mean_of_most_samples() -> None:
         found = estimate(rng(seed).random((3, 30)))
         covered += found.low <= 0.5 <= found.high
     assert 180 <= covered <= 199
+
+
+@torch.no_grad()
+def test_the_first_layer_starts_with_heads_for_the_previous_two_tokens(tmp_path: Path) -> None:
+    write_start(tmp_path)
+    start = load_model(tmp_path)
+    start.set_attn_implementation("eager")
+    weights_NSS = start(torch.arange(64)[None] * 37 % 128, output_attentions=True).attentions[0][0]
+    for head, distance in enumerate(DISTANCES):
+        assert weights_NSS[head, 10:].diagonal(10 - distance).mean() > 0.9

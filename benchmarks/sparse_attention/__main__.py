@@ -21,7 +21,6 @@ import torch
 from benchmarks.sparse_attention.decoding import Decoder, inverse_frequencies
 from benchmarks.sparse_attention.evaluate import LONGEST_TAIL, Answered, evaluate
 from benchmarks.sparse_attention.page import write_page
-from benchmarks.sparse_attention.rivals.interface import Rival
 from benchmarks.sparse_attention.settings import METHODS, Setup, rival
 from benchmarks.sparse_attention.table import Results
 from benchmarks.sparse_attention.tasks import TASKS
@@ -63,15 +62,12 @@ def measured(
 ) -> Iterator[tuple[float, Answered]]:
     """Yield every result with its budget. Dense attention has the budget 1."""
     for length in lengths:
-
-        def make(length: int = length) -> dict[str, Rival]:
-            made = {f"{budget} {name}": rival(name, budget, length, setup) for name in METHODS for budget in BUDGETS}
-            made["1.0 dense"] = rival("dense", 1.0, length, setup)
-            return {name: each for name, each in made.items() if each is not None}
-
+        made = {f"{budget} {name}": rival(name, budget, length, setup) for name in METHODS for budget in BUDGETS}
+        made["1.0 dense"] = rival("dense", 1.0, length, setup)
+        rivals = {name: each for name, each in made.items() if each is not None}
         batch = max(1, min(contexts, BATCH_TOKENS // length))
         found = evaluate(
-            decoder, TASKS, length, make, contexts=contexts, questions=questions, batch=batch, seed=SEED
+            decoder, TASKS, length, rivals, contexts=contexts, questions=questions, batch=batch, seed=SEED
         )  # fmt: skip
         for each in found:
             budget, _, method = each.method.partition(" ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +22,6 @@ from benchmarks.sparse_attention.tasks import (
 
 LONGEST_TAIL = 64
 """Largest number of tokens of a question and its answers."""
-
-Makers = Callable[[], dict[str, Rival]]
-"""Returns the methods to compare. Called again for each batch of questions."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ def evaluate(
     decoder: Decoder,
     tasks: Sequence[str],
     length: int,
-    make: Makers,
+    rivals: Mapping[str, Rival],
     *,
     contexts: int,
     questions: int,
@@ -74,7 +71,7 @@ def evaluate(
         decoder: The model.
         tasks: Tasks. Tasks with the same contexts share a prefill if they are neighbors in the list.
         length: Number of tokens of a context.
-        make: Returns the methods.
+        rivals: The methods, by name.
         contexts: Number of contexts for each task.
         questions: Largest number of questions about a context for each task.
         batch: Number of contexts that are processed together.
@@ -93,13 +90,13 @@ def evaluate(
                 count = min(questions, *(len(document.questions[task]) for document in part))
                 for number in range(count):
                     asked = [document.questions[task][number] for document in part]
-                    for method, right, share in answer(decoder, asked, make()):
+                    for method, right, share in answer(decoder, asked, rivals):
                         for row, of_row in enumerate(right):
                             yield Answered(task, length, first + row, number, method, of_row, share)
 
 
 def answer(
-    decoder: Decoder, asked: Sequence[Turns], rivals: dict[str, Rival]
+    decoder: Decoder, asked: Sequence[Turns], rivals: Mapping[str, Rival]
 ) -> Iterator[tuple[str, list[float], float]]:
     """Yield each method's name, the share of right answers of each row, and the share of dense bytes that it read.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.sparse_attention.start import write_start
 from benchmarks.sparse_attention.tasks import ASK, END, EQUALS, START, VOCABULARY, training_document
 from fourfold.data.dataset import Windows
 from fourfold.data.indexed import IndexedWriter
@@ -31,7 +32,7 @@ class Stage:
     lr: float
 
 
-STAGES = (Stage(128, 5000, 8, 3e-3), Stage(512, 600, 4, 1.5e-3), Stage(2048, 200, 2, 7e-4))
+STAGES = (Stage(128, 3000, 8, 3e-3), Stage(512, 400, 4, 1.5e-3), Stage(2048, 150, 2, 7e-4))
 
 
 def trained_model(folder: Path) -> Path:
@@ -46,7 +47,9 @@ def trained_model(folder: Path) -> Path:
     model = folder / "model"
     if (model / "config.json").is_file():
         return model
-    start: Path | None = None
+    start = folder / "start"
+    if not (start / "config.json").is_file():
+        write_start(start)
     for number, stage in enumerate(STAGES):
         exported = model if stage == STAGES[-1] else folder / f"stage-{number}"
         if not (exported / "config.json").is_file():
@@ -56,12 +59,12 @@ def trained_model(folder: Path) -> Path:
     return model
 
 
-def _train(stage: Stage, number: int, folder: Path, start: Path | None) -> None:
-    """Train one stage, from random weights or from the last stage's model."""
+def _train(stage: Stage, number: int, folder: Path, start: Path) -> None:
+    """Train one stage from a model in the Hugging Face format."""
     corpus = folder / f"stage-{number}-corpus"
     if not corpus.with_suffix(".idx").is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        write_corpus(corpus, stage.length, stage.steps * stage.batch + 1, seed=100 + number)
+        write_corpus(corpus, stage.length, stage.steps * stage.batch, seed=100 + number)
     overrides = [
         f"name=stage-{number}-run",
         f"output_dir={folder}",
@@ -71,7 +74,7 @@ def _train(stage: Stage, number: int, folder: Path, start: Path | None) -> None:
         f"training.micro_batch_size={stage.batch}",
         f"optimizer.lr={stage.lr}",
         f'data.train=[{{path="{corpus}"}}]',
-        *([] if start is None else [f"model.from_hf={start}"]),
+        f"model.from_hf={start}",
     ]
     if run_on_grid("fourfold.training.trainer:train", [load_run(RUN_FILE, overrides)], 1).stopped:
         raise UserError(f"the run in {folder} was stopped; the same command continues from its checkpoint")

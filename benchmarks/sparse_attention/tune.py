@@ -6,11 +6,12 @@ method in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from benchmarks.sparse_attention.decoding import Decoder
-from benchmarks.sparse_attention.evaluate import Answered, Makers, evaluate
+from benchmarks.sparse_attention.evaluate import Answered, evaluate
 from benchmarks.sparse_attention.rivals.exact import ExactTopK
 from benchmarks.sparse_attention.rivals.interface import Rival
 from benchmarks.sparse_attention.rivals.top_p import ScoreRecorder, TopP, threshold_for
@@ -21,8 +22,8 @@ SEED = 1
 LENGTH = 1024
 CONTEXTS, QUESTIONS = 8, 2
 THRESHOLD_CONTEXTS = 2
-OPTIONS = {"Quest": (8, 16, 32, 64), "SparQ": (1, 2, 4, 8), **dict.fromkeys(VARIANTS, (1, 2, 4, 8))}
-"""Tokens of a page, channels, or dims to choose from."""
+OPTIONS = {LOKI: (1, 2, 4, 8), "SparQ": (1, 2, 4, 8), "Quest": (8, 16, 32, 64)}
+"""Dims, channels, or tokens of a page to choose from. All variants of Loki use the same number of dims."""
 
 
 def tuned(decoder: Decoder, setup: Setup, budgets: Sequence[float], lengths: Sequence[int]) -> Setup:
@@ -40,7 +41,8 @@ def tuned(decoder: Decoder, setup: Setup, budgets: Sequence[float], lengths: Seq
     for budget in budgets:
         setup = _with_split(decoder, setup, budget)
         for length in lengths:
-            setup = _with_thresholds(decoder, setup, budget, length)
+            run = partial(_development, decoder, length, contexts=THRESHOLD_CONTEXTS)
+            setup = with_thresholds(setup, budget, length, run)
     return setup
 
 
@@ -48,27 +50,30 @@ def _with_split(decoder: Decoder, setup: Setup, budget: float) -> Setup:
     tried = {
         (name, option): replace(setup, dims={**setup.dims, (name, budget): option})
         for name, options in OPTIONS.items()
-        if not (name in VARIANTS and VARIANTS[name].is_top_p)
         for option in options
     }
-
-    def make() -> dict[str, Rival]:
-        made = {f"{name}/{option}": rival(name, budget, LENGTH, each) for (name, option), each in tried.items()}
-        return {name: each for name, each in made.items() if each is not None}
-
+    made = {f"{name}/{option}": rival(name, budget, LENGTH, each) for (name, option), each in tried.items()}
+    rivals = {name: each for name, each in made.items() if each is not None}
     scores: dict[str, list[float]] = {}
-    for result in _development(decoder, LENGTH, make):
+    for result in _development(decoder, LENGTH, rivals):
         scores.setdefault(result.method, []).append(result.right)
     dims = dict(setup.dims)
     for name, options in OPTIONS.items():
-        source = LOKI if name in VARIANTS and VARIANTS[name].is_top_p else name
-        found = {option: sum(scores[key]) for option in options if (key := f"{source}/{option}") in scores}
+        found = {option: sum(scores[key]) for option in options if (key := f"{name}/{option}") in scores}
         dims[name, budget] = max(found, key=found.__getitem__) if found else options[0]
+    dims |= {(name, budget): dims[LOKI, budget] for name in VARIANTS}
     return replace(setup, dims=dims)
 
 
-def _with_thresholds(decoder: Decoder, setup: Setup, budget: float, length: int) -> Setup:
-    """Return the setup with the p of every top-p method. It reads as many keys on average as the budget allows."""
+def with_thresholds(setup: Setup, budget: float, length: int, run: Callable[[Mapping[str, Rival]], object]) -> Setup:
+    """Return the setup with the p of every top-p method. It reads as many keys on average as the budget allows.
+
+    Args:
+        setup: The chosen dims.
+        budget: Share of dense bytes.
+        length: Number of cached keys that the budget is for.
+        run: Decodes with the methods that it gets.
+    """
     head_dim = setup.basis.head_dim
     scorers: dict[str, tuple[Rival, float, int | None]] = {}
     plain = keys_within(budget, length, head_dim, 0)
@@ -80,7 +85,7 @@ def _with_thresholds(decoder: Decoder, setup: Setup, budget: float, length: int)
             keys = keys_within(budget, length, head_dim, setup.dims[name, budget] * length)
             scorers[name] = made.scorer, keys, made.cap
     recorders = {name: ScoreRecorder(scorer) for name, (scorer, _, _) in scorers.items()}
-    list(_development(decoder, length, lambda: dict(recorders), THRESHOLD_CONTEXTS))
+    run(recorders)
     found = {
         (name, budget, length): threshold_for(recorders[name].before, keys, cap)
         for name, (_, keys, cap) in scorers.items()
@@ -88,14 +93,17 @@ def _with_thresholds(decoder: Decoder, setup: Setup, budget: float, length: int)
     return replace(setup, thresholds={**setup.thresholds, **found})
 
 
-def _development(decoder: Decoder, length: int, make: Makers, contexts: int = CONTEXTS) -> Iterator[Answered]:
-    yield from evaluate(
+def _development(
+    decoder: Decoder, length: int, rivals: Mapping[str, Rival], contexts: int = CONTEXTS
+) -> list[Answered]:
+    found = evaluate(
         decoder,
         DEVELOPMENT_TASKS,
         length,
-        make,
+        rivals,
         contexts=contexts,
         questions=QUESTIONS,
         batch=contexts,
         seed=SEED,
     )
+    return list(found)
