@@ -92,7 +92,9 @@ def layout(
     gpus: Annotated[int | None, typer.Option(help="Number of GPUs to plan for. Default: the run file's.")] = None,
     seq: Seq = None,
     global_batch: Batch = None,
-    tokens: Annotated[float | None, typer.Option(help="Tokens to train on, to compute days and costs.")] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="Tokens to train on, for days, costs, and the steps of --write.")
+    ] = None,
     precision: Precision = None,
     optimizer: Optimizer = None,
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 10,
@@ -121,7 +123,7 @@ def layout(
         result = plan_request(request, machine, limits, top, tokens, explained, watch)
     if write is not None:
         with given_as("--write"):
-            write_run(write, request, result.plan.best)
+            write_run(write, request, result.plan.best, tokens)
         if note := rate_to_choose(request):
             print(f"warning: {write}: {note}", file=sys.stderr)
     if report is not None:

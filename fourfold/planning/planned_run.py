@@ -21,8 +21,9 @@ REPLACED = ("schedule", "stages_per_rank", "layers_per_stage", "cp_method")
 depend on the axes."""
 
 
-def planned_run(request: Request, layout: Prediction) -> RunConfig:
-    """Return a run with a planned layout, and with the batch and the sequence length that it was planned for.
+def planned_run(request: Request, layout: Prediction, tokens: float | None = None) -> RunConfig:
+    """Return a run with a planned layout, and with the batch and the sequence length that it was planned for. If
+    ``tokens`` is given, the run trains on this number of tokens, rounded to whole steps.
 
     Precision and optimizer come from the request, if it sets them. All other keys come from the request's run file.
     Without a run file, they have their defaults, and the data is built-in text.
@@ -43,6 +44,8 @@ def planned_run(request: Request, layout: Prediction) -> RunConfig:
         "global_batch_size": int(work.step.global_batch_size),
         "seq_length": int(work.step.seq_length),
     }
+    if tokens is not None:
+        table["training"]["train_steps"] = max(1, round(tokens / float(work.tokens_per_step)))
     if request.precision is not None or request.run is None:
         table["training"] |= training_keys(request.precision or "bf16")
     if request.optimizer is not None:
@@ -69,7 +72,7 @@ def rate_to_choose(request: Request) -> str | None:
     return f"optimizer.lr = {before.lr:g} is a rate for {before.name}: choose one for {request.optimizer}{advice}"
 
 
-def write_run(path: Path, request: Request, layout: Prediction) -> None:
+def write_run(path: Path, request: Request, layout: Prediction, tokens: float | None = None) -> None:
     """Write the run file of a planned layout. Its comments tell the user what is left to choose.
 
     The written file also gets the checkpoint interval that loses the least time to failures and checkpoints. This needs
@@ -78,7 +81,7 @@ def write_run(path: Path, request: Request, layout: Prediction) -> None:
     comment = f"# Planned for {request.gpus} GPUs of {layout.machine.name}: {layout.seconds:.3g} s a step.\n"
     if request.run is None:
         comment += "# [data] is built-in text: name your own corpora.\n"
-    run = planned_run(request, layout)
+    run = planned_run(request, layout, tokens)
     saved = float(saved_bytes(request.base, num_parameters(request.model)))
     _, between = checkpoint_seconds(saved, layout.gpus, layout.machine)
     if between is not None and not run.checkpoint.interval:

@@ -136,6 +136,14 @@ def test_a_plan_is_written_with_the_checkpoint_interval_that_it_recommends(tmp_p
     assert load_run(tmp_path / "again.toml").checkpoint.interval == 7
 
 
+def test_a_plan_is_written_with_the_steps_for_its_tokens(tmp_path: Path) -> None:
+    asked = request_from_options("gpt2", None, [], 8, 1024, 8)
+    best = make_plan(asked.base, H100, PRIOR, 8).best
+    for tokens, steps in ((1e9, 122_070), (100.0, 1)):
+        write_run(tmp_path / "run.toml", asked, best, tokens)
+        assert load_run(tmp_path / "run.toml").training.train_steps == steps  # 8,192 tokens per step
+
+
 def test_a_much_slower_layout_of_the_run_file_is_in_no_chart(tmp_path: Path) -> None:
     """In a chart, it would make all other layouts look the same. The table still shows it."""
     path = tmp_path / "run.toml"
