@@ -25,8 +25,6 @@ LONG_FUNCTIONS = {
 LONGEST_FILE, LONGEST_FUNCTION = 350, 50
 WITHOUT_INIT = {"ABC", "Generic", "Protocol"}
 """Classes of the standard library without an ``__init__`` that must run."""
-ALSO_ANOTHER_TYPE = {"Windows"}
-"""Names of classes that another module still uses for another type."""
 
 
 def functions() -> Iterator[tuple[str, int]]:
@@ -67,7 +65,7 @@ def test_no_two_classes_have_one_name() -> None:
 
 def test_no_other_type_has_the_name_of_a_class() -> None:
     assert aliases(ast.parse("Rules = dict[str, int]\nNumber = int | float\nMOST = SIZES[0]")) == {"Rules", "Number"}
-    names = {node.name for node in classes(map(tree, MODULES.values()))} - ALSO_ANOTHER_TYPE
+    names = {node.name for node in classes(map(tree, MODULES.values()))}
     assert {module: found for module, path in MODULES.items() if (found := aliases(tree(path)) & names)} == {}
 
 

@@ -20,7 +20,7 @@ from fourfold.planning.calibration.machine_fit import fit_machine
 from fourfold.planning.calibration.measured_run import compare_run
 from fourfold.planning.calibration.rows import read_rows
 from fourfold.planning.calibration.score import fit_rows, predict_rows
-from fourfold.planning.cost.block import block_time
+from fourfold.planning.cost.block_time import block_time
 from fourfold.planning.cost.memory import CATEGORIES, stage_memory
 from fourfold.planning.cost.step import step_seconds
 from fourfold.planning.machines.constants import NAMES, moved, prior_constants

@@ -16,7 +16,7 @@ from fourfold.config.stages import SPLIT_BACKWARD
 from fourfold.parallel.attention.ring import block_of_step
 from fourfold.planning.budget import checkpoint_interval, costs
 from fourfold.planning.cost.attention_time import kernel_of, keys_computed
-from fourfold.planning.cost.block import block_time
+from fourfold.planning.cost.block_time import block_time
 from fourfold.planning.cost.memory import in_flight
 from fourfold.planning.cost.optimizer_cost import MOVED_BYTES
 from fourfold.planning.cost.step import step_parts

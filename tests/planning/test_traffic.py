@@ -21,7 +21,7 @@ from fourfold.config.run import RunConfig
 from fourfold.data.loader import MicroBatch
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.tensor.norm import Norm
-from fourfold.planning.cost.block import block_time, pointwise_traffic
+from fourfold.planning.cost.block_time import block_time, pointwise_traffic
 from fourfold.planning.cost.step import step_parts
 from fourfold.planning.cost.terms.pointwise import OWN_CHAINS, OWN_LAYER_CHAINS, OWN_NORMS
 from fourfold.planning.machines.constants import prior_constants

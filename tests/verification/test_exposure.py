@@ -12,7 +12,7 @@ from tiny_runs import GPT, LLAMA, tiny_run
 
 from fourfold.planning.calibration.machine_constants import constants_for
 from fourfold.planning.cost.attention_time import attention_seconds
-from fourfold.planning.cost.block import block_time
+from fourfold.planning.cost.block_time import block_time
 from fourfold.planning.cost.rates import Rates
 from fourfold.planning.machines.machine import Machine, load_machine
 from fourfold.planning.run_workload import workload_of

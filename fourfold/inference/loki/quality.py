@@ -33,11 +33,13 @@ if TYPE_CHECKING:
 CHUNK_LOGITS = 1 << 25
 """Number of float32 logits in memory at a time."""
 
-Windows = Sequence[Sequence[int]]
+TokenLists = Sequence[Sequence[int]]
 
 
 @torch.no_grad()
-def measure_quality(model: PreTrainedModel, windows: Windows, basis: LokiBasis, config: LokiConfig) -> dict[str, Any]:
+def measure_quality(
+    model: PreTrainedModel, windows: TokenLists, basis: LokiBasis, config: LokiConfig
+) -> dict[str, Any]:
     """Measure Loki, the oracle, and the control on windows of text.
 
     Every token of a window chooses its keys, as in the paper's protocol (``prefill = "simulate"``). The means skip
@@ -159,7 +161,7 @@ def _probed(model: PreTrainedModel, basis: LokiBasis, config: LokiConfig) -> Ite
         disable_loki(model)
 
 
-def _perplexity(model: PreTrainedModel, windows: Windows) -> float:
+def _perplexity(model: PreTrainedModel, windows: TokenLists) -> float:
     """Return exp of the mean loss over all tokens except the first token of each window."""
     total, count = 0.0, 0
     for window in windows:

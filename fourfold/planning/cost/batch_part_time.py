@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fourfold.planning.array_fields import Number
 from fourfold.planning.cost.attention_time import attention_seconds
-from fourfold.planning.cost.block import norm_seconds, whole_keys_seconds
+from fourfold.planning.cost.block_time import norm_seconds, whole_keys_seconds
 from fourfold.planning.cost.rates import Rates
 from fourfold.planning.cost.terms.collective import gather_seconds, group_of, reduce_seconds
 from fourfold.planning.cost.terms.matmul import linear_seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fourfold.planning.array_fields import Number
-from fourfold.planning.cost.block import BlockTime
+from fourfold.planning.cost.block_time import BlockTime
 from fourfold.planning.cost.expert_sizes import has_experts
 from fourfold.planning.cost.exposed_batch_parts import exposed_batch_parts
 from fourfold.planning.cost.linear_attention import has_linear, kinds_of_attention, mean_of_kinds

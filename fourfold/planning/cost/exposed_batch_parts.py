@@ -15,7 +15,7 @@ import numpy as np
 from fourfold.planning.array_fields import Flag, Number, unique_rows
 from fourfold.planning.cost.batch_part_events import Event, Kind, events_of
 from fourfold.planning.cost.batch_part_time import batch_part_time
-from fourfold.planning.cost.block import norms_before
+from fourfold.planning.cost.block_time import norms_before
 from fourfold.planning.cost.tensor_sizes import attention_over_y
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
