@@ -250,7 +250,9 @@ def test_a_shared_budget_reads_as_many_keys_and_the_best_of_all_heads() -> None:
     worth_BKS = rival.score(step)
     chosen_BKS = rival.select(step, worth_BKS)
     assert chosen_BKS.sum((1, 2)).tolist() == [9 * KV_HEADS] * BATCH
-    for worth_KS, chosen_KS in zip(worth_BKS, chosen_BKS, strict=True):
+    assert chosen_BKS[..., -1].all()
+    earlier_BKS, chosen_BKS = worth_BKS[..., :-1], chosen_BKS[..., :-1]
+    for worth_KS, chosen_KS in zip(earlier_BKS, chosen_BKS, strict=True):
         assert worth_KS[chosen_KS].min() >= worth_KS[~chosen_KS].max()
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.sparse_attention [--out runs/sparse-attention] [--lengths 1024,4096,16384] [--contexts 16]
         [--page docs/loki-rivals.md]
 
-The run takes at most two hours on two cores. If the model exists in the folder, it is not trained again. With
-``--babyllama``, the perplexity of a trained model on stories is measured too. The tests use the same model.
+The run takes at most two hours on two cores. If the model exists in the folder, it is not trained again. The
+page also has the perplexities that ``python -m benchmarks.sparse_attention.text`` prints, with ``--stories FILE``.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def main() -> None:
     options.add_argument("--lengths", default="1024,4096,16384", help="Numbers of tokens of a context.")
     options.add_argument("--contexts", type=int, default=16, help="Number of contexts for each task and length.")
     options.add_argument("--questions", type=int, default=2, help="Largest number of questions about a context.")
+    options.add_argument("--stories", type=Path, help="A file with the output of benchmarks.sparse_attention.text.")
     options.add_argument("--page", type=Path, help="Write the page to this file.")
     given = options.parse_args()
     lengths = [int(length) for length in given.lengths.split(",")]
@@ -51,7 +52,8 @@ def main() -> None:
     setup = tuned(decoder, setup, BUDGETS, lengths)
     answered = list(measured(decoder, setup, lengths, given.contexts, given.questions))
     save(given.out / "results.json", setup, answered)
-    text = write_page(Results(answered), setup, lengths, BUDGETS)
+    stories = "Not measured." if given.stories is None else given.stories.read_text(encoding="utf-8")
+    text = write_page(Results(answered), setup, lengths, BUDGETS, stories)
     print(text)
     if given.page is not None:
         given.page.write_text(text, encoding="utf-8")

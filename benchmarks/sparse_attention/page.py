@@ -15,7 +15,7 @@ MISSING = "–"
 """Stands for a method that does not fit into a budget."""
 
 
-def write_page(results: Results, setup: Setup, lengths: Sequence[int], budgets: Sequence[float]) -> str:
+def write_page(results: Results, setup: Setup, lengths: Sequence[int], budgets: Sequence[float], stories: str) -> str:
     """Return the page: the template with all tables.
 
     Args:
@@ -23,6 +23,7 @@ def write_page(results: Results, setup: Setup, lengths: Sequence[int], budgets: 
         setup: The chosen settings.
         lengths: Numbers of tokens of a context.
         budgets: Shares of dense bytes.
+        stories: What ``benchmarks.sparse_attention.text`` has printed.
     """
     solved = {length: results.solved(length, TASKS) for length in lengths}
     parts = {
@@ -34,6 +35,7 @@ def write_page(results: Results, setup: Setup, lengths: Sequence[int], budgets: 
         "tasks": "\n\n".join(
             task_table(results, length, solved[length], budget) for length in lengths[-1:] for budget in budgets
         ),
+        "stories": stories.strip(),
         "settings": settings_table(setup, budgets),
     }
     text = TEMPLATE.read_text(encoding="utf-8")
@@ -71,7 +73,8 @@ def mean_table(results: Results, length: int, tasks: Sequence[str], budgets: Seq
         for budget in budgets:
             found = results.mean(method, budget, length, tasks)
             read = results.shares.get((method, budget, length), 0.0)
-            cells.append(MISSING if found is None else f"{found}, {100 * read:.1f} %")
+            over = "" if results.is_within(method, budget, length) else " (over)"
+            cells.append(MISSING if found is None else f"{found}, {100 * read:.1f} %{over}")
         rows.append([method, *cells])
     title = f"{length:,} tokens, mean of {len(tasks)} tasks: {', '.join(tasks)}"
     return f"**{title}**\n\n" + table(["method", *(f"{100 * budget:.0f} %" for budget in budgets)], rows)
@@ -92,7 +95,7 @@ def verdict(results: Results, length: int, tasks: Sequence[str], budget: float) 
     better, worse, equal = [], [], []
     for method in RIVALS:
         found = results.difference(method, LOKI, budget, length, tasks) if tasks else None
-        if found is None:
+        if found is None or not results.is_within(method, budget, length):
             continue
         named = f"{method} ({100 * found.mean:+.0f})"
         (better if found.low > 0 else worse if found.high < 0 else equal).append(named)

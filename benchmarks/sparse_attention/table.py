@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from benchmarks.sparse_attention.evaluate import Answered
 
 RESAMPLES = 2000
+TOLERANCE = 1.1
+"""A method is compared if it reads at most this multiple of the budget."""
+
 SOLVED = 0.9
 """A task counts at a length if dense attention gives at least this share of right answers."""
 
@@ -50,6 +53,10 @@ class Results:
         """Return the mean over tasks, or None if the method does not fit into the budget."""
         rows = self._rows(method, budget, length, tasks)
         return None if rows is None else estimate(rows)
+
+    def is_within(self, method: str, budget: float, length: int) -> bool:
+        """Return whether a method has read at most a tenth more than the budget."""
+        return self.shares.get((method, budget, length), 0.0) <= TOLERANCE * budget
 
     def difference(self, method: str, other: str, budget: float, length: int, tasks: Sequence[str]) -> Estimate | None:
         """Return the mean over tasks of a method minus the mean of another method, on the same questions."""

@@ -24,7 +24,7 @@ from benchmarks.sparse_attention.page import table
 from benchmarks.sparse_attention.rivals.exact import Dense
 from benchmarks.sparse_attention.rivals.interface import Rival
 from benchmarks.sparse_attention.settings import LOKI, METHODS, VARIANTS, Setup, rival
-from benchmarks.sparse_attention.table import Estimate, estimate
+from benchmarks.sparse_attention.table import TOLERANCE, Estimate, estimate
 from benchmarks.sparse_attention.tune import OPTIONS, with_thresholds
 from fourfold.inference.loki import calibrate
 
@@ -83,7 +83,8 @@ def text_table(
             lost, share = found[name]
             rise = _rise(lost - dense)
             perplexity = lost.mean().exp().item()
-            cells[name].append(f"{perplexity:.3f} ({rise.low:+.1%} to {rise.high:+.1%}), {share:.1%}")
+            over = " (over)" if share > TOLERANCE * budget else ""
+            cells[name].append(f"{perplexity:.3f} ({rise.low:+.1%} to {rise.high:+.1%}), {share:.1%}{over}")
     header = ["method", *(f"{budget:.0%} of the bytes" for budget in budgets)]
     first = f"dense attention: {dense.mean().exp().item():.3f}, {dense.numel()} tokens, basis: {setup.basis.best}"
     return f"{first}\n\n{table(header, [[name, *row] for name, row in cells.items()])}"

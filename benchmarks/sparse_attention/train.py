@@ -30,9 +30,11 @@ class Stage:
     batch: int
     """Number of documents of a step."""
     lr: float
+    documents: int
+    """Number of documents of the corpus."""
 
 
-STAGES = (Stage(128, 3000, 8, 3e-3), Stage(512, 400, 4, 1.5e-3), Stage(2048, 150, 2, 7e-4))
+STAGES = (Stage(128, 900, 8, 3e-3, 24000), Stage(512, 130, 4, 1.5e-3, 1000))
 
 
 def trained_model(folder: Path) -> Path:
@@ -64,7 +66,7 @@ def _train(stage: Stage, number: int, folder: Path, start: Path) -> None:
     corpus = folder / f"stage-{number}-corpus"
     if not corpus.with_suffix(".idx").is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        write_corpus(corpus, stage.length, stage.steps * stage.batch, seed=100 + number)
+        write_corpus(corpus, stage.length, stage.documents, seed=100 + number)
     overrides = [
         f"name=stage-{number}-run",
         f"output_dir={folder}",

@@ -20,7 +20,7 @@ from benchmarks.sparse_attention.settings import LOKI, VARIANTS, Setup, keys_wit
 DEVELOPMENT_TASKS = ("multi-key", "tracking", "common word")
 SEED = 1
 LENGTH = 1024
-CONTEXTS, QUESTIONS = 8, 2
+CONTEXTS, QUESTIONS = 8, 1
 THRESHOLD_CONTEXTS = 2
 OPTIONS = {LOKI: (1, 2, 4, 8), "SparQ": (1, 2, 4, 8), "Quest": (8, 16, 32, 64)}
 """Dims, channels, or tokens of a page to choose from. All variants of Loki use the same number of dims."""
