@@ -3,7 +3,7 @@
     python -m benchmarks.sparse_attention [--out runs/sparse-attention] [--lengths 1024,4096,16384] [--contexts 16]
         [--page docs/loki-rivals.md]
 
-The run takes at most two hours on two cores. If the model exists in the folder, it is not trained again. The
+If the model exists in the folder, it is not trained again. The
 page also has the perplexities that ``python -m benchmarks.sparse_attention.text`` prints, with ``--stories FILE``.
 """
 
