@@ -85,7 +85,7 @@ def test_a_wrong_value_is_refused_with_one_that_works(path: Path) -> None:
         assert "\n" not in sentence and "nput should" not in sentence, sentence
         assert re.search(f"{key} = ({re.escape(shown(wrong))}|1e.30)", sentence), sentence
         if ": must be " not in sentence:
-            assert re.search("works|leave|such as|there are", sentence), sentence
+            assert re.search("works|leave|such as|there are|choose", sentence), sentence
             continue
         assert suggestions(sentence), sentence
         for value in (value for value in suggestions(sentence) if value not in checked):
