@@ -91,9 +91,7 @@ def states_of_experts(work: Workload) -> Workload:
     """
     model, layout, step = work.model, work.layout, work.step
     over_x = np.asarray(work.program.experts_over_x, bool)
-    ranks = layout.dp * layout.cp * layout.z * np.where(over_x, 1, layout.x)
-    z = np.maximum(layout.z / layout.ep, 1.0)
-    copies = np.maximum(ranks / (layout.ep * z), 1.0)
+    z, copies = _shards_and_copies(work)
     width = model.moe_intermediate_size * model.num_experts * model.sparse
     return work.but(
         queries=0, keys=0, intermediate_size=width, gate_up=2 * width, padded_vocab_size=0, positions=0,
@@ -102,6 +100,14 @@ def states_of_experts(work: Workload) -> Workload:
         # Scale the batch with the axes that split it, so that the number of micro-batches stays the same.
         global_batch_size=step.global_batch_size * copies * z / (layout.dp * layout.z),
     )  # fmt: skip
+
+
+def _shards_and_copies(work: Workload) -> tuple[Number, Number]:
+    """Return the number of ranks that shard the same experts over z, and the number of replicas of each expert."""
+    layout = work.layout
+    ranks = layout.dp * layout.cp * layout.z * np.where(work.program.experts_over_x, 1, layout.x)
+    z = np.maximum(layout.z / layout.ep, 1.0)
+    return z, np.maximum(ranks / (layout.ep * z), 1.0)
 
 
 def kept_by_experts(work: Workload, selective: bool) -> Number:
@@ -184,7 +190,9 @@ def sums_of_one_shard(work: Workload) -> Number:
     and ``zero`` = 0): a copy of the gradients in ``reduce_dtype`` and the gradients in the step's dtype, minus the
     gathered weights, which FSDP2 has just freed. If there are replicas, FSDP2 then frees the gradients, and divides the
     copy, which makes a second copy. In all other cases, the bytes are -inf."""
-    layout, step, experts = work.layout, work.step, states_of_experts(work).layout
-    divided = np.where(experts.dp > 1, 2 * step.reduce_bytes - step.item_bytes, 0)
-    has_one = (layout.ep > 1) & (layout.shards > 1) & (experts.shards == 1) & np.asarray(work.program.is_fourfold, bool)
+    layout, step = work.layout, work.step
+    z, copies = _shards_and_copies(work)
+    divided = np.where(copies > 1, 2 * step.reduce_bytes - step.item_bytes, 0)
+    is_alone = z * np.where(layout.zero > 0, copies, 1) == 1
+    has_one = (layout.ep > 1) & (layout.shards > 1) & is_alone & np.asarray(work.program.is_fourfold, bool)
     return np.where(has_one, np.maximum(step.reduce_bytes, divided) * weights_of_experts(work), -np.inf)
