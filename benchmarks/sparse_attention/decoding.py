@@ -31,7 +31,7 @@ CHUNK_SCORES = 1 << 22
 
 @dataclass
 class LayerRecord:
-    """What methods may know about a layer's prompt, in addition to its keys and values."""
+    """The facts about a layer's prompt that methods may use, in addition to its keys and values."""
 
     query_BNWD: Tensor
     mass_BKS: Tensor

@@ -37,7 +37,7 @@ class Answered:
     right: float
     """Share of the answers that are right, if the model is given the right earlier answers."""
     share: float
-    """What the method read, as a share of what dense attention reads."""
+    """The bytes that the method read, as a share of the bytes that dense attention reads."""
 
 
 def documents(task: str, length: int, count: int, seed: int) -> list[Document]:

@@ -62,7 +62,7 @@ METHODS = (
 
 @dataclass(frozen=True)
 class Setup:
-    """What methods need to know about a model."""
+    """The facts about a model that methods need."""
 
     basis: LokiBasis
     inverse_frequencies: Tensor
