@@ -79,14 +79,14 @@ def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """
     codes, numbers = np.zeros(np.shape(columns[0]), dtype=np.int64), 1
     for column in columns:
-        if any(np.asarray(column).strides):  # A broadcast scalar has strides of 0. It is equal in all rows.
+        # A broadcast scalar has strides of 0. It is equal in all rows, so skip it.
+        if any(np.asarray(column).strides):
             values = int(column.max()) + 1
             if numbers * values >= 2**63:
                 kinds, codes = np.unique(codes, return_inverse=True)
                 numbers = len(kinds)
             codes, numbers = codes * values + column.astype(np.int64), numbers * values
-    # Consecutive rows are often equal. Sorting only the first row of each run of equal rows is faster than sorting all
-    # rows.
+    # Consecutive rows are often equal. So sort only the first row of each run of equal rows.
     begins = np.flatnonzero(np.diff(codes, prepend=codes[:1] - 1))
     _, first, back = np.unique(codes[begins], return_index=True, return_inverse=True)
     return begins[first], np.repeat(back, np.diff(begins, append=len(codes)))

@@ -139,6 +139,7 @@ def _load_model(name: str, precision: str) -> tuple[ModelConfig, str, str | None
         return ModelConfig.model_validate(with_preset({"preset": name}, "--model")), name, None
     folder = path if path.is_dir() else path.parent
     config, note = read_config(path), None
-    if config.pop(QUANTIZED, None):  # This key only says how weights are stored. It does not change the model to train.
+    # The key says how the weights are stored, which does not change the model to train.
+    if config.pop(QUANTIZED, None):
         note = f"{name} has quantized weights ({QUANTIZED}): the plan trains in {precision}, or as --precision says"
     return model_of(config, name), folder.resolve().name, note

@@ -160,7 +160,7 @@ class Workload(ArrayFields):
     def micro_batches(self) -> Number:
         """Return the number of micro-batches that one rank runs in a step."""
         layout = self.layout
-        # Divide twice, because the product of all three sizes can overflow 32 bits.
+        # Divide in two steps, because the product of all three sizes can overflow 32 bits.
         return self.step.global_batch_size / layout.micro_batch_size / (layout.z * layout.dp)
 
     @property

@@ -114,8 +114,8 @@ def _levels(
     precision = 1.0 / (levels[:, None] * spreads[None, :]) ** 2
     theta = np.zeros((len(names), len(NAMES)))
 
-    # The finite differences need predictions for all rows, and again for all rows with each constant shifted. A single
-    # call computes all of these, which is faster than one call per constant.
+    # The derivatives are finite differences, so each row is predicted once, and once more for each constant that is
+    # shifted. One call for all of these is faster than one call per constant.
     again = np.tile(np.arange(len(seconds)), 1 + len(NAMES))
     moves = np.repeat(np.vstack([np.zeros(len(NAMES)), STEP * np.eye(len(NAMES))]), len(seconds), axis=0)
     repeated = work.take(again), machine.take(again)

@@ -55,8 +55,7 @@ def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) 
     """
     rows, skipped = read_rows([path for path in paths if path.suffix == ".csv"])
     rows += [row_of_run(path, base) for path in paths if path.suffix != ".csv"]
-    # If the user gives their own machine file, it describes the machine of all rows, even if the rows name another
-    # machine.
+    # A machine file that the user gives describes the machine of all rows, even if the rows name another machine.
     own = base.name not in machine_names()
     rows = [replace(row, machine=base) if own or row.source == RUN_SOURCE else row for row in rows]
     rows = [replace(row, source=name) if row.source == RUN_SOURCE else row for row in rows]
@@ -76,8 +75,8 @@ def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) 
         out = set(order[fold::FOLDS].tolist())
         fitted = fit_rows([row for i, row in enumerate(rows) if i not in out])
         held_out += predict_rows([rows[i] for i in sorted(out)], fitted)
-    # The fit has factors for all machines, for this machine, and for the source. A single machine and source determine
-    # only their product, so the machine file gets the product.
+    # The fit has factors for all machines, for this machine, and for the source of the rows. If all rows have the same
+    # source, only the product of the factors is known, so write the product to the machine file.
     sources = {row.source for row in rows}
     logs = calibration.logs(base.name, sources.pop() if len(sources) == 1 else "")
     values = [range_features(row.work) for row in rows]

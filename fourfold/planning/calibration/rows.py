@@ -189,7 +189,8 @@ def _model(measured: MeasuredRow) -> Workload:
     experts, latent = measured.experts or 0, measured.kv_lora_rank or 0
     rope_dim, tied = measured.qk_rope_head_dim or 0, measured.tie_word_embeddings
     windows = (measured.sliding_layers or measured.layers) if measured.sliding_window else 0
-    # Experts without a gate have two matrices. Gated experts that are 2/3 as wide have as many weights and FLOPs.
+    # Experts without a gate have two matrices, and gated experts have three. Gated experts that are 2/3 as wide have as
+    # many weights and FLOPs.
     inner_of_expert = (measured.expert_ffn_hidden or 0) * (1 if measured.gated_experts else 2 / 3)
     return Workload(
         ModelShape(num_hidden_layers=measured.layers, hidden_size=hidden,
@@ -326,8 +327,8 @@ def _deepspeed(measured: MeasuredRow, traits: Traits) -> dict[str, Any]:
         "gradient_copy": traits.deepspeed and measured.precision == "fp16",
         "gradient_bytes": 6 if shares else 0,
         "all_reduces_gradients": shares,
-        # DeepSpeed's stages keep the tensors that they have sent. The first stage needs the most memory. It also keeps
-        # a dropout mask, with half as many bytes as such a tensor.
+        # In DeepSpeed, a stage keeps the tensors that it has sent. The first stage, which needs the most memory, also
+        # keeps a dropout mask of half the size.
         "stage_keeps": 1.5 if traits.deepspeed else 0,
     }
 

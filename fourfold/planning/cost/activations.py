@@ -48,7 +48,7 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     made_again = mlp_made_again(work)
     in_8 = np.asarray(program.keeps_float8_inputs, bool)
     fused_away = np.where(fuses_gate(work) & (model.mean_gate_up > model.mean_inner), p.inner, 0)
-    # Gate and up, which are saved too, have the same size as silu(gate) and silu(gate) · up.
+    # Gate and up are saved, too. They have the same size as silu(gate) and silu(gate) · up.
     mlp = 2 * made_again - fused_away - np.where(in_8, p.inner / 2, 0)
     # The layers save either the gathered input, or only this rank's shard of it, which the backward pass gathers again
     # (as in Megatron-LM).
@@ -95,7 +95,8 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
     p = tensor_bytes(work)
     weight = model.hidden_size * model.mean_inner / (layout.x * layout.y)
     down = p.inner + p.gathered + step.item_bytes * weight
-    activation = mlp_made_again(work)  # The gradients of gate and up have the same size.
+    # The gradients of gate and up have the same size as silu(gate) and silu(gate) · up.
+    activation = mlp_made_again(work)
     sharded, replicated = (np.maximum(activation + size * weight, down) for size in (step.item_bytes, 4))
     return p.residual + sharded, p.residual + replicated
 

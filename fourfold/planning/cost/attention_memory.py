@@ -56,7 +56,7 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     # explicit mask from memory.
     mask = np.where(split == "sequence", step.item_bytes * step.seq_length**2 / layout.y, 0)
     arriving = step.item_bytes * work.tokens * (model.projected + model.shared_key) / (layout.x * layout.y)
-    core = qkv + normed + log_sum_exp_bytes(work) + scores + mask + gate  # The sigmoid of the gate.
+    core = qkv + normed + log_sum_exp_bytes(work) + scores + mask + gate  # ``gate`` is the sigmoid of the output gate.
     # Linear attention is always recomputed.
     return np.where(model.linear == 1, arriving, core), arriving
 

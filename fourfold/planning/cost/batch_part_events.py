@@ -125,7 +125,8 @@ class Recording:
         ends_early = self._again and not kind.norms_after
         down = self._linear(place, DOWN, ends_early=ends_early, before_gather=not is_last)
         if kind.recompute == 1 and kind.activation_again:
-            for _ in down:  # Recompute runs activation and down as one unit.
+            # Recompute repeats activation and down together, so they cannot take turns with other batch parts.
+            for _ in down:
                 pass
         else:
             yield from down
@@ -192,7 +193,7 @@ class Recording:
 
     def _attention(self, place: tuple[int, int]) -> None:
         kind = self._kind
-        if kind.tokens and place[1] > 0:  # The first part runs the attention of all parts.
+        if kind.tokens and place[1] > 0:  # The first batch part runs attention for all parts.
             return
         together = kind.batch_parts if kind.tokens else 1
         computed = [Event("compute", "attention")] * together

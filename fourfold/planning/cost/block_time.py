@@ -106,14 +106,16 @@ def _time_of_one_kind(work: Workload, machine: Machine, constants: Constants) ->
     hidden, inner = model.hidden_size / layout.y, model.mean_inner / layout.x
     up, *_ = linear_seconds(part.tokens, hidden, inner, item, rates, rates.matmul)
     down, *_ = linear_seconds(part.tokens, inner, hidden, item, rates, rates.matmul)
-    # The first batch part writes the weight gradients. Each further part reads them, adds its own, and writes them.
+    # The first batch part only writes its weight gradients. Each further part reads the sum so far, adds its own
+    # gradients, and writes the sum.
     added = 3 * item * weights * (1 - 1 / parts) / rates.bandwidth
     seconds: dict[str, Number] = {
         "forward": forward + attend + mixed + pointwise_forward,
         "backward": input_gradients + weight_gradients + attend_backward + mixed_backward + pointwise_backward + added,
         "attention_forward": attend,
         "activation_forward": _activation(part, rates),
-        # An output norm reads the result of the last matmul, so recompute cannot skip this matmul and its sum.
+        # An output norm reads the result of the last matmul. So with output norms, recompute cannot skip this matmul
+        # and the sum over x that follows.
         "last_matmul": np.where(model.output_norms, 0, down),
         "last_sum": np.where(model.output_norms, 0, x_forward / (_gathers(model) + 1 + model.mlps)),
         "x_again": x_forward * _gathers(model) / (_gathers(model) + 1 + model.mlps),
@@ -149,7 +151,7 @@ def _time_with_experts(
     """
     model, more = work.model, expert_time(work, machine, constants, rates)
     last = 1 - model.sparse
-    # The time of one collective over x of a tensor as large as the residual stream.
+    # Seconds of one collective over x, for a tensor of the size of the residual stream.
     one = block.x_forward / (_gathers(model) + 1 + model.mlps)
     return replace(
         block,
@@ -194,7 +196,7 @@ def _matmuls(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
     width that gives the exact FLOPs is used.
     """
     model, layout = work.model, work.layout
-    mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Never divide by 0.
+    mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Avoid a division by 0.
     to_heads = model.attention_weights - model.hidden_size * (model.latents + model.values)
     shapes = (
         (to_heads / model.projected / layout.y, model.projected / layout.x, 1),
@@ -216,11 +218,12 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
     residual = token * model.hidden_size / (layout.y * np.where(program.split_residual, layout.x, 1))
     heads = token * model.projected / (layout.x * layout.y)
     inner = token * model.mean_inner / layout.x
-    apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)  # Biases are added after the sum.
+    # If x or y splits the layers, biases are added only after the sum.
+    apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)
     biased = np.where(model.attention_bias, heads + np.where(gated, 0, inner + apart), 0)
     both = token * (model.queries + model.keys) / (layout.x * layout.y)
     joined = np.where(model.has_latents, 2 * (2 * both + heads), 0)
-    # Softmax attention reads and writes the gate, and multiplies. The core of linear attention includes its gate.
+    # Softmax attention multiplies its output by a gate. Linear attention has this gate inside its core.
     gated_outputs = np.where(model.linear == 1, 0, token * model.queries * model.output_gate / (layout.x * layout.y))
     turned = both * model.rotary_share * model.rotated
     others = pointwise.others_bytes(residual, heads, turned, inner, gated, program.fused)
@@ -338,8 +341,8 @@ def _head(
     model, layout, step = work.model, work.layout, work.step
     tokens, columns, hidden = work.tokens, model.padded_vocab_size / layout.x, model.hidden_size / layout.y
     matmuls = sum(linear_seconds(tokens, hidden, columns, step.item_bytes, rates, rates.head))
-    # Other frameworks read and write logits in 16 and in 32 bits for softmax, loss, and gradient. fourfold's kernels
-    # read the 16-bit logits twice, and overwrite them once with the gradient.
+    # fourfold's kernels read the 16-bit logits twice, and once overwrite them with the gradient. Other frameworks read
+    # and write logits in 16 and in 32 bits, for softmax, loss, and gradient.
     is_ours = np.logical_and(work.program.is_fourfold, work.program.fused_loss)
     moved = np.where(is_ours, 3 * step.item_bytes, 2 * step.item_bytes + 20)
     loss = tokens / layout.y * columns * moved / rates.bandwidth

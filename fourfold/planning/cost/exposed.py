@@ -37,7 +37,7 @@ def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, bloc
     x = block.x_forward + again * x_whole + gathers * block.x_again + block.x_backward
     norms = np.where((layout.recompute == 1) & program.recomputes_norms, layout.recomputing, 0.0)
     y = block.y_forward * (1 + again) + gathers * block.y_again + norms * block.norms_again + block.y_backward
-    # Deferred weight gradients run later than the collectives of their block, so they cannot hide them.
+    # If weight gradients are deferred, they are computed after the collectives of their block, and cannot hide them.
     overlap = np.asarray(program.overlap_x, bool) & ~layout.split_backward
     hideable_x, hideable_y = block.hideable_x + gathers * block.x_again, block.hideable_y + gathers * block.y_again
     hidden_x = np.where(overlap, hidden(hideable_x, block.weight_gradients / 2, exposed), 0.0)
@@ -45,7 +45,7 @@ def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, bloc
     ahead = hidden(block.x_forward, (block.forward - block.attention_forward) / 2, exposed)
     hidden_x = hidden_x + np.where(program.overlap_forward, ahead * (1 + again), 0.0)
     # A block's backward pass begins with an all-gather of gradients. With full recompute, fourfold recomputes a dense
-    # block during this all-gather, which hides most or all of it.
+    # block during this all-gather, so most or all of the all-gather is hidden.
     first = hidden(block.x_backward / 4, block.forward, exposed)
     hidden_x = hidden_x + np.where(program.is_fourfold, again * first * (1 - work.model.sparse), 0.0)
     gate = hidden(block.gate_sum, block.up_matmul, exposed)
@@ -90,8 +90,8 @@ def _cp_of_softmax(work: Workload, machine: Machine, constants: Constants, block
     sending = gather_seconds((forwards + home) * pair, forwards + 1, group)
     passed = sending - hidden(sending, block.attention_forward * 2, constants.exposed)
     one = step.item_bytes * token / layout.cp
-    # If only the attention core is recomputed, its output is not exchanged again, because the backward pass does not
-    # need it.
+    # If only the attention core is recomputed, its output is not exchanged again. The backward pass does not read the
+    # exchanged output.
     returns = 2 + np.where(layout.recompute == 2, layout.recomputing, 0.0)
     heads = forwards * (model.queries + 2 * model.keys) + returns * model.queries
     exchanged = gather_seconds(one * heads, forwards + returns, group)
@@ -129,8 +129,8 @@ def exposed_gradient_sum(work: Workload, constants: Constants, sending: Number, 
         sending: Seconds of the sum if nothing hides it.
         last_backward: Seconds of the last backward pass, which can hide the sum.
     """
-    # Deferred weight gradients are computed at the end of the step, and their sums start only after all of them, so
-    # nothing is left to hide the sums.
+    # If weight gradients are deferred to the end of the step, their sums start only after all of them. No computation
+    # is left to hide the sums.
     overlap = np.asarray(work.program.overlap_dp, bool) & ~work.layout.split_backward
     return sending - np.where(overlap, hidden(sending, last_backward, constants.exposed), 0.0)
 

@@ -107,7 +107,8 @@ def _of_kinds(work: Workload, parts_cross_blocks: Flag, machine: Machine, consta
     ``work.layout.recompute`` says."""
     times = batch_part_time(work, machine, constants)
     exposed = np.zeros((2, np.size(work.active_parts)))
-    blocks = work.model.num_hidden_layers / (work.layout.pp * work.layout.stages_per_rank)  # Blocks per stage.
+    # Number of blocks per stage.
+    blocks = work.model.num_hidden_layers / (work.layout.pp * work.layout.stages_per_rank)
     blocks = np.broadcast_to(blocks, (np.size(work.active_parts),))
     for kind, places in _kinds_of(work, parts_cross_blocks & (blocks >= 2)):
         few = 1 / blocks[places]

@@ -158,7 +158,8 @@ def _at_the_peak(
     # At the end of the backward pass, the embedding's gradient is also in memory in the step's dtype. If gathered
     # weights are freed after use, the head's gathered weight is not in memory, although the weights count it.
     at_ends = tables.embedding - np.where(_is_resharded(work), tables.head, 0)
-    if has_experts(work):  # The gradients include the sum of the experts' gradients, so it does not count again.
+    # ``gradients`` already includes the sum of the experts' gradients, so do not count it twice.
+    if has_experts(work):
         summed = work.step.reduce_bytes * weights_of_experts(work)
         block = replace(block, summed_experts=block.summed_experts - summed)
     end = peak_bytes(_first_block(work), 1, 1, False, block)
@@ -178,7 +179,7 @@ def _weights_freed_by_the_end(work: Workload, layers: Number) -> Number:
     happens only in a step with one micro-batch whose weights were gathered once. Otherwise the bytes are 0."""
     if not np.any(_is_gradual(work)):
         return 0.0
-    # FSDP2 also frees its copies of experts that no other rank shards.
+    # FSDP2 frees its copies of experts even if no other rank shards them.
     frees = _is_gradual(work) & (work.layout.shards > 1)
     first = _first_block(work)
     freed = _freed_entries(work, layers * work.block_weights - first.block_weights)
@@ -214,7 +215,7 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
         step.weight_bytes * entries / shards,
     )
     whole_gradients = np.where(program.gradient_bytes > 0, program.gradient_bytes, step.reduce_bytes) * entries
-    # Once a gradient is summed, it is cast to its weight's dtype if that is wider.
+    # A summed gradient is cast to its weight's dtype. Count the larger of the two dtypes.
     complete = np.maximum(step.reduce_bytes, step.weight_bytes) * entries / shards
     is_whole = (layout.zero == 1) & (copies > 1) & (work.micro_batches > 1)
     gradients = np.where(is_whole, np.maximum(whole_gradients, complete), complete)
@@ -224,7 +225,7 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
     # activations are freed.
     late = np.where(is_replicated(work) & program.is_fourfold, complete - step.reduce_bytes * entries, 0)
     single = entries_without_second_moment(work, layers, tables) / (layout.x * layout.y)
-    # Frameworks with 16-bit weights also store the optimizer's weights, if these have another type.
+    # Frameworks with 16-bit weights also keep the weights in the optimizer's dtype, if it is larger.
     master = np.where(program.half_weights & (step.weight_bytes > item), step.weight_bytes * entries, 0)
     optimizer = master + step.moment_bytes * (2 * entries - single)
     optimizer = (optimizer + np.where(step.averaged, AVERAGE_BYTES * entries, 0)) / shards
@@ -309,13 +310,14 @@ def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = Non
     micro-batches, and the last rank has the head. A rank between them can have more blocks or more experts."""
     layout = work.layout
     block = block_bytes(work) if block is None else block
-    if layout.layers_per_stage is not None:  # The run file sets the layer counts, so any rank can be the fullest.
+    # The run file sets the number of layers of each stage, so any rank may need the most memory.
+    if layout.layers_per_stage is not None:
         return _fullest(work, machine, block, *enumerate(blocks_of(work)))
     split = split_of(work)
     peak = _fullest(work, machine, block, (0, split.first), (layout.pp - 1, split.last))
     for place, blocks in split.between:
         has_one = np.broadcast_to(np.greater(place, 0), np.shape(peak))
-        # Only a few cases have such a rank, so compute only these cases.
+        # Few cases have such a rank, so compute the memory only for them.
         index = np.flatnonzero(has_one)
         rank, *numbers = (np.broadcast_to(part, has_one.shape).reshape(-1)[index] for part in (place, *blocks))
         between = _fullest(work.take(index), machine.take(index), block.take(index), (rank, Blocks(*numbers)))

@@ -18,8 +18,8 @@ class Rates:
         rate = np.where(step.bits == 8, machine.achieved_fp8, machine.achieved)
         self.matmul = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, rate)
         self.head = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, machine.achieved)
-        # Scale by the peak and not by the achieved rate. Otherwise a higher achieved rate in 16 bits would lower the
-        # rate in 32 bits.
+        # Attention in 32 bits is slower by the same ratio as matmuls. Take the ratio to the peak, because a higher
+        # achieved 16-bit rate would otherwise lower the 32-bit rate.
         self.attention = constants.attention * np.where(
             step.bits == 32, machine.achieved_fp32 / machine.peak, 1.0
         ) * machine.attention  # fmt: skip

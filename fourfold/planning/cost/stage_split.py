@@ -52,7 +52,7 @@ def split_of(work: Workload) -> StageSplit:
     )
     if not any(np.ndim(case) for case in cases):
         return _as_split(_split(*(float(case) for case in cases), layout.layers_per_stage))
-    # Layouts of the same model have only a few combinations of these values, so compute each combination once.
+    # The layouts of a model have few distinct combinations of these values, so compute each combination once.
     first, back = unique_rows(cases)
     table = np.stack([case[first].astype(float) for case in cases], axis=1)
     found = [_split(*row, None) for row in table.tolist()]
@@ -99,7 +99,8 @@ def blocks_of_ranks(
 ) -> tuple[Blocks, ...]:  # fmt: skip
     """Return the blocks on each pipeline rank, summed over its stages."""
     stages = pp * stages_per_rank
-    if stages > layers:  # Such a layout is illegal. Return any counts.
+    # This layout is illegal, so any counts will do.
+    if stages > layers:
         return (Blocks(-(-layers // pp), 0),) * pp
     numbers, of_dense, begin = [0] * pp, [0] * pp, 0
     for stage, count in enumerate(counts or balanced(layers, stages, ends, ends)):

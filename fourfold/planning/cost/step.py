@@ -90,8 +90,8 @@ def step_parts(
     traffic = weight_traffic(work, machine, constants) if traffic is None else traffic
     layer, ends = _layer(work, machine, constants, block, traffic), _ends(work, machine, constants, block, traffic)
     several = layout.pp > 1
-    # Assume an average rank, with an average number of layers and 1/pp of the head. If pp > 1, the time of the
-    # embedding is not counted here. The time in which this rank does not work is in the bubble.
+    # Compute the time of an average rank: an average number of layers and 1/pp of the head. If pp > 1, the embedding
+    # takes no time here. The time in which a rank has no work is part of the bubble.
     layers, head_passes = work.micro_batches * _mean_layers(work), work.micro_batches / layout.pp
     z_layers = layers * layer.z + work.micro_batches * layer.z_first
     z_of_ends = head_passes * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
@@ -170,7 +170,8 @@ def _offload(work: Workload, machine: Machine, constants: Constants, block: Bloc
     """
     layout = work.layout
     residual = work.step.item_bytes * work.tokens * work.model.hidden_size / (layout.x * layout.y)
-    # The rate is 0 if the machine file does not give it. The search refuses offload on such machines.
+    # If the machine file does not give this rate, it is 0. The search refuses offload on such machines, so only avoid a
+    # division by 0.
     copy = residual / np.maximum(machine.host, 1.0)
     beside = (block.forward, block.forward + block.backward)
     seconds = sum(copy - hidden(copy, computing, constants.exposed) for computing in beside)
@@ -215,7 +216,8 @@ def _ends(work: Workload, machine: Machine, constants: Constants, block: BlockTi
     table = work.model.padded_vocab_size * work.model.hidden_size * _seconds_for_a_weight(work, machine, constants)
     z_head = exposed_z(work, constants, traffic.table, block.head)
     shared = np.asarray(work.model.tie_word_embeddings, bool) & (work.layout.pp == 1)
-    z_embedding = np.where(shared, 0.0, traffic.table)  # No computation hides it.
+    # No computation hides the embedding's gather.
+    z_embedding = np.where(shared, 0.0, traffic.table)
     head = block.head + table + block.head_x + block.head_y + z_head
     return _Ends(head, block.embedding + table + z_embedding, table, z_head, z_embedding)
 
@@ -263,7 +265,7 @@ def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number
         stepped = stepped + _entries_stepped(states_of_experts(work))
     step = work.step
     moving = stepped * moved_bytes(work) / (constants.memory * machine.memory_bandwidth)
-    # If the host runs the optimizer, gradients are copied to it, and weights are copied back.
+    # If the optimizer runs on the host, gradients are copied to the host and weights are copied back.
     copied = stepped * (step.reduce_bytes + step.item_bytes) / np.maximum(machine.host, 1.0)
     seconds = np.where(work.program.offloads_optimizer, copied, moving)
     kernels = OPTIMIZER_KERNELS * constants.launch * machine.launch
@@ -291,7 +293,7 @@ def _seconds_for_a_weight(work: Workload, machine: Machine, constants: Constants
     added = item + 2 * reduced  # The gradient is read, and the sum is read and written.
     first = np.where(replicated & (item == reduced), 0, copied)
     accumulated = np.where(program.fuses_accumulation, 0, (first + (every - 1) * added) / every)
-    # If the framework stores 16-bit gradients in addition to 32-bit sums, it casts them for every micro-batch and adds
+    # Frameworks that store 16-bit gradients in addition to 32-bit sums cast the gradients of every micro-batch, and add
     # them to the sums.
     cast_and_added = (item + 4) + 3 * 4
     accumulated = np.where(program.gradient_bytes > 0, cast_and_added, accumulated)

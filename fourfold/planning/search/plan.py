@@ -238,5 +238,5 @@ def _nothing_fits(
 def _something_fits(base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits) -> bool:
     try:
         return len(search(base, machine, constants, gpus, limits).order) > 0
-    except UserError:  # The limits leave no layout.
+    except UserError:  # With these limits, there is no layout at all.
         return False

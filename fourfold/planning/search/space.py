@@ -96,8 +96,8 @@ def choices_of(base: Workload, grids: dict[str, np.ndarray], limits: SearchLimit
     columns = grids
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in limits.pipelines]
     columns = _crossed(columns, {"schedule": [s for s, _ in pipelines], "stages_per_rank": [c for _, c in pipelines]})
-    # If a choice has no effect on a grid, keep only one of its values. For example, the schedule has no effect without
-    # a pipeline.
+    # If a choice has no effect on a grid, keep only one of its values. For example, without a pipeline, all schedules
+    # are equal.
     first = (columns["schedule"] == pipelines[0][0]) & (columns["stages_per_rank"] == pipelines[0][1])
     columns = _kept(columns, (columns["pp"] > 1) | first)
     alone = columns["pp"] == 1
@@ -128,8 +128,8 @@ def refused_grids(
 
     The reasons are indices into ``REASONS``. 0 means that some layouts of the grid may be legal.
     """
-    # These choices break the fewest rules. So if a grid is illegal with these choices, it is illegal with any choices.
-    # They include ZeRO-3, because with ZeRO-0, 1, or 2, ep must divide z or be a multiple of z.
+    # These choices break the fewest rules, so a grid that is illegal with them is illegal with any choices. They
+    # include ZeRO-3, because ZeRO-0, 1, and 2 need an ep that divides z or is a multiple of z.
     simplest = base.but(**grids, schedule=0, stages_per_rank=1, zero=3, recompute=0, offload=False, cp_method=0,
                         batch_parts=1, shards_per_node=1, layers_per_stage=None)  # fmt: skip
     copies = grids["dp"] * grids["cp"] > 1
@@ -156,10 +156,10 @@ def _sizes(work: Workload) -> Sizes:
     model, layout, step = work.model, work.layout, work.step
     numbers = (model.queries, model.keys, model.hidden_size, model.intermediate_size, model.padded_vocab_size,
                model.positions, step.seq_length, step.global_batch_size)  # fmt: skip
-    # 32-bit integers are faster, and large enough for any model so far.
+    # Compute with 32-bit integers if they are large enough, because they are faster.
     bits = np.int32 if max(int(np.max(number)) for number in numbers) < 2**31 else np.int64
     x, y, z, dp, cp, pp = (np.asarray(getattr(layout, axis), bits) for axis in AXES)
-    # The rules are written for single layouts, but all their operators work on arrays too.
+    # The rules are written for one layout at a time, but their operators also work on arrays.
     sizes: dict[str, Any] = {
         "layers": model.num_hidden_layers, "hidden": model.hidden_size, "heads": model.queries // model.head_dim,
         "kv_heads": model.keys // model.head_dim, "head_dim": model.head_dim, "inner": model.intermediate_size,
@@ -170,7 +170,7 @@ def _sizes(work: Workload) -> Sizes:
         "latents": math.gcd(*(int(width) for width in (model.q_latent, model.kv_latent, model.shared_key))),
         "linear_heads": model.linear_num_key_heads, "output_gate": model.output_gate,
         "x": x, "y": y, "z": z, "dp": dp, "cp": cp, "pp": pp, "ep": layout.ep, "zero": layout.zero,
-        # With 32 bits, sizes of matmuls would overflow.
+        # Sizes of matmuls are products with this number, and can overflow 32 bits.
         "micro_batch": np.asarray(layout.micro_batch_size, np.int64),
         "batch_parts": work.layout.batch_parts,
         "shards_per_node": work.program.shards_per_node,

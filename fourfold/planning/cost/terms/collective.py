@@ -53,7 +53,7 @@ def group_of(size: Number, stride: Number, machine: Machine, constants: Constant
     intra = constants.intra * np.where(
         stride > 1, np.minimum(near, np.where(inside <= 2, machine.intra_far, near)), near
     )
-    # If several nodes form one domain (NVL72), the adapters of all these nodes carry the traffic that leaves it.
+    # In a domain of several nodes (NVL72), the adapters of all its nodes share the traffic that leaves the domain.
     injection = machine.node * (fast / machine.gpus_per_node)
     across = np.minimum(constants.inter * injection * inside / fast, np.where(inside > 1, intra, np.inf))
     hop_in, hop_out = constants.latency * machine.intra_hop, constants.latency * machine.inter_hop

@@ -46,7 +46,7 @@ def matmul_seconds(
         for rows, columns, quality in TILES
     ]
     tiled = wave * np.minimum(np.minimum(times[0], times[1]), times[2])
-    # A device with one unit is a CPU, whose tiles are so small that waves do not matter.
+    # One unit means a CPU. Its tiles are so small that partly filled waves do not matter.
     computing = np.where(units > 1, tiled, groups * (2.0 * m * n * k / rate))
     moving = groups * ((m * k + k * n + m * n) * item / bandwidth)
     return np.maximum(computing, moving)

@@ -9,8 +9,8 @@ import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number
 
-# The constants up to BACKWARD describe the forward pass of frameworks other than fourfold. They come from counting the
-# operations of a block.
+# The constants from here to BACKWARD are for other frameworks than fourfold. All of them except BACKWARD describe the
+# forward pass.
 RESIDUAL_PASSES = 12.0
 """Passes over the residual stream: two norms (one read and one write each), two residual sums (two reads and one write
 each), and one copy of the two outputs."""
@@ -31,8 +31,9 @@ BACKWARD = 1.5
 gradient and the input, and writes the input's gradient, while its forward has one read and one write. The backward of a
 sum moves nothing."""
 
-# The constants below are for fourfold's operations in 16 bits, in forward and backward. tests/planning/test_traffic.py
-# counts the passes, except the passes of fused operations and of norm kernels, which need a GPU or a compiler.
+# The constants from here to OWN_BIASES are for fourfold's operations in 16 bits, each for the forward pass and the
+# backward pass. tests/planning/test_traffic.py counts the passes. It leaves out fused operations and norm kernels,
+# which need a compiler or a GPU.
 OWN_SUMS = 6.0, 6.0
 """Passes over the residual stream: two residual sums, and the sums of their gradients (two reads and one write
 each)."""
@@ -176,6 +177,7 @@ def expert_bytes(
     biased = np.where(in_place, 0.0, biased)
     forward = moved + gates[0] * inner + rounding * (here + inner) + biased * EXPERT_BIAS_PASSES[0] * here
     backward = moved + gates[1] * inner + rounding * (here + 2 * inner)
-    # The gradients of the biases of gate and up are sums over the gradients of gate and up, so they read both.
+    # A bias gradient of gate or up is a sum over the rows of that tensor's gradient, so both gradients are read once
+    # more.
     backward = backward + biased * (EXPERT_BIAS_PASSES[1] * here + 2 * inner)
     return forward, backward, gates[0] * inner
