@@ -56,7 +56,8 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts:
     if run.training.float8 != "none":
         use_float8(model, run.training.float8)
     if run.overlap.batch_parts > 1 and grid.x.size * grid.y.size > 1:
-        # In mode "full", each block is recomputed separately. So a batch part must not enter the next block early.
+        # In mode "full", autograd recomputes one block at a time, so a batch part must not run ahead into the next
+        # block.
         across_blocks = run.activation_checkpoint.mode != "full"
         run_in_parts(model, run.overlap.batch_parts, attention_split(run), grid, across_blocks)
     recompute(model, run.activation_checkpoint)
@@ -100,7 +101,8 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
             "layers.*.self_attn.kv": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "keys and values", overlap),
         }
     attention: Rules = {"layers.*.self_attn.core": lambda name, m: _shared_core(m, grid, run)}
-    if split != "sequence":  # With "sequence", attention needs masks, which DocumentTables does not make.
+    # With "sequence", attention needs masks, and DocumentTables makes none.
+    if split != "sequence":
         attention["attention_tables"] = lambda name, m: DocumentTables(m)
     outputs: Rules = {
         "layers.*.self_attn.o_proj": lambda name, m: Linear4D(
@@ -110,8 +112,8 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     }
     if grid.x.size * grid.y.size > 1:
         return inputs_and_head | attention | outputs | {"embed_*": lambda name, m: Embedding(m, grid, name)}
-    # With x = y = 1, no layer is split. The parallel layers are still faster than the plain modules, because they read
-    # and write memory less often. torch.compile gives plain modules the same advantage, so compiled blocks keep them.
+    # With x = y = 1, no layer is split, but parallel layers are still faster than plain modules because they read and
+    # write less memory. In compiled blocks, keep the plain modules, because torch.compile makes them as fast.
     compiled = run.training.compile and grid.cp.size == 1
     rules = {"lm_head": inputs_and_head["lm_head"]} if compiled else inputs_and_head
     if own_matmuls:

@@ -54,8 +54,8 @@ class SharedAttentionCore(AttentionCore, Tiled):
         heads_here, heads_per_kv = heads // ranks, heads // kv_heads
         first = rank * heads_here
         needed = [(first + head) // heads_per_kv for head in range(heads_here)]
-        # In torch's grouped attention, all key-value heads must serve equally many consecutive query heads. If the
-        # numbers on this rank differ, pass one key-value head per query head.
+        # torch's grouped attention requires that all key-value heads serve the same number of consecutive query heads.
+        # If this rank's heads do not, pass one key-value head per query head.
         distinct = sorted(set(needed))
         regular = all(needed.count(kv) == heads_here // len(distinct) for kv in distinct)
         self.kv_needed = distinct if regular else needed
@@ -138,7 +138,8 @@ class SharedAttentionCore(AttentionCore, Tiled):
         if self.kv_needed == list(range(first, first + count)):
             return heads[:, :, first : first + count].flatten(2)
         needed = torch.tensor(self.kv_needed)
-        if kv.is_cuda:  # Copy from pinned memory, so that the host does not wait for the copy.
+        # Copy from pinned memory, because otherwise the host would wait for the copy.
+        if kv.is_cuda:
             needed = needed.pin_memory().to(kv.device, non_blocking=True)
         return heads[:, :, needed].flatten(2)
 

@@ -89,7 +89,7 @@ def attend_block(
     else:
         efficient = ATEN._scaled_dot_product_efficient_attention
         out, lse = efficient(q, k, v, bias, True, 0.0, causal, scale=scores.scale)[:2]
-        lse = lse[..., : q.shape[2]]  # Remove the kernel's padding of the queries.
+        lse = lse[..., : q.shape[2]]  # Remove the padding that the kernel added to the queries.
     out = out[..., : q_BNQD.shape[-1]]
     if mask_B1QS is not None:
         sees_none_B1Q = ~mask_B1QS.any(-1)

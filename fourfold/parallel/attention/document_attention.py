@@ -169,7 +169,8 @@ def differentiate_in_turn(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, s
         lse = lse_BNS[row, :, queries]
         parts = attend_block_backward(grad, q, out, lse, k, v, mask is None, mask, scores)
         for gradient, place, part in zip((dq, dk, dv), (queries, keys, keys), parts, strict=True):
-            gradient[row, place] += part.transpose(1, 2)  # Add, because several pieces may read the same key.
+            # Add, because several pieces may read the same key.
+            gradient[row, place] += part.transpose(1, 2)
     return tuple(gradient.to(t.dtype) for gradient, t in zip((dq, dk, dv), tensors[1:4], strict=True))
 
 

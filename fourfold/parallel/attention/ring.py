@@ -95,19 +95,19 @@ def block_of_step(
     if source == cp.rank:
         queries, keys = everything, everything
     elif source < cp.rank:
-        # The head chunk of the source comes before both chunks of this rank. The tail chunk of the source comes after
-        # them, so no query sees it.
+        # Every rank has a head chunk and a tail chunk of the sequence. The source's head chunk comes before both chunks
+        # of this rank. The source's tail chunk comes after both, so no query sees it.
         queries, keys = everything, slice(0, half)
     else:
-        # The tail chunk of this rank comes after both chunks of the source. The head chunk of this rank comes before
-        # them, so its queries see no key.
+        # This rank's tail chunk comes after both chunks of the source. This rank's head chunk comes before both, so its
+        # queries see none of the keys.
         queries, keys = slice(half, tokens), everything
     causal, length = source == cp.rank, tokens * cp.size
     if not causal and window:
         if (abs(source - cp.rank) - 1) * half + 1 >= window:
             return None
-        # The head chunk of the source and the tail chunk of this rank are the furthest apart. The window may be too
-        # short for this pair, even if it is long enough for the other pairs of chunks.
+        # The source's head chunk and this rank's tail chunk (or the reverse) are furthest apart. If they are too far
+        # apart for the window, leave them out.
         if (2 * cp.size - 2 - source - cp.rank) * half + 1 >= window:
             queries, keys = (slice(0, half), keys) if source < cp.rank else (queries, slice(half, tokens))
     if documents_BS is None and not 0 < window < length:
@@ -180,7 +180,7 @@ class _Ring(Function):
                     grad_rows, q_rows, out_rows, lse_rows, k, v, block.causal, block.mask_B1QK, ctx.scores
                 )
                 dq[:, :, rows] += dq_part
-            # Receive the gradients of these keys and values, summed over the ranks that had them before.
+            # Receive the gradients of these keys and values. The ranks that had the keys earlier have added theirs.
             dkv = torch.zeros_like(kv, dtype=torch.float32) if dkv_coming is None else dkv_coming.wait()
             if block is not None:
                 dkv[..., block.keys, :] += torch.stack([dk, dv])
@@ -188,7 +188,8 @@ class _Ring(Function):
             if following is not None:
                 kv = following.wait()
         assert dkv_coming is not None
-        dk, dv = dkv_coming.wait().to(q.dtype)  # After a full round, the gradients of this rank's keys are back here.
+        # After a full round, the gradients of this rank's own keys and values have returned.
+        dk, dv = dkv_coming.wait().to(q.dtype)
         return dq.to(q.dtype), dk, dv, d_sinks, None, None, None, None
 
 

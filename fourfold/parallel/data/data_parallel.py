@@ -73,7 +73,8 @@ class DataParallel(ABC):
         """Allocate uninitialized memory for the model."""
         tied = tied_names(self.model)
         self.model.to_empty(device=device)
-        tie_again(self.model, tied)  # to_empty replaces parameters one module at a time, which unties tied weights.
+        # to_empty replaces the parameters of one module at a time, so tied weights are no longer tied.
+        tie_again(self.model, tied)
 
     def shards(self) -> list[LocalShard]:
         """Return what this process stores of each parameter, in the order of the model. A tied parameter appears

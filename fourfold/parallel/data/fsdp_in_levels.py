@@ -24,7 +24,7 @@ class MeshWithGroups(DeviceMesh):
     """A mesh that returns other groups for some of its dims. These groups have only the methods that FSDP2 calls."""
 
     def __init__(self, mesh: DeviceMesh, groups: Mapping[int, Any]) -> None:
-        # The constructor would create new groups, so call it without groups. Then take over the groups of the mesh.
+        # Call the constructor without groups, because it would create new ones. Then take over the groups of ``mesh``.
         super().__init__(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
         vars(self).update(vars(mesh))
         earlier: dict[int, Any] = mesh._other_groups if isinstance(mesh, MeshWithGroups) else {}

@@ -52,7 +52,8 @@ class FullySharded(DataParallel):
         policy = MixedPrecisionPolicy(
             param_dtype=types.working,
             reduce_dtype=types.reduced,
-            # Do not cast inputs. Activations already have the right dtype, and rotary tables must stay float32.
+            # Do not cast inputs. Activations already have the right dtype, and the tables of rotary embeddings must
+            # stay in float32.
             cast_forward_inputs=False,
         )
         zero, z = grid.sizes.zero, grid.z.size
@@ -77,14 +78,15 @@ class FullySharded(DataParallel):
                 module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, ignored_params=whole
             )
 
-        # Keep the head's weights gathered after the forward pass, because the backward pass starts with the head. A
-        # tied embedding has the same weights as the head, so it belongs to the same unit.
+        # Keep the head's weights gathered after the forward pass, because the backward pass needs them first. A tied
+        # embedding shares the head's weights, so put both into one unit.
         last = list(units.last)
         of_last = {parameter for module in last for parameter in module.parameters()}
         for embedding in units.embeddings:
             if of_last.isdisjoint(embedding.parameters()):
                 shard(embedding, reshard)
-                # The backward pass of an embedding does not read its weights, so FSDP2 need not gather them.
+                # FSDP2 need not gather an embedding for the backward pass, because the backward pass does not read its
+                # weights.
                 _fsdp(embedding).set_unshard_in_backward(False)
             else:
                 last.append(embedding)
@@ -106,7 +108,8 @@ class FullySharded(DataParallel):
         super().materialize(device)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                # None allows gradients in any dtype. FSDP2 may sum them in another dtype than the weight's.
+                # With None, torch accepts gradients in any dtype. FSDP2 may sum gradients in another dtype than the
+                # weight's.
                 parameter.grad_dtype = None
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
@@ -132,15 +135,17 @@ class FullySharded(DataParallel):
         groups = self.fsdp_groups()
         self.sums.at_once_over_shards = any(g._partial_reduce_output is not None for g in groups)
         for group in groups:
-            # Without this, FSDP2 would sum the gradients of micro-batches in the weights' dtype.
+            # With this dtype, FSDP2 sums the gradients of micro-batches in reduce_dtype, not in the weights' dtype.
             group._orig_dtype = self.types.reduced
         model.set_is_last_backward(last)
         if self.keeps_weights_for_the_step:
             model.set_reshard_after_backward(last)
         if self.grid.sizes.zero == 0:
-            model.set_requires_all_reduce(last)  # Sum over z in each backward pass, but over dp·cp only in the last.
+            # Sum over z after each backward pass, but over dp·cp only after the last.
+            model.set_requires_all_reduce(last)
         elif self.waits_for_the_last:
-            model.set_requires_gradient_sync(last)  # Keep unsharded gradients until the last backward pass.
+            # Keep unsharded gradients until the last backward pass.
+            model.set_requires_gradient_sync(last)
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         super().add_gradient(parameter, gradient)
@@ -148,8 +153,8 @@ class FullySharded(DataParallel):
             every = (p for group in self.fsdp_groups() for p in group.fsdp_params)
             self._fsdp_parameters = {p._unsharded_param: p for p in every}
         fsdp_parameter = self._fsdp_parameters[parameter]
-        # The first call adds the gradient to the sum in reduce_dtype, if there already is a sum. The second call starts
-        # a sum if there is none.
+        # If a sum in reduce_dtype exists, the first call adds the gradient to it. Otherwise the second call starts a
+        # sum.
         fsdp_parameter.accumulate_unsharded_grad_if_needed()
         fsdp_parameter.to_accumulated_grad_if_needed()
 
@@ -179,7 +184,7 @@ class FullySharded(DataParallel):
         if hasattr(context, "reduce_scatter_states"):
             sent = context.reduce_scatter_states
             context.reduce_scatter_states = []
-        else:  # torch versions before 2.13.
+        else:  # torch before 2.13 keeps only one state.
             sent = [context.reduce_scatter_state] if context.reduce_scatter_state else []
             context.reduce_scatter_state = None
         for state in sent:
@@ -209,7 +214,8 @@ class FullySharded(DataParallel):
             for parameter in group.fsdp_params:
                 if parameter.unsharded_accumulated_grad is not None:
                     found.append(parameter.unsharded_accumulated_grad_data)
-                whole = getattr(parameter, "_unsharded_param", None)  # The tensor is created at the first gather.
+                # The tensor does not exist before the first gather.
+                whole = getattr(parameter, "_unsharded_param", None)
                 if whole is not None and whole.grad is not None:
                     found.append(whole.grad)
         return found
@@ -227,14 +233,14 @@ class FullySharded(DataParallel):
         gathers, sums = (GatherInBackground(), self.sums) if self._on_gloo else (GatherInLevels(), SumInLevels())
         for module in self._units():
             if self._on_gloo or grid.levels:
-                # torch has no public base class for custom collectives. It is enough that these objects have the
-                # methods that torch calls.
+                # torch has no public base class for custom collectives, so these classes only have the methods that
+                # torch calls.
                 module.set_custom_all_gather(gathers)  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
             if module in self._experts and self._expert_shards.size == 1:
                 module.set_custom_reduce_scatter(SumOfOneShard())  # type: ignore[arg-type]
-            # The loss is already divided by the number of tokens in the whole step, so FSDP2 must not divide the
-            # gradients again. Force plain sums, because gloo cannot multiply a sum by a factor.
+            # Do not let FSDP2 divide the gradients, because the loss is already divided by the number of tokens in the
+            # whole step. Force plain sums, because gloo cannot scale a sum.
             if (grid.expert_replicas.size if module in self._experts else mesh.size()) > 1:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)

@@ -26,7 +26,8 @@ class Replicated(DataParallel):
 
     def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
         super().__init__(model, units, grid, types)
-        # With LoRA, frozen weights are stored in the step's dtype, so parameters can have different dtypes.
+        # Remember each parameter's dtype. With LoRA, the dtypes differ, because frozen weights are stored in the step's
+        # dtype.
         self._stored_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         model.to(types.working)
         self.weights: dict[nn.Parameter, Weight] = {}
@@ -40,7 +41,8 @@ class Replicated(DataParallel):
                 stored = nn.Parameter(torch.empty_like(working, dtype=dtype), working.requires_grad)
             summed = working if working.dtype == self.types.reduced else stored
             if summed.requires_grad:
-                summed.grad_dtype = self.types.reduced  # autograd casts each micro-batch's gradient to this dtype.
+                # autograd then casts each micro-batch's gradient to this dtype.
+                summed.grad_dtype = self.types.reduced
             self.weights[working] = Weight(working, stored, summed)
         of_experts = self.split_experts()
         for parameters in _in_order_of_the_backward(self.model, self.units):
@@ -141,8 +143,8 @@ class Bucket:
         self._missing: set[nn.Parameter] | None = None
         self._unused: set[nn.Parameter] = set()
         self._weight_of = {weight.working: weight for weight in weights}
-        # This bucket refers to its weights. If a weight's hook referred to the bucket, there would be a cycle. The
-        # garbage collector does not see hooks, so it would never free the cycle. So use a weak reference.
+        # Hooks must refer to the bucket only weakly. The bucket refers to its weights, and the garbage collector does
+        # not see hooks, so it could never free a cycle of strong references.
         arrived = WeakMethod(self._arrived)
 
         def call(working: nn.Parameter) -> None:
@@ -176,7 +178,8 @@ class Bucket:
             weight.summed.grad = None
 
     def _summand(self, summed: nn.Parameter) -> Tensor:
-        if summed.grad is None:  # This rank did not use the weight in this step, so its gradient is 0.
+        # If this rank did not use the weight in this step, its gradient is 0.
+        if summed.grad is None:
             return torch.zeros(summed.numel(), dtype=self.dtype, device=summed.device)
         return summed.grad.flatten()
 

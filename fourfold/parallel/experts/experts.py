@@ -58,7 +58,8 @@ class ParallelMixture(nn.Module):
         if is_data_BS is not None:
             is_data_T = is_data_BS.chunk(self.grid.x.size, dim=1)[self.grid.x.rank].flatten()
         routing, kept_TK = self.gate(x_Th, is_data_T), None
-        # In evaluation, experts have no capacity limit. A document's score must not depend on the rest of the batch.
+        # Experts have a capacity limit only in training. In evaluation, a document's score must not depend on the other
+        # documents of the batch.
         if self.capacity_factor and self.training:
             experts_BTK = routing.experts_TK.unflatten(0, x_BTh.shape[:2])
             kept_BTK = within_capacity_of_sequences(experts_BTK, experts, self.capacity_factor, self.grid)
@@ -66,7 +67,7 @@ class ParallelMixture(nn.Module):
             self.gate.count_dropped(kept_TK | (routing.experts_TK == experts))
         order = order_by_expert(routing.experts_TK, kept_TK, experts, is_data_T is not None)
         weights_TK = sum_gradient(routing.weights_TK, self.grid.y, "router: weights' gradient")
-        # Nest these calls, because a variable would keep the experts' outputs in memory.
+        # Do not assign the experts' outputs to a variable, because it would keep them in memory.
         return combine(self._outputs(x_Th, order), order, weights_TK).view_as(x_BTh)
 
     def _outputs(self, x_Th: Tensor, order: Order) -> Tensor:
@@ -78,7 +79,7 @@ class ParallelMixture(nn.Module):
             outputs_Nh: Tensor = self.experts(take_rows(x_Th, order, order.taken(groups)), groups)
             return outputs_Nh
         counts = remembered(self.dispatch, lambda: self.dispatch.exchange_counts(order.sizes_E))
-        # Start the copy of the rows before the host waits for the counts, so that the GPU does not idle.
+        # Start to copy the rows before the host waits for the counts. Otherwise the GPU would be idle during the wait.
         rows_Nh = take_rows(x_Th, order, len(order.place_N)) if order.given is None else None
         traffic = self.dispatch.traffic(counts, planned)
         if rows_Nh is None:
@@ -128,7 +129,7 @@ class ParallelExperts(Tiled):
         out_Nh = grouped_matmul(active_Nf, self.down_proj, groups)
         if self.down_proj_bias is None or self.x.rank == 0:
             return add_biases(out_Nh, self.down_proj_bias, groups)
-        # Add zeros, so that the biases have a gradient on every rank. The sum of gradients over x needs it.
+        # Add zeros. All ranks must have a gradient for the biases, because the gradients are summed over x.
         return add_biases(out_Nh, 0 * self.down_proj_bias, groups)
 
 

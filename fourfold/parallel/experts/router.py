@@ -42,7 +42,8 @@ class ParallelRouter(BiasInFloat32, CountedRouter):
         if self.load is not None:
             logits_TE = self.load.with_losses(logits_TE, self.layer, is_data_T)
         scores_TE = self.choice.scores(logits_TE)
-        # A recomputation reuses the chosen experts. Choosing again could give another expert, due to rounding errors.
+        # In a recomputation, use the experts that were chosen before. With other rounding errors, the choice could
+        # differ.
         chosen_TK = remembered(self, lambda: self.choice.experts(scores_TE, self.e_score_correction_bias))
         experts_TK = chosen_TK
         if is_data_T is not None:

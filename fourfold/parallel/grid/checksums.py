@@ -68,7 +68,8 @@ class CollectiveInputs(TorchDispatchMode):
     def given(self) -> list[Given]:
         """Return all records in order. This waits for the device."""
         if any(each.is_cuda for each in self._checksums):
-            torch.cuda.synchronize()  # Wait for all streams, because FSDP2 sends from its own streams.
+            # Wait for all streams, because FSDP2 communicates on its own streams.
+            torch.cuda.synchronize()
         sums = torch.stack(self._checksums).tolist() if self._checksums else []
         return [Given(members, what, value) for (members, what), value in zip(self._notes, sums, strict=True)]
 
@@ -92,10 +93,12 @@ class CollectiveInputs(TorchDispatchMode):
         elif name == "recv_":
             members = (members[args[2]], me)
         purpose = PURPOSE.get()
-        of_fsdp = "weights" if name == "_allgather_base_" else "gradients"  # FSDP2's collectives have no names.
+        # FSDP2's collectives have no purpose, so derive it from the operation.
+        of_fsdp = "weights" if name == "_allgather_base_" else "gradients"
         why = of_fsdp if purpose is None else purpose.why
         if name == "recv_":
-            tensor = tensor.new_zeros(0)  # The tensor will be overwritten, so do not record its current content.
+            # The content is about to be overwritten, so do not record it.
+            tensor = tensor.new_zeros(0)
         self.note(tensor, f"its part of the collective '{why}'", members)
 
 

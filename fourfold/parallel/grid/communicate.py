@@ -19,7 +19,7 @@ from fourfold.heartbeat import doing, is_watched
 from fourfold.models.autograd import differentiable
 from fourfold.parallel.grid.grid import Axis
 
-# torch 2.13 renamed these two functions. torch 2.11 has only the long names.
+# torch 2.13 renamed these two functions, and torch 2.11 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -316,11 +316,10 @@ def _sum_of_own_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -
     return sum_parts(parts.unflatten(0, (axis.size, own)))
 
 
-# The functions above are for computation that is split over the ranks. If all ranks hold the same tensor, each rank
-# computes only a part of the tensor's gradient. So the backward passes above sum gradients over the ranks.
+# The functions above are for computation that is split over the ranks. Each rank then computes only a part of the
+# gradient of a tensor that all ranks hold, so the backward passes above sum gradients over the ranks.
 #
-# The functions below are for computation that every rank repeats. Each rank then computes the full gradient of a tensor
-# that all ranks hold.
+# The functions below are for computation that every rank repeats. Each rank then already computes the full gradient.
 
 
 def share(whole: Tensor, axis: Axis, dim: int, why: str) -> Tensor:

@@ -114,8 +114,8 @@ class Grid:
         self.ranks = torch.arange(sizes.world_size).view(shape)
         """All ranks, by their positions on the six axes."""
         self.device_type = device_type
-        # Create all groups now, because creating a group is a collective, which must not run in the middle of a step.
-        # On NCCL, each group has its own buffers. So axes with the same ranks share one group.
+        # Create all groups now. Creating a group is a collective, which must not run in the middle of a step. Axes with
+        # the same ranks share one group, because NCCL allocates buffers for each group.
         groups: dict[tuple[str, str], dist.ProcessGroup | None] = {}
         self._axes = {"_".join(axes): self._axis(axes, groups) for axes in (*((axis,) for axis in AXES), *FLATTENED)}
         self.neighbors = self._neighbors()
@@ -128,8 +128,8 @@ class Grid:
                 join(axis.members)
         self.x, self.y, self.z, self.cp, self.pp = (self._axes[name] for name in ("x", "y", "z", "cp", "pp"))
         self.batch, self.replicas, self.tokens = (self._axes[name] for name in ("dp_z", "dp_cp", "dp_cp_z"))
-        # FSDP2 needs device meshes. Create two of them for the processes that split the tokens: one with a single
-        # axis, and one with the two axes (dp·cp, z).
+        # FSDP2 needs a device mesh of the processes that split the tokens. Create one mesh with a single axis, and one
+        # with the two axes (dp·cp, z).
         tokens = torch.tensor(dist.get_process_group_ranks(self.tokens.group))
         self.tokens_mesh = DeviceMesh.from_group(self.tokens.group, device_type, tokens, mesh_dim_names=("dp_cp_z",))
         ranks = tokens.view(self.replicas.size, -1)
@@ -158,7 +158,8 @@ class Grid:
             ranks = self.ranks.numel()
             return Axis("world", ranks, dist.get_rank(), default_group())
         if "stage" not in self._axes:
-            ranks = self.ranks.numel() // self.pp.size  # A stage's ranks are consecutive: pp is the outermost axis.
+            # pp is the outermost axis, so the ranks of a stage are consecutive.
+            ranks = self.ranks.numel() // self.pp.size
             group = group_among([list(range(place * ranks, (place + 1) * ranks)) for place in range(self.pp.size)])
             self._axes["stage"] = self._axis_among("stage", group)
         return self._axes["stage"]
@@ -205,15 +206,16 @@ class Grid:
         ranks of ``expert_shards`` belong to one z group.
         """
         if ep == 1:
-            self.ep = Axis("ep", 1, 0, self.x.group)  # An axis of size 1 never uses its group, so pass any group.
+            # An axis of size 1 never uses its group, so any group works here.
+            self.ep = Axis("ep", 1, 0, self.x.group)
             self.expert_replicas = self.expert_copies = self.expert_shards = self.tokens
             return
         ranks = self.ranks.permute([AXES.index(axis) for axis in ("pp", "y", "x", "dp", "cp", "z")])
         by_place = ranks.reshape(-1, self.tokens.size // ep, ep)
         self.ep = self._level("ep", by_place.flatten(0, 1))
         replicas = by_place.mT.flatten(0, 1)
-        # If ep does not divide z, z does not shard the experts, and ``expert_shards`` has one rank. This is allowed
-        # only with zero = 3, which shards the experts' weights over all ranks of ``expert_replicas``.
+        # ``expert_shards`` has one rank unless ep divides z. If z does not divide ep either, only zero = 3 is legal,
+        # which shards the experts over all ranks of ``expert_replicas``.
         shards = self.z.size // ep if self.z.size % ep == 0 else 1
         nodes = replicas.reshape(-1, replicas.shape[1] // shards, shards)
         self.expert_replicas = self._level("ep_replicas", replicas)
@@ -248,8 +250,8 @@ class Grid:
         pairs = [(stage, (stage + 1) % pp.size) for stage in range(pp.size)]
         rings = self.ranks.flatten(1)
         found = {}
-        # ``group_among`` needs disjoint groups, but neighboring pairs share a process. So call it for the even pairs,
-        # for the odd pairs, and, if the number of pairs is odd, for the last pair.
+        # ``group_among`` needs disjoint groups, but neighboring pairs share a process. So call it once for the even
+        # pairs and once for the odd pairs. If the number of pairs is odd, call it a third time for the last pair.
         for those in filter(None, (pairs[: pp.size // 2 * 2 : 2], pairs[1::2], pairs[pp.size // 2 * 2 :])):
             group = group_among([sorted(ranks) for pair in those for ranks in rings[list(pair)].T.tolist()])
             for first, second in those:
@@ -267,8 +269,8 @@ class Grid:
         others = [axis for axis in AXES if axis not in axes]
         size = math.prod(getattr(self.sizes, axis) for axis in axes)
         sets = self.ranks.permute([AXES.index(axis) for axis in (*others, *axes)]).reshape(-1, size).tolist()
-        # Ring attention sends keys over cp while gradients are summed over dp and cp. In a common group, these
-        # transfers would wait for each other. So cp has its own group.
+        # cp needs a group of its own. Ring attention sends keys over cp while gradients are summed over dp and cp. In a
+        # common group, one transfer would wait for the other.
         key = str(sets), "cp" if axes == ("cp",) and size > 1 else ""
         if key not in groups:
             group = default_group() if len(sets) == 1 and not key[1] else group_among(sets)

@@ -77,7 +77,7 @@ def ensure_process_group(device_type: str, world_size: int) -> None:
             f"torchrun --nproc-per-node {world_size}, or with srun"
         )
     start_process_group(place, meeting_point, _device(device_type, place), timedelta(minutes=10))
-    # sys.last_value is set if the program ends with an exception.
+    # Python sets sys.last_value if an exception has ended the program.
     atexit.register(lambda: end_process_group(failed=hasattr(sys, "last_value")))
 
 
@@ -119,8 +119,7 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
             f"({str(error).splitlines()[0]}); set MASTER_ADDR and MASTER_PORT to a free port on rank 0's host"
         ) from error
     if not on_gpu:
-        # First remove an earlier registration. The function then runs only once, even if the process starts several
-        # groups.
+        # Remove an earlier registration first. A process may start several groups, but the function must run only once.
         atexit.unregister(_let_gloo_release)
         atexit.register(_let_gloo_release)
 
@@ -167,7 +166,7 @@ def default_group() -> dist.ProcessGroup:
 
 def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
     """Give a group the timeout of the default group. A new group has torch's default timeout (30 minutes for gloo)."""
-    if dist.get_backend(group) not in ("gloo", "nccl"):  # The trace's fake group has no timeout.
+    if dist.get_backend(group) not in ("gloo", "nccl"):  # The fake group of a trace has no timeout.
         return
     device = torch.device(device_type)
     timeout = default_group()._get_backend(device).options._timeout
@@ -183,7 +182,8 @@ def group_among(sets: list[list[int]]) -> dist.ProcessGroup | None:
         The group of this process, or None if this process is in no set.
     """
     world = dist.group.WORLD
-    if getattr(world, "bound_device_id", None) is not None:  # On NCCL, one call creates all groups.
+    # With NCCL, a single call creates all groups.
+    if getattr(world, "bound_device_id", None) is not None:
         return dist.split_group(split_ranks=sets)
     mine = None
     for ranks in sets:
@@ -258,7 +258,7 @@ def end_process_group(failed: bool) -> None:
     if not dist.is_initialized() or (failed and dist.get_backend() != "gloo" and dist.get_world_size() > 1):
         return
     dist.destroy_process_group()
-    # A job has many circular references. Without this call, its groups would stay until the next garbage collection.
+    # A job has many circular references, which keep its groups alive until the next garbage collection. So collect now.
     gc.collect()
 
 

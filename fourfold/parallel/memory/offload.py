@@ -58,11 +58,12 @@ class OffloadedInputs:
         self._last = weakref.ref(kept)
 
         def run() -> T:
-            # The forward pass removes the input from ``first``, so that this closure does not keep the input in memory.
+            # Take the input out of ``first``, because this closure would otherwise keep it in memory.
             return forward(first.pop() if first else kept.back(), *others)
 
         out = checkpointed(run)
-        # After this return, the caller may free the input, and its memory may be reused. So wait for the copy.
+        # Wait for the copy to host memory. After this return, the caller may free the input, and its memory may be
+        # reused.
         kept.wait_until_out()
         return out
 

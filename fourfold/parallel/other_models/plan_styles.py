@@ -96,7 +96,7 @@ def published_plan(model: nn.Module) -> dict[str, str]:
     of_config = getattr(config, "base_model_tp_plan", None) or {}
     of_config = PLANS.get(getattr(config, "model_type", ""), {}) | of_config
     plan |= {f"{prefix}.{key}": style for key, style in of_config.items()}
-    # Plans do not name routers. Every rank computes the whole router, so all ranks choose the same experts.
+    # Plans do not mention routers. Replicate them, so that all ranks choose the same experts.
     plan |= {name: "replicate" for name, m in model.named_modules() if type(m).__name__.endswith("Router")}
     names = {module: name for name, module in model.named_modules()}
     for getter, style in (("get_input_embeddings", "embedding"), ("get_output_embeddings", "colwise_gather_output")):

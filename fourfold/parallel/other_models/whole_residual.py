@@ -143,7 +143,8 @@ class WholeEmbedding(Embedding):
 
     def forward(self, indices_BS: Tensor) -> Tensor:
         rows_BSh = self.look_up(indices_BS)
-        if self.padding_idx is not None:  # As in torch, the row of the padding token gets no gradient.
+        # As in torch, the padding token's row gets no gradient.
+        if self.padding_idx is not None:
             is_padding_BS1 = (indices_BS == self.padding_idx)[..., None]
             rows_BSh = rows_BSh.detach().where(is_padding_BS1, rows_BSh)
         out_BSH = leave(rows_BSh, self.grid, self.name)

@@ -153,8 +153,9 @@ class BlockInParts(nn.Module):
         qkv, o_proj, up, down_proj = self.self_attn.qkv, self.self_attn.o_proj, self.mlp.up, self.mlp.down_proj
         assert isinstance(qkv, LinearGroup) and isinstance(up, LinearGroup)
         assert isinstance(o_proj, Linear4D) and isinstance(down_proj, Linear4D)
-        # o_proj's backward pass can compute weight gradients that up's backward pass has postponed, to hide a
-        # collective. With a parallel residual, o_proj's backward pass may run first, so up must not postpone any.
+        # The backward pass of ``up`` can postpone weight gradients. The backward pass of ``o_proj`` then computes them
+        # while its collective is in flight. With a parallel residual, o_proj's backward pass may run first, so nothing
+        # is postponed.
         is_summed = o_proj.writes.axis.size > 1 and not self.parallel_residual
         of_up = PostponedGradients(up.layers()) if is_summed else None
         q, k, v = yield from linear_steps(normed(x_BTh, self.input_layernorm), qkv.layers(), Schedule())
@@ -171,10 +172,11 @@ class BlockInParts(nn.Module):
         mlp_input_BTh = normed(x_BTh if self.parallel_residual else attended_BTh, self.post_attention_layernorm)
         up_schedule = Schedule(leaves_weight_gradients_to=of_up)
         up_BSf = yield from linear_steps(mlp_input_BTh, up.layers(), up_schedule)
-        if is_recomputed(self.mlp, "down"):  # The backward pass runs the whole method again, so do not split it.
+        # Recomputation repeats this whole method, so do not split it into steps.
+        if is_recomputed(self.mlp, "down"):
             return torch.add(attended_BTh, normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm), alpha=alpha)
-        # If no norm follows the last matmul, the backward pass does not need the matmul's output. So a recomputation
-        # can stop before this matmul.
+        # If no norm follows the last matmul, the backward pass does not read the matmul's output. So recomputation can
+        # stop before this matmul.
         ends_early = RECOMPUTES.get() and self.mlp_output_layernorm is None
         down_schedule = Schedule(waits_before_matmul=ends_early, gather_follows=not is_last)
         (mlp_BTh,) = yield from linear_steps(self.mlp.activation(*up_BSf), [down_proj], down_schedule)

@@ -135,7 +135,8 @@ class _PipelineStep:
         if torch.is_grad_enabled():
             if op.stage == self.pipeline.last_stage:
                 out = (out * self.loss_scale).sum()
-            # Keep only the output's place in autograd's graph. So the output's memory is freed as soon as it is sent.
+            # Keep only the node of autograd's graph, not the tensor. The output's memory is then freed as soon as it is
+            # sent.
             self.inputs[key], self.results[key] = hidden, get_gradient_edge(out)
 
     def _input_gradients(self, op: Op) -> None:
@@ -150,8 +151,8 @@ class _PipelineStep:
     def _differentiate(self, op: Op) -> None:
         key, stage = (op.stage, op.micro_batch), self.pipeline.stages[op.stage]
         self.backwards[op.stage] += 1
-        # A schedule with W operations computes weight gradients after the backward passes. So none of its backward
-        # passes completes the gradients.
+        # If the schedule has W operations, these complete the gradients after all backward passes, so no backward pass
+        # is the last.
         last = self.backwards[op.stage] == len(self.micro_batches) and not splits_backward(self.pipeline.run.parallel)
         stage.begin_backward(last)
         gradient = torch.ones((), device=self.pipeline.device)
@@ -177,8 +178,8 @@ class _PipelineStep:
         forward = op.kind == "SEND_F"
         tensor = self.to_send.pop(Op("F" if forward else "B", op.stage, op.micro_batch))
         to = self._rank(op.stage + 1 if forward else op.stage - 1)
-        # Wait until the previous tensor to the same rank is sent, so that sent tensors do not pile up in memory. The
-        # wait cannot deadlock, because the receiver takes the previous tensor without needing this one.
+        # Sent tensors must not pile up in memory, so wait until the previous tensor to this rank is sent. This cannot
+        # deadlock, because the receiver takes the previous tensor without needing this one.
         if (before := self.leaving.pop((op.kind, to), None)) is not None:
             before.wait()
         why = HIDDEN_STATES if forward else THEIR_GRADIENTS
@@ -232,7 +233,7 @@ class EmbeddingCopies:
         assert len(gradients) == len(self.copies)
         if self.holders is not None:
             (gradient,) = gradients
-            # a + b and b + a have the same bits, so both ranks get bit-identical gradients.
+            # Both ranks compute the same bits, because a + b equals b + a exactly.
             gradient.add_(swap(gradient, self.holders, "gradients of the embedding's copies"))
         elif gradients:
             first, last = gradients

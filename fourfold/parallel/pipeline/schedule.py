@@ -38,7 +38,7 @@ def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
         return [[Op(kind, rank, i) for kind in ("F", "B") for i in range(micro_batches)] for rank in ranks]
     if grid.schedule == "1F1B":
         return [_one_forward_one_backward(rank, grid.pp, micro_batches) for rank in ranks]
-    # Import torch only here, because the schedules above do not need it.
+    # Import torch only here, so that the schedules above work without it.
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     lists = get_schedule_ops(grid.schedule, grid.pp, micro_batches, num_stages_per_rank=stages_per_rank(grid))

@@ -45,7 +45,7 @@ def use_float8(model: Transformer, recipe: str) -> None:
         for module in block.modules():
             if isinstance(module, Linear4D):
                 module.matmuls = matmuls
-        # With x = y = 1, some layers are still nn.Linear. Let torchao convert these.
+        # With x = y = 1, some layers are still nn.Linear, and torchao converts these.
         convert_to_float8_training(block, config=config)
 
 

@@ -233,7 +233,7 @@ def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda and torch.version.hip is None:
-        # With out_dtype, the product is not rounded to the operands' dtype before the addition.
+        # With out_dtype, torch does not round the product to bf16 before the addition.
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

@@ -97,11 +97,13 @@ def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> S
     matrices = [matrix for layer in layers for matrix in layer.matrices()]
     gathered, *places = _Keep.apply(x, share, state, *matrices)
     if schedule.waits_before_matmul:
-        if writing is not None:  # Also end a step here, so that all batch parts save their tensors in the same order.
+        # End a step here too. All batch parts must save their tensors in the same order.
+        if writing is not None:
             yield Until.SUMMED
         yield Until.ALL_PARTS
     outputs = _Multiply.apply(gathered, state, *(matrix.detach() for matrix in matrices), *places)
-    del x, gathered  # If the backward pass does not need these tensors, this frees them before the sum is complete.
+    # If the backward pass needs neither tensor, their memory is free while the sum is in flight.
+    del x, gathered
     if writing is not None:
         yield Until.SUMMED_TO_GATHER if schedule.gather_follows else Until.SUMMED
         postponed = schedule.computes_weight_gradients_of

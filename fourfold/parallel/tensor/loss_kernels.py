@@ -63,7 +63,8 @@ def _normalize(
             logits_c = softcap * _tanh(logits_c / softcap)
         logits_c = tl.where(c < real, logits_c, NEVER)
         larger = tl.maximum(largest, tl.max(logits_c, 0))
-        safe = tl.where(larger == NEVER, 0.0, larger)  # If all logits so far are −inf, subtracting −inf gives NaN.
+        # If all logits so far are −inf, −inf − (−inf) would be NaN.
+        safe = tl.where(larger == NEVER, 0.0, larger)
         total = total * tl.exp(largest - safe) + tl.sum(tl.exp(logits_c - safe), 0)
         largest = larger
     tl.store(both + row, largest + tl.log(total))

@@ -80,7 +80,7 @@ class LaidOutMatmuls(Matmuls):
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         left, right = self.layout.weight_gradient.operands(grad.flatten(0, -2).T, x.flatten(0, -2))
-        # If the weight is stored as its transpose, compute (xᵀ dY)ᵀ, so that the gradient is stored as its transpose.
+        # If the weight is stored as its transpose, compute (xᵀ dY)ᵀ. The gradient then has the same memory layout.
         return (right.T @ left.T).T if self.layout.turned else left @ right
 
 
@@ -94,7 +94,7 @@ def copied(matrix: Tensor, how: Copy) -> Tensor:
     rows = matrix.T if by_columns else matrix
     width = rows.shape[1] if how == "turned" else padded_width(rows.shape[1], rows.element_size())
     padded = rows.new_empty(rows.shape[0], width)
-    # Some kernels multiply the padding by zero (oneDNN on AMX, in bf16). NaN times zero is NaN, so write zeros.
+    # Write zeros to the padding. Some kernels multiply it by zero (oneDNN on AMX, in bf16), and NaN times zero is NaN.
     padded[:, rows.shape[1] :].zero_()
     copy = padded[:, : rows.shape[1]].copy_(rows)
     return copy.T if by_columns else copy

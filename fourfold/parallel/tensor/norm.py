@@ -74,8 +74,8 @@ class _Normalize(Function):
             return torch.mul(_standardize(x_BTh, mean, rstd), 1 + weight.float(), out=out)
         if layer.rounds_last:
             return torch.mul(_standardize(x_BTh, mean, rstd), weight.float(), out=out)
-        # Write to ``out``, so that the same operation also rounds to the dtype of x. A separate operation for rounding
-        # would read and write all values once more.
+        # Write to ``out``, so that the same operation also rounds to the dtype of x. Rounding separately would read and
+        # write all values once more.
         _standardize(x_BTh, mean, rstd, out).mul_(weight)
         return out if bias is None else out.add_(bias)
 
