@@ -45,11 +45,11 @@ def audit_deviations(job: Job, references: list[Reference], amplification: float
     found: tuple[list[Tensor], ...] = ([], [], [])
     for tokens, fields, one_TV, exact_TV in zip(documents, scored, logits_of_one, exact_logits, strict=True):
         targets_T = torch.from_numpy(tokens[1:]).to(job.device)
-        # A faulty audit can score too few tokens. Pad its scores, so that the comparison reports a deviation.
+        # A faulty audit may return too few scores. Pad them, so that parity reports a deviation instead of crashing.
         padded = F.pad(torch.from_numpy(fields), (0, len(targets_T)))
         of_grid = padded[:, : len(targets_T)].to(job.device, torch.float64)
-        # If two tokens are almost equally likely, rounding decides which of them is predicted. So do not compare token
-        # ids. Compare the exact log-probability of the token that the grid predicted.
+        # Do not compare the ids of predicted tokens. If two tokens are almost equally likely, rounding decides which of
+        # them is predicted. Compare the exact log-probability of the token that the grid predicted.
         predicted_T = of_grid[PREDICTED].long().clamp(max=exact_TV.shape[1] - 1)
         of_grid[PREDICTED] = exact_TV.log_softmax(1).gather(1, predicted_T[:, None])[:, 0]
         for parts, part in zip(found, (of_grid, _scores(one_TV, targets_T), _scores(exact_TV, targets_T)), strict=True):

@@ -80,7 +80,8 @@ class ChromeTrace:
 
     def write(self, path: Path, flights: Iterable[NamedSpan]) -> None:
         """Write the trace, compressed. Additional tracks show when each axis had a collective in flight."""
-        lanes: dict[tuple[str, int], float] = {}  # The events of one track must not overlap.
+        # Viewers need several tracks for overlapping events, so assign each event to a free track of its axis.
+        lanes: dict[tuple[str, int], float] = {}
         events: list[dict[str, Any]] = []
         for axis, name, (start, end) in sorted(flights, key=lambda flight: flight.span):
             lane = next((axis, number) for number in count(1) if lanes.get((axis, number), start) <= start)

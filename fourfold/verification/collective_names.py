@@ -20,8 +20,8 @@ class CollectiveNames:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._axis_of_group: dict[str, str] = {}
-        # Register the ep group by its name, because it can have the same ranks as the group of another axis. _axis_of
-        # compares ranks, so it might return the other axis.
+        # Register the ep group here. ``_axis_of`` finds an axis by its ranks, and ep may have the same ranks as another
+        # axis.
         if grid.ep.size > 1:
             self._axis_of_group[grid.ep.group.group_name] = "ep"
         for levels in grid.levels.values():
@@ -44,7 +44,7 @@ class CollectiveNames:
 
     def _axis_of(self, group: dist.ProcessGroup) -> str:
         if group.group_name not in self._axis_of_group:
-            # Compare ranks, because FSDP2 creates its own groups along the grid's axes.
+            # Compare the ranks of groups, because FSDP2 creates its own groups along the grid's axes.
             axes, ranks = [*self._grid.axes(), *self._grid.neighbors.values()], dist.get_process_group_ranks(group)
             names = (axis.name for axis in axes if dist.get_process_group_ranks(axis.group) == ranks)
             self._axis_of_group[group.group_name] = next(names, "world")

@@ -69,7 +69,7 @@ class Comparison:
         """How far rounding errors in one process's gradients can move the weights through AdamW's updates, by tensor
         name. The values are sums over the steps."""
         if against == "transformers":
-            # If transformers cannot compute this model, fail here on every process, not later on rank 0 alone.
+            # If transformers cannot compute this model, fail on every process now, not later on rank 0 alone.
             config_of(job.run.model)
         initial = self.gather(job.shards, [shard.local for shard in job.shards])
         skew_router_biases(job)
@@ -129,14 +129,15 @@ class Comparison:
             job, recorded = train_and_resume(run, other, place, overflows)
             weights = self.gather(job.shards, [shard.local for shard in job.shards])
             if weights is not None:
-                # Keep ``update_noise``, because it also holds for this run.
+                # Do not reset ``update_noise``, because its values hold for this run too.
                 self.references = self._references(run, job.device, self.start)
                 self._add("resumed", compare_records(run, recorded, self.references))
                 self._compare_weights("resumed", weights)
             self._compare_averages("resumed", job)
         except WriteFailed:
             raise
-        except UserError as refusal:  # If parity has found a fault, the fault may have stopped the trainer.
+        except UserError as refusal:
+            # If parity has found a fault already, the same fault may have stopped the trainer.
             if decided_by_rank_0(self._is_within_limit):
                 raise
             self._add("resumed", [Deviation(f"the trainer stopped: {refusal}", math.inf, 0.0)])

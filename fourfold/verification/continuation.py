@@ -61,22 +61,22 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
     if grid.pp > 1 and grid.schedule == "1F1B":
         pipelines = _short_pipelines(run, target)
     elif grid.pp > 1:
-        # Trace two runs: one whose micro-batches are just enough to fill the pipeline, and one with ``pp`` additional
-        # micro-batches. Schedules other than 1F1B accept only certain numbers of micro-batches.
+        # Trace a short run with just enough micro-batches to fill the pipeline, and one with ``pp`` more. Schedules
+        # other than 1F1B accept only certain numbers of micro-batches, such as these.
         filled, more = 2 * grid.pp * stages_per_rank(grid), grid.pp
         if target.micro_batches > filled + more and (target.micro_batches - filled) % more == 0:
             pipelines = [target._replace(micro_batches=m) for m in (filled, filled + more)]
     elif target.micro_batches > 4:
-        # From the third micro-batch on, gradients of earlier micro-batches exist. So extrapolate from three and four.
+        # The third micro-batch is the first with gradients of several earlier micro-batches. So extrapolate from three
+        # and four.
         pipelines = [target._replace(micro_batches=m) for m in (3, 4)]
-    # Only a few layers are special: the first ones, the last ones, and the layers whose weights are gathered ahead.
-    # With a single micro-batch, trace one more layer, because gradients need more memory than activations only if there
-    # are several layers.
-    # If the first layers have a dense MLP, trace as many layers with experts as other models have layers.
+    # Only a few layers differ from their neighbors: the first and last ones, and the layers whose weights are gathered
+    # ahead. With a single micro-batch, trace one more layer, because gradients exceed activations only with several
+    # layers. If the model begins with dense layers, trace these in addition.
     few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
     few += max(run.model.first_k_dense_replace - target.before, 0)
-    # Blocks form a repeating pattern, because only every n-th block recomputes, and attention types alternate. So the
-    # two sizes differ by a whole period, and the last block keeps its position in the period.
+    # Layers form a repeating pattern, because only every n-th block recomputes, and attention types alternate. So the
+    # two traced sizes differ by a whole period, and the last block keeps its position in the period.
     recomputed = 1 if run.activation_checkpoint.mode == "none" else run.activation_checkpoint.every
     period = math.lcm(recomputed, _type_period(run))
     few += (target.layers - few) % period
@@ -111,7 +111,7 @@ def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]
         filled = [behind + 3, behind + 4]
         return [target._replace(micro_batches=m) for m in filled] if target.micro_batches > filled[-1] else [target]
     place = min(target.pp_rank, 1)
-    alike = max(run.model.first_k_dense_replace, place)  # After this layer, the pattern of layers repeats.
+    alike = max(run.model.first_k_dense_replace, place)  # From this layer on, the pattern of layers repeats.
     before = min(target.before, alike + (target.before - alike) % _type_period(run))
     return [ContinuedRun(target.layers, few + 3, pp=place + 1 + few, pp_rank=place, before=before) for few in (2, 3)]
 

@@ -40,8 +40,8 @@ def deviation(name: str, grid: Tensor, one_process: Tensor, exact: Tensor, ampli
         exact: The result of one process in float64.
         amplification: See the function ``amplification``.
     """
-    # Allow errors up to float32's smallest normal number. Smaller numbers have fewer bits, so their relative errors can
-    # be large.
+    # Always allow an error of float32's smallest normal number. Smaller numbers have fewer bits, so their relative
+    # errors can be large.
     ulp = amplification * torch.finfo(torch.float32).eps * float(exact.abs().max()) + torch.finfo(torch.float32).tiny
     return Deviation(name, _difference(grid, exact), max(_difference(one_process, exact), ulp))
 

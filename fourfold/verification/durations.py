@@ -67,8 +67,8 @@ class Durations:
         if is_attention(name):
             backward = "backward" in name
             queries, keys = tensors[1:3] if backward else tensors[:2]
-            # ``attend_documents`` takes [B, S, N, D]. Torch's kernels take [B, N, S, D]. The lengths of documents are
-            # unknown here, so assume one document per sequence.
+            # ``attend_documents`` takes [B, S, N, D], and torch's kernels take [B, N, S, D]. Assume one document per
+            # sequence, because the documents' lengths are unknown here.
             if "documents" in name:
                 queries, keys = queries.transpose(1, 2), keys.transpose(1, 2)
             sequences, heads, tokens, width = queries.shape
@@ -118,7 +118,8 @@ class Durations:
         group = group_of(ranks, stride, self._machine, self._constants)
         if operation == "all_reduce":
             return picoseconds(reduce_seconds(size, 1, group))
-        if operation == "send":  # A send is one step of a ring. A gather over n ranks takes n - 1 such steps.
+        # A gather over n ranks takes n - 1 steps, and a send takes as long as one step.
+        if operation == "send":
             return picoseconds(gather_seconds(ranks * size, 1, group) / (ranks - 1))
         return picoseconds(gather_seconds(size, 1, group))
 

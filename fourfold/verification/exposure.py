@@ -77,7 +77,8 @@ class Flights:
         if any(flight.line == line for flight in self._flying.get(key, ())):
             self.land(key)
         flying = self._flying.setdefault(key, [])
-        axis = line[0].partition(" ")[0]  # The name of an axis is the first word, such as "z" in "z across nodes".
+        # A line may name levels of an axis, such as "z across nodes". The axis is the first word.
+        axis = line[0].partition(" ")[0]
         self._free[axis] = end = max(self._now, self._free[axis]) + duration
         self.taken[line] += duration
         flying.append(IssuedCollective(line, size, self._matmuls, self._computed, duration, end))

@@ -45,8 +45,8 @@ def compare_import(job: Job) -> list[Deviation]:
     """
     name, found = job.run.model.from_hf, list[Deviation]()
     assert name is not None, "only imported models are compared"
-    # Do not mask documents. Parity would have to pass an attention mask to transformers, and that mask would replace
-    # the model's own sliding windows.
+    # Do not mask documents. transformers would need an attention mask, and that mask would replace the model's own
+    # sliding windows.
     run = job.run.model_copy(update={"data": job.run.data.model_copy(update={"mask_documents": False})})
     load_pretrained(job, name)
     losses = [job.evaluate(random_micro_batches(run, step, job.grid, job.device)) for step in range(BATCHES)]

@@ -47,7 +47,8 @@ def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> floa
         return math.inf
     kinds = {name: re.sub(r"\d+", "", name) for name in drawn}
     pooled = [torch.cat([drawn[n].flatten() for n in drawn if kinds[n] == kind]) for kind in set(kinds.values())]
-    # exp(A_log) should be uniform between 0 and 16. The inverse normal CDF of exp(A_log) / 16 is then standard normal.
+    # exp(A_log) should be uniform between 0 and 16. If it is, the inverse normal CDF of exp(A_log) / 16 is standard
+    # normal.
     normal = [torch.special.ndtri(torch.cat([rate.exp() / 16 for rate in rates.values()]))] if rates else []
     return max(_standard_errors(weight) for weight in (*drawn.values(), *pooled, *normal))
 

@@ -61,7 +61,8 @@ class SameTypes(Reference):
 
     def __init__(self, run: RunConfig, weights: Parameters, device: torch.device) -> None:
         super().__init__(run, PlainLogits(run), weights, device, _stored(run))
-        self.optimizer.matmul_dtype = torch.bfloat16  # Muon multiplies in bfloat16, also in fp16 runs.
+        # Muon multiplies in bfloat16, even in fp16 runs.
+        self.optimizer.matmul_dtype = torch.bfloat16
         self.rounding = torch.Generator(device).manual_seed(0)
 
     def parameters(self, averaged: bool = False) -> Parameters:

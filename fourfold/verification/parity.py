@@ -83,7 +83,7 @@ def parity(
     """
     asked, run = run, as_verified(run, steps)
     job = Job(run, Grid(run.parallel, device.type), device)
-    if asked.training.precision == "fp16":  # A loss scale that is a power of two adds no rounding.
+    if asked.training.precision == "fp16":  # A loss scale that is a power of two causes no rounding errors.
         job.loss_scale = LossScale(asked.loss_scaling, asked.loss_scaling.initial)
     imported = compare_import(job) if against == "transformers" and run.model.from_hf is not None else []
     job.initialize(run.training.seed)
@@ -101,7 +101,7 @@ def parity(
         folder = Path(run.output_dir) / f".parity-{run.name}"
         rank, size = dist.get_rank(), dist.get_world_size()
         place = place or Place(rank, rank, size, size, launcher="local")
-        # A step that overflows changes the recorded load of the experts. So with experts, let no step overflow.
+        # With experts, let no step overflow, because a dropped step changes the recorded load of the experts.
         overflows = asked.training.precision == "fp16" and not run.model.num_experts
         comparison.resumed(trained_run(run, folder, device), other.parallel, place, overflows)
     if in_own_types(asked):

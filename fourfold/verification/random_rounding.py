@@ -59,7 +59,7 @@ class RandomlyRounded(Reference):
         self.rounding = RandomRounding(seed, device)
 
     def step(self, step: int, batch: Sequences, max_grad_norm: float) -> Figures:
-        # Compute attention with separate operations, because a fused kernel would be rounded only once.
+        # Do not use a fused attention kernel, because only its result would be rounded, not its intermediate values.
         with sdpa_kernel(SDPBackend.MATH), self.rounding:
             return super().step(step, batch, max_grad_norm)
 

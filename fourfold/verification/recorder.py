@@ -31,7 +31,8 @@ Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations", 
 OPERATIONS = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
-    # gloo implements reduce-scatter with these operations (see parallel.grid.communicate.by_all_to_all).
+    # On gloo, fourfold runs a reduce-scatter as an all-to-all and a local sum
+    # (parallel.grid.communicate.by_all_to_all).
     "alltoall_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
     "send": "send",
@@ -109,7 +110,8 @@ class Recorder(TorchDispatchMode):
         def enter_late_in_the_backward(
             module: torch.nn.Module, inputs: tuple[Any, ...], out: Tensor | list[Tensor]
         ) -> None:
-            first = out if isinstance(out, Tensor) else out[0]  # The last part to run backward.
+            # This part is the last to run its backward pass.
+            first = out if isinstance(out, Tensor) else out[0]
             first.register_hook(lambda _: enter("late"))
 
         if len(layers) > 1:
@@ -117,7 +119,7 @@ class Recorder(TorchDispatchMode):
             layers[-2].register_forward_hook(enter_late_in_the_backward)
 
     def __enter__(self) -> Self:
-        # FSDP2 resizes the storage of gathered weights. A dispatch mode does not see this, so replace the method.
+        # FSDP2 resizes the storage of gathered weights, which a dispatch mode does not see. So replace the method.
         setattr(torch.UntypedStorage, "resize_", self._counting_resize())  # noqa: B010 (mypy: a method is replaced)
         super().__enter__()  # type: ignore[no-untyped-call]
         self._notified = ON_WAIT.set(lambda out: self.flights.land(out.untyped_storage()._cdata))
@@ -183,8 +185,8 @@ class Recorder(TorchDispatchMode):
         entry = self.collectives.setdefault(line, [0, 0])
         entry[0] += 1
         entry[1] += whole.nbytes
-        # FSDP2 waits for a unit's gradient sum just before it issues the next sum. By then, the first sum's storage may
-        # be freed, so it cannot be the key. With the line as the key, ``issue`` itself waits for the first sum.
+        # FSDP2 waits for a unit's gradient sum only when it issues the next sum. The storage of the first sum may be
+        # freed by then, so the storage cannot be the key. Use the line instead. ``issue`` then waits for the first sum.
         is_sum_of_fsdp = purpose is None and operation != "all_gather"
         duration = 0
         if self._durations is not None:
@@ -223,7 +225,8 @@ class Recorder(TorchDispatchMode):
         self.gradients = max(self.gradients, total)
 
     def _see(self, tensor: Tensor) -> None:
-        if isinstance(tensor, DTensor):  # A DTensor only describes a tensor. Its local tensor is recorded separately.
+        # Skip DTensors, because they only describe a tensor. The local tensor is recorded separately.
+        if isinstance(tensor, DTensor):
             return
         storage = tensor.untyped_storage()
         if storage._cdata in self._storages:

@@ -59,7 +59,8 @@ def batch_of(samples: Samples, run: RunConfig, step: int, device: torch.device, 
     """
     size, apart, goldfish = run.training.global_batch_size, run.data.mask_documents, run.masks.goldfish
     windows = samples.read(np.arange(step * size, (step + steps) * size))
-    if isinstance(samples, SourceMixture):  # Find documents and answers from the tokens, without the loader.
+    # Find documents and answers from the tokens, because the loader itself may be faulty.
+    if isinstance(samples, SourceMixture):
         is_end = windows.stream == end_token(run)
         windows = replace(windows, stream_documents=is_end.cumsum(axis=1) - is_end)
         if windows.is_data is not None:

@@ -47,7 +47,8 @@ def rounding_error(
     for name, weight in exact.items():
         if name in optimizer.own and run.optimizer.name == "muon":
             continue
-        upper_half = weight.detach().float().view(torch.int32) & -(1 << 16)  # The upper half is a bfloat16.
+        # The upper half of a float32 is the bfloat16 below it.
+        upper_half = weight.detach().float().view(torch.int32) & -(1 << 16)
         low, high = (bits.view(torch.float32).double() for bits in (upper_half, upper_half + (1 << 16)))
         share, is_high = ((each.detach() - low) / (high - low) for each in (weight, after[name].double()))
         error, variance, slope = is_high - share, share * (1 - share), 2 * share - 1

@@ -40,7 +40,7 @@ class Timeline:
         self._taken = 0
         self._recording, self._step = ExitStack(), ExitStack()
         if dist.get_rank() == 0:
-            # Remove the files of an earlier start, which may have had more processes.
+            # Remove the files of an earlier start. It may have had more processes, whose files nobody would overwrite.
             shutil.rmtree(self.file.parent, ignore_errors=True)
 
     def after_step(self, steps: int) -> None:
@@ -65,7 +65,8 @@ class Timeline:
     def _start(self) -> None:
         on_device = [ProfilerActivity.CUDA] if self.on_gpu else []
         self._profile = self._recording.enter_context(profile(activities=[ProfilerActivity.CPU, *on_device]))
-        dist.barrier()  # Processes take different times to start the profiler, so wait for all of them.
+        # Starting the profiler takes longer on some processes, so wait for all of them.
+        dist.barrier()
         self._collectives = self._recording.enter_context(WatchedCollectives(self.job.grid, self.on_gpu))
         self._started = self._now()
 

@@ -216,7 +216,7 @@ def _trace_step(run: RunConfig, pp_rank: int, machine: Machine | None, expert_lo
 
 def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_load: Sequence[float] | None) -> Sample:
     stages = meta_stages(run, grid)
-    # The trace runs on a CPU. Use the chunk size, the loss, and the attention of the device that will run the step.
+    # The trace runs on a CPU, so set the chunk size, the loss, and the attention of the device that will run the step.
     is_for_gpu = run.training.device != "cpu"
     for module in (module for stage in stages.values() for module in stage.model.modules()):
         if isinstance(module, ParallelHead):
@@ -229,7 +229,7 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_l
         micro_batches = []
         for _ in range(run.gradient_accumulation_steps):
             batch = MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(fields)))
-            # Kernels allocate memory for each document. Assume one document per sequence.
+            # Assume one document per sequence, because kernels allocate memory for each document.
             if batch.document_ends is not None:
                 batch = replace(batch, document_ends=batch.document_ends[:, :1])
             reference = torch.zeros(len(batch.tokens)) if run.dpo.beta else None
@@ -245,7 +245,8 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_l
             job = Job(run, grid, torch.device("cpu"), stages)
             if job.expert_load is not None:
                 job.expert_load.planned = expert_load or [1.0] * run.model.num_experts
-            job.loss_scale = None  # Loss scaling looks for overflows, and this needs real data.
+            # Loss scaling looks for overflows, which fake data cannot have.
+            job.loss_scale = None
             recorder.own(job)
             recorder.watch(next(iter(stages.values())).units.blocks)
             recorder.start()

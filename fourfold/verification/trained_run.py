@@ -87,7 +87,8 @@ def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place, overfl
     """
     with failing_together(), writing(Path(run.output_dir)):
         if dist.get_rank() == 0:
-            shutil.rmtree(run.output_dir, ignore_errors=True)  # Remove the files of an interrupted run of parity.
+            # An interrupted run of parity may have left files here.
+            shutil.rmtree(run.output_dir, ignore_errors=True)
             Path(run.output_dir).mkdir(parents=True)
             for seed, corpora in enumerate((run.data.train, run.data.validation)):
                 write_corpus(Path(corpora[0].path), run, seed)
@@ -105,8 +106,8 @@ def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place, overfl
     if dist.get_rank() > 0:
         return trainer.job, []
     lines = (folder_of(run) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    # If the trainer has skipped steps, there are too few records. Append empty records, so that parity reports the
-    # missing steps instead of crashing.
+    # If the trainer has skipped steps, records are missing. Append empty records, so that parity reports the missing
+    # steps instead of crashing.
     return trainer.job, [*map(json.loads, lines), *[{}] * STEPS]
 
 
@@ -128,10 +129,11 @@ def compare_records(run: RunConfig, recorded: list[Record], references: list[Ref
     found = []
     for step, batch in enumerate(batches):
         if step == OVERFLOWS and recorded[step].get("skipped"):
-            continue  # The references do not take a step that overflows.
+            # The references do not take the step that overflows.
+            continue
         one, exact = (_figures(reference, step, batch, held_out) for reference in references)
-        # In the first step, the model equals the DPO reference. All margins are zero, and rounding decides their sign,
-        # so do not compare them.
+        # In the first step, the model equals the DPO reference, so all margins are zero. Do not compare them, because
+        # rounding decides their sign.
         is_undecided = step == 0
         ties = {name.replace("ties", "accuracy"): float(exact.pop(name)) for name in [*exact] if name.endswith("ties")}
         names = [name for name in exact if not (is_undecided and name.endswith(("margin", "reward", "accuracy")))]

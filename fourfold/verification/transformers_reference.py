@@ -31,7 +31,7 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**config), attn_implementation="eager", experts_implementation="eager"
     )
-    model = model.to(device).eval()  # eval() disables dropout, which some families have.
+    model = model.to(device).eval()  # Some families have dropout, and eval() switches it off.
     tensors, rows = name_map(config["model_type"], run.model), rows_in_files(model)
     scale = run.lora.alpha / max(1, run.lora.rank)
 
@@ -52,11 +52,12 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
         by_kind = {kind: _block_diagonal(documents_BS, dtype, window) for kind, window in windows.items()}
         if "layer_types" in config:
             return by_kind
-        adds_windows = "attention_types" in config  # GPT-Neo applies its windows in addition to the mask.
+        # GPT-Neo applies its windows in addition to the mask.
+        adds_windows = "attention_types" in config
         return by_kind[SLIDING if run.model.sliding_window and not adds_windows else FULL]
 
     def logits(parameters: Parameters, batch: Sequences) -> Tensor:
-        # Padding comes last, so no data token attends to it, and it needs no mask.
+        # Padding needs no mask, because it comes last and no earlier token attends to it.
         joined = (t.joined([p.of(merged(parameters, p.name)) for p in t.pieces]) for t in tensors)
         theirs = in_modules(model, rows, {t.name: whole for t, whole in zip(tensors, joined, strict=True)})
         dtype = next(iter(theirs.values())).dtype
@@ -68,7 +69,8 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
 
         if batch.documents_BS is None:
             return called(batch.tokens_BS, batch.positions_BS)
-        if run.model.linear_layers:  # A mask cannot reset the states of linear attention.
+        # A mask cannot reset the states of linear attention, so compute one document at a time.
+        if run.model.linear_layers:
             return _document_by_document(called, batch.tokens_BS, batch.positions_BS, batch.documents_BS)
         return called(batch.tokens_BS, batch.positions_BS, masks(batch.documents_BS, dtype))
 

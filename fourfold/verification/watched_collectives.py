@@ -26,7 +26,8 @@ OPERATIONS = {
     "all_gather_single": "all_gather",  # These names exist since torch 2.13.
     "_reduce_scatter_base": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
-    # gloo implements reduce-scatter with these operations (see parallel.grid.communicate.by_all_to_all).
+    # On gloo, fourfold runs a reduce-scatter as an all-to-all and a local sum
+    # (parallel.grid.communicate.by_all_to_all).
     "alltoall_base": "reduce_scatter",
     "all_to_all_single": "reduce_scatter",
     "send": "send",
@@ -107,7 +108,8 @@ class WatchedCollectives:
                 self.dtypes[line[2]].add(whole.dtype)
             if work is not None:
                 self._flight_of[work] = flight
-                if not self._on_gpu and operation not in ("send", "recv"):  # gloo does not report when these end.
+                # gloo does not report when a send or a receive ends.
+                if not self._on_gpu and operation not in ("send", "recv"):
                     work.get_future().then(lambda _: flight.land())
             return work
 
