@@ -56,7 +56,8 @@ def resumed_at(run_dir: Path) -> list[int]:
     steps: list[int] = []
     for line in _read(run_dir):
         first = line.get("first_step")
-        if isinstance(first, int):  # This attempt repeats later steps, so drop them.
+        # This attempt starts at step ``first`` and repeats all later steps, so drop these.
+        if isinstance(first, int):
             steps = [step for step in steps if step < first] + [first] * (first > 0)
     return steps
 

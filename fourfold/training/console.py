@@ -18,8 +18,8 @@ Fact = str | int | float | None
 Facts = Mapping[str, Fact]
 """Lines to print, each with a label and a value."""
 
-# Number of recent steps from which the ETA is computed. It must be high enough to include validations, and low enough
-# to adapt when the speed changes.
+# Number of recent steps that the ETA is computed from. With fewer steps, the ETA would jump at each validation. With
+# more steps, it would adapt slowly when the speed changes.
 _ETA_WINDOW = 50
 _BAR_COLUMNS = 24
 
@@ -84,7 +84,8 @@ class Progress:
         if metrics.mfu is not None:
             fields.append(f"mfu: {metrics.mfu:.2%}")
         fields += [f"lr: {metrics.lr:.3e}", f"eta: {self._eta(metrics)}"]
-        if metrics.trained_token_share < 0.9995:  # A larger share would be shown as 100.0%.
+        # Do not show larger fractions, because they are rounded to 100.0%.
+        if metrics.trained_token_share < 0.9995:
             fields.append(f"trained: {metrics.trained_token_share:.1%}")
         if "expert_load" in metrics.more:
             fields.append(f"expert_load: {metrics.more['expert_load']:.2f}")

@@ -183,7 +183,7 @@ def micro_batches(
 
     def tensor(array: NDArray[Any]) -> Tensor:
         found = torch.from_numpy(array)
-        # Only a copy from pinned memory is asynchronous.
+        # Pin the memory first, because a copy from unpinned memory would block.
         return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
     found = []

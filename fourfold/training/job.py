@@ -194,7 +194,7 @@ class Job(TrainingState):
             self.copies.join()
             self.copies = None
         if self.loss_scale is not None:
-            # This waits for the device if grad_norm is a tensor.
+            # If grad_norm is a tensor, this line waits for the device.
             overflowed = not math.isfinite(grad_norm)
             self.loss_scale.update(overflowed)
             if overflowed:

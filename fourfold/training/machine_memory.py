@@ -49,5 +49,5 @@ def _bytes_per_parameter(run: RunConfig) -> int:
         return size[training.precision]
     weight = size[training.master_weights]
     moment = 4 if run.optimizer.stochastic_rounding else weight
-    # Gradients are summed in reduce_dtype, and the optimizer needs them in the dtype of the weights.
+    # Gradients are summed in reduce_dtype and then cast to the weights' dtype, so count the larger dtype.
     return weight + max(weight, size[training.reduce_dtype]) + moment * len(STATES[run.optimizer.name])

@@ -71,7 +71,8 @@ class MetricsWriter:
             run_dir.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 _drop_after(path, resume_step)
-            # Without a buffer, a failed write is not repeated (and does not fail again) when the file is closed.
+            # Open the file unbuffered. A buffer would repeat a failed write when the file is closed, and that write
+            # would fail again.
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -111,7 +112,8 @@ def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = 
             if number == len(lines):
                 break
             raise UserError(f"{path}, line {number} is not JSON: fix or delete that line.") from None
-        if not isinstance(record, dict) or type(record.get("step")) is not int:  # True is an int too.
+        # Compare the exact type, because True is also an int.
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
             raise UserError(f'{path}, line {number} is not an object with an integer "step": fix or delete that line.')
         try:
             if check is not None:
@@ -148,7 +150,8 @@ def peak_memory_bytes(device: "torch.device") -> int:
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    import resource  # resource exists only on POSIX systems, but reports import this file everywhere.
+    # Import resource only here. It exists only on POSIX systems, and reports import this file on every system.
+    import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # ru_maxrss is in bytes on macOS and in KiB elsewhere.

@@ -79,8 +79,10 @@ class ShardedOptimizer:
 
     def __init__(self, shards: Sequence[LocalShard], run: RunConfig, grid: Grid) -> None:
         self.shards, self.config, self.seed = list(shards), run.optimizer, run.training.seed
-        self._steps = 0  # AdamW counts steps in tensors, which have no data in a trace.
-        # Fused kernels visit weight, gradient, and moments in the same order, so keep the memory order of each weight.
+        # Count the steps here too. AdamW counts them in tensors, which have no data in a trace.
+        self._steps = 0
+        # Keep the memory order of each weight, because fused kernels visit weight, gradient, and moments in the same
+        # order.
         self.parameters = [
             nn.Parameter(shard.tile.as_tile(shard.local), requires_grad=shard.parameter.requires_grad)
             for shard in shards
@@ -113,10 +115,10 @@ class ShardedOptimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr * group["lr_ratio"]
         for parameter, shard, rule in zip(self.parameters, self.shards, self.rules, strict=True):
-            # The optimizer must update the same memory that the model (or FSDP2's all-gather) reads.
+            # The model (or FSDP2's all-gather) must read the same memory that the optimizer updates.
             assert _same_memory(shard.current, parameter), f"{shard.name} has moved"
             if rule == "adamw" and shard.grad is not None and not self.config.stochastic_rounding:
-                # AdamW's kernel needs gradient and weight in the same dtype. So convert the gradient and free the
+                # AdamW's kernel needs the gradient in the weight's dtype. So convert the gradient, and free the
                 # original.
                 parameter.grad = shard.tile.as_tile(shard.grad).to(parameter.dtype).contiguous()
                 shard.parameter.grad = None
@@ -221,8 +223,8 @@ class ShardedOptimizer:
     def _round(self, matrix: Matrix, wide: Tensor) -> None:
         """Round a float32 copy of a weight stochastically, and store the result in the weight."""
         generator = torch.Generator(wide.device)
-        # In a pipeline, a tied weight has two copies, which must be rounded the same way. So the seed depends on the
-        # name.
+        # Derive the seed from the name. In a pipeline, a tied weight has two copies with the same name, which must be
+        # rounded the same way.
         expert = "" if matrix.expert is None else f"[{matrix.expert}]"
         name = zlib.crc32(f"{self.shards[matrix.shard].name}{expert}".encode())
         generator.manual_seed(((self.seed * 1_000_003 + self._steps) * 1_000_003 + name) % 2**63)

@@ -77,14 +77,14 @@ def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[
     for step in range(-(-len(source) // batch_size)):
         numbers = loader.sample_numbers(step).reshape(-1)
         mine = micro_batches(loader.assemble(numbers), job.run, job.grid.cp, job.device)
-        outputs = job.outputs(mine)  # On ranks without the last stage, the list is empty.
+        outputs = job.outputs(mine)  # The list is empty on ranks without the last stage.
         if outputs:
             rows = torch.from_numpy(source.documents_of(numbers)).to(job.device)
             sums.index_add_(0, rows, torch.cat(outputs).double())
             counts.index_add_(0, rows, torch.ones_like(rows, dtype=torch.float64))
     for axis in (batch, job.grid.pp):
         sums, counts = (all_reduce(t, axis, "log-probabilities of the reference") for t in (sums, counts))
-    # The last step may score some answers again, so divide by how often each answer was scored.
+    # The last step may score some answers a second time. So take the mean over all scores of an answer.
     found: NDArray[np.float32] = (sums / counts).float().cpu().numpy()
     return found
 
@@ -98,7 +98,8 @@ def digest_of(source: PreferencePairs, masks: Sequence[LossMask]) -> str:
     for corpus in (source.corpus, source.answers):
         digest.update(corpus.read(0, corpus.tokens).data)
     in_order = np.argsort(source.documents_of(np.arange(len(source))))
-    spread = in_order[:: len(source) // MASKED_SAMPLES | 1]  # An odd stride takes both chosen and rejected answers.
+    # An odd stride hits both chosen and rejected answers.
+    spread = in_order[:: len(source) // MASKED_SAMPLES | 1]
     for first in range(0, len(spread), 32):
         digest.update(labels_of(source.read(spread[first : first + 32]), masks).data)
     return digest.hexdigest()
@@ -122,14 +123,14 @@ def _read(places: list[Path], sources: list[PreferencePairs], digests: dict[str,
     found = []
     for source in sources:
         values = kept.get(str(source.corpus.prefix)) if isinstance(kept, dict) else None
-        # The value is None for answers of skipped pairs.
+        # Answers of skipped pairs have None instead of a number.
         are_numbers = isinstance(values, list) and all(isinstance(value, float | int | None) for value in values)
         if not are_numbers or values is None or len(values) != source.corpus.documents:
             raise UserError(
                 f"{path} has no log-probabilities of the {source.corpus.documents} answers of {source.corpus.prefix}; "
                 "train on the pairs that the run started with, or start again with checkpoint.resume = 'never'"
             )
-        # Earlier versions of fourfold wrote no digest.
+        # Files from earlier versions of fourfold have no digest, so accept a missing digest.
         if kept.get(_digest_key(source), digests[_digest_key(source)]) != digests[_digest_key(source)]:
             raise UserError(
                 f"{path} was computed for other pairs than {source.corpus.prefix} has now, or with other [masks]; set "

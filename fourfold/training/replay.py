@@ -78,7 +78,8 @@ class Replay:
 
     def _watched(self, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> tuple[Tensor, list[Given]]:
         inputs = CollectiveInputs()
-        if self.job.run.training.compile:  # Recording would run the model uncompiled.
+        # Do not record collectives here, because recording would run the model uncompiled.
+        if self.job.run.training.compile:
             loss = self.job.forward_backward(micro_batches, kept)
         else:
             with inputs:
@@ -115,7 +116,8 @@ class Replay:
         for axis, is_copied in self._axes_of_copies():
             places = [index for index, (_, shard, _) in enumerate(tensors) if is_copied(shard)]
             mine = sums[places]
-            both = torch.cat([mine, ~mine])  # ~ reverses the order, so this gives maximum and minimum.
+            # The maximum of ~x is ~(the minimum of x). So one all-reduce gives both maximum and minimum.
+            both = torch.cat([mine, ~mine])
             with purpose("checksums of replicas", axis=axis):
                 dist.all_reduce(both, dist.ReduceOp.MAX, group=axis.group)
             largest, smallest = both[: len(places)], ~both[len(places) :]
@@ -184,8 +186,8 @@ def _deterministic(device: torch.device) -> Iterator[None]:
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
-    # With warn_only, attention would keep its nondeterministic backward. Uninitialized memory need not be filled,
-    # because the job overwrites it anyway.
+    # Do not only warn, because attention would then keep its nondeterministic backward. Do not fill uninitialized
+    # memory, because the job overwrites it anyway.
     torch.use_deterministic_algorithms(True, warn_only=False)
     settings.fill_uninitialized_memory = False
     try:

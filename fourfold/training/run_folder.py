@@ -43,8 +43,8 @@ def where_it_continues(run: RunConfig) -> str:
     command continues the run."""
     folder = folder_of(run)
     taken = steps_taken(folder)
-    # Ignore checkpoints of steps after `taken`. They come from an earlier attempt that got further, before the run
-    # started again from scratch or from an earlier checkpoint.
+    # Ignore checkpoints of later steps than `taken`. They come from an earlier attempt that got further than this
+    # attempt.
     saved = [checkpoint for checkpoint in list_checkpoints(folder / CHECKPOINTS) if step_of(checkpoint) <= taken]
     if not saved:
         return f"There is no checkpoint yet: {_count(taken)} lost, and the same command starts again."

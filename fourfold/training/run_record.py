@@ -42,16 +42,17 @@ class RunRecord:
         """Print the main facts of the run, and open its files and trackers."""
         self.run, self.run_dir, self.job, self.first_step = run, run_dir, job, first_step
         training = run.training
-        # All seq_length tokens of a sequence count, including masked ones.
+        # Masked tokens count too.
         self.tokens_per_step = training.global_batch_size * training.seq_length
         self.losses_per_step = training.global_batch_size // 2 if run.dpo.beta else self.tokens_per_step
         """Number of losses that a step averages over if no token is masked: one per token, or one per pair of
         answers."""
-        # LoRA computes no weight gradients for the frozen model, and so saves a third of the FLOPs.
+        # With LoRA, the frozen weights have no gradients, which saves a third of the FLOPs.
         self.flops = flops_per_token(run.model, training.seq_length, frozen=run.lora.rank > 0)
         on_gpu = job.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"
-        # MFU is relative to the dense peak of the run's precision, also with float8.
+        # Even with float8, the MFU is relative to the dense peak of the run's precision. So MFUs with and without
+        # float8 are comparable.
         self.peak = peak_flops(self.device_name, training.precision, training.float8 != "none") if on_gpu else None
         check_trackers(run)
         self.writer = MetricsWriter(run_dir, resume_step=first_step)
@@ -61,7 +62,7 @@ class RunRecord:
         self.prediction = PlannerCheck(run, run_dir, on_gpu)
         self.progress.print_facts("Run", self.facts)
         _warn_about_data(corpora, goldfish, training.seq_length)
-        # A finished run keeps the run file that it was trained with.
+        # If the run was finished before, keep the run file that it was trained with.
         if first_step < training.train_steps or not (run_dir / RUN_FILE).exists():
             write_output(run_dir / RUN_FILE, to_toml(run))
         self.tracking = Tracking(run, run_dir, first_step)
@@ -89,7 +90,7 @@ class RunRecord:
             more: Metrics that only some runs or steps have, such as the validation loss. If the weights were left
                 unchanged, it has the key "skipped".
         """
-        # Without a token in the loss (for example, if the batch was left out), a rate has no meaning.
+        # If no token is in the loss (for example, because the batch was left out), a rate has no meaning.
         tokens_per_second = self.tokens_per_step / seconds if figures.kept else 0.0
         tflops = self.flops.training * tokens_per_second / self.run.parallel.world_size / 1e12
         load = self.job.expert_load if figures.kept else None
@@ -156,7 +157,8 @@ class RunRecord:
             "checkpoint": outcome.checkpoint,
             "ended by": self._ended_by(outcome),
         }
-        if steps:  # A run that was already finished keeps its summary.
+        # If the run was finished before, keep its summary.
+        if steps:
             write_output(self.run_dir / SUMMARY_FILE, json.dumps({**self.facts, **facts}, indent=1))
         if outcome.sample is not None:
             write_output(self.run_dir / SAMPLE_FILE, outcome.sample)

@@ -27,13 +27,13 @@ def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
     prompt = [*begin_of(tokenizer), *tokenizer.encode_batch([text])[0]] or [tokenizer.eod_id]
     tokens, first_new = list(prompt), len(prompt)
     generator = torch.Generator().manual_seed(run.training.seed)
-    # If attention splits the sequences of a batch over y, each rank of y needs one.
+    # With attention_split = "batch", y splits the sequences of a batch, so each y rank needs one sequence.
     rows = run.parallel.y if attention_split(run) == "batch" else 1
     for _ in range(config.max_new_tokens):
         recent = tokens[-window:]
         padded = torch.tensor(recent + [tokenizer.eod_id] * (window - len(recent)), device=job.device)
         logits_V = job.next_token_logits(padded.expand(rows, -1), len(recent) - 1).cpu()
-        # All ranks must continue with the same token, but the logits of replicas may differ in the last bit. So rank 0
+        # All ranks must continue with the same token. The logits of replicas may differ in the last bit, so rank 0
         # draws the token for all ranks.
         draw = partial(_draw, logits_V[: tokenizer.vocab_size], config.temperature, generator)
         token = decided_by_rank_0(draw)
@@ -46,11 +46,11 @@ def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
 def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
     """Draw a token from the logits. Temperature 0 takes the most likely token. Raise ``UserError`` if the largest logit
     is infinite or NaN."""
-    if not logits_V.max().isfinite():  # The maximum is NaN if any logit is NaN.
+    if not logits_V.max().isfinite():  # If any logit is NaN, the maximum is NaN.
         raise UserError("no sample can be drawn: the model's logits are not finite; train with a smaller optimizer.lr")
     if temperature == 0:
         return int(logits_V.argmax())
-    # Subtract the largest logit first, because otherwise dividing by a low temperature could give NaN. Clamp the
-    # temperature, because float32 may round it to 0.
+    # Subtract the largest logit first. Otherwise division by a low temperature could give infinity, and then NaN. Clamp
+    # the temperature, because float32 may round it to 0.
     scaled_V = (logits_V - logits_V.max()) / max(temperature, torch.finfo(torch.float32).tiny)
     return int(torch.multinomial(scaled_V.softmax(0), 1, generator=generator))

@@ -80,7 +80,8 @@ class StepChecks:
         before the update changes the weights."""
         verdict = self._verdict(step, figures.loss, figures.grad_norm, figures.kept)
         if verdict.action == "stop":
-            self.checkpointer.wait(required=False)  # A save may still be in progress.
+            # Wait for a save that may still be in progress.
+            self.checkpointer.wait(required=False)
         if verdict != GOOD:
             self._record(step, figures, verdict)
         return verdict
@@ -103,7 +104,7 @@ class StepChecks:
             )
         if self.job.loss_scale is not None and math.isfinite(loss) and not math.isfinite(grad_norm):
             recent.overflows_in_a_row += 1
-            return self._overflow(step)  # The loss scale was too large. ``Job.update`` halves it.
+            return self._overflow(step)  # The loss scale was too large, and ``Job.update`` halves it.
         recent.overflows_in_a_row = 0
         complaint = _not_finite(loss, grad_norm)
         policy: str = self.config.non_finite
@@ -132,7 +133,7 @@ class StepChecks:
         recent, window, sigmas = self.job.recent, self.config.spike_window, self.config.spike_sigma
         for name, value, before in (("loss", loss, recent.losses), ("gradient norm", grad_norm, recent.grad_norms)):
             if len(before) >= window:
-                # These functions sum exactly, so all processors get the same result.
+                # These functions sum exactly, so all processes get the same result.
                 mean, deviation = fmean(before[-window:]), pstdev(before[-window:])
                 if value > mean + sigmas * deviation:
                     return (
@@ -144,7 +145,7 @@ class StepChecks:
     def _answer(self, policy: str, step: int, complaint: str) -> Verdict:
         """Return the verdict that the run file asks for in ``policy``, or "stop" after too many bad steps in a row."""
         recent = self.job.recent
-        # At least one step must not be skipped. Otherwise the run would train nothing.
+        # Do not skip every step of the run. Otherwise it would train nothing.
         most = min(self.config.max_in_a_row, self.run.training.train_steps - 1)
         recent.skipped_in_a_row += 1
         if policy == "skip":
@@ -227,7 +228,8 @@ def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> Sha
     """
     figures = [figure.double() for figure in (result.loss, result.grad_norm, result.kept_tokens)]
     flags = [figures[0].new_full((), float(flag)) for flag in (stopped, failed)]
-    shared = torch.stack(figures + flags)  # In float64, the sum of equal float32 numbers is exact.
+    # Sum in float64, in which the sum of equal float32 numbers is exact.
+    shared = torch.stack(figures + flags)
     peak = shared.new_full((1,), float(peak_memory_bytes(shared.device)))
     with purpose("figures of the step"):
         dist.all_reduce(shared)

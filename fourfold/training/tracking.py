@@ -50,9 +50,10 @@ class TensorBoard:
     def __init__(self, run: RunConfig, run_dir: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # An interrupted run may have written events of later steps. purge_step hides the old events from this step on.
+        # An interrupted run may have written events of later steps. purge_step hides these old events.
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
-        indented = "".join(f"    {line}\n" for line in to_toml(run).splitlines())  # In Markdown, this is a code block.
+        # In Markdown, indented lines are a code block.
+        indented = "".join(f"    {line}\n" for line in to_toml(run).splitlines())
         self._writer.add_text("run file", indented, first_step + 1)
         self._writer.flush()
 
@@ -81,14 +82,14 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=run.metrics.project,
             name=run.name,
-            # None makes a new id. It is used for a run that is new or was not tracked before.
+            # A run that is new, or that was not tracked before, has no id yet. W&B then makes one.
             id=id_file.read_text(errors="replace").strip() if first_step and id_file.is_file() else None,
             resume="allow",
             dir=str(run_dir),
             config=run.model_dump(mode="json"),
             allow_val_change=True,
-            # Do not capture the console, because the run draws its own display there. Short timeouts keep W&B from
-            # waiting at a prompt.
+            # Do not let W&B capture the console, because the run draws its own display. Keep its timeouts short,
+            # because otherwise W&B would wait at a prompt.
             settings=wandb.Settings(console="off", login_timeout=1.0, init_timeout=30.0),
         )
         write_whole(id_file, self._run.id.encode())
@@ -150,9 +151,9 @@ class InBackground:
     def __init__(self, name: str, client: Callable[[int], Tracker], first_step: int) -> None:
         self.name, self._client = name, client
         self._given_up = threading.Event()
-        # Each entry is a call on the tracker. A number starts a new tracker after this many steps, and None is the end.
+        # An entry is a call on the tracker, the step after which to start a new tracker, or None at the end.
         self._waiting: Queue[Callable[[Tracker], None] | int | None] = Queue(MOST_WAITING)
-        # A daemon thread does not keep the process alive if it hangs.
+        # A daemon thread cannot keep the process alive, even if the client hangs.
         self._thread = threading.Thread(target=self._work, args=(first_step,), name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -192,7 +193,7 @@ class InBackground:
                     tracker = self._client(entry)
                 else:
                     entry(tracker)
-        except Exception as error:  # Clients raise all kinds of network and file errors.
+        except Exception as error:  # Clients raise all kinds of errors.
             self._give_up(f"{type(error).__name__}: {error}")
 
     def _give_up(self, reason: str) -> None:

@@ -170,7 +170,7 @@ def prepare(
     return Trainer(
         run, run_dir, job, corpora, made, record, checkpointer, checks, replay, stop,
         steps=first_step,
-        # A stop signal may have arrived during the preparation.
+        # A stop signal may have arrived while the run was prepared.
         stopped=true_on_any_rank(stop.is_set, device, "stop signal"),
     )  # fmt: skip
 
@@ -207,19 +207,20 @@ class Trainer:
         run, job, step = self.run, self.job, self.steps
         begin_step(step)
         started = time.perf_counter()
-        is_left_out = self.checks.leaves_out(step)  # The run rolled back or failed at this batch before.
+        # Leave out the batch if the run rolled back or failed at it before.
+        is_left_out = self.checks.leaves_out(step)
         if is_left_out:
             result = StepResult.none(job.device)
         else:
             batches = micro_batches(self.corpora.train.step(step), run, job.grid.cp, job.device)
-            # The loss is a mean over the tokens of all ranks, so count the tokens of all ranks.
+            # Count the tokens of all ranks, because the loss is a mean over them.
             kept = job.count_kept(batches)
-            # Run all micro-batches, and sum the gradients over ranks.
             loss = self.replay.forward_backward(step, batches, kept)
-            started += self.replay.seconds  # The replay check does not count as time of the step.
+            # The replay check does not count as time of the step.
+            started += self.replay.seconds
             result = StepResult(loss, job.clip(), kept)
         failure = None if self.record is None else self.record.failure
-        # This waits for the GPU. An ordinary step waits nowhere else.
+        # The host waits for the GPU here, and nowhere else in an ordinary step.
         figures = figures_of_all_ranks(result, self.stop.is_set, failure is not None)
         if figures.failed:
             self.checkpointer.wait(required=False)
@@ -227,7 +228,8 @@ class Trainer:
         self.stopped = figures.stopped
         verdict = LEFT_OUT if is_left_out else self.checks.judge(step, figures)
         if verdict.action == "update":
-            is_updated = job.update(step, figures.grad_norm)  # Step the optimizer, unless fp16 gradients overflowed.
+            # Update the weights, unless fp16 gradients overflowed.
+            is_updated = job.update(step, figures.grad_norm)
             self.last_loss = figures.loss
         else:
             is_updated = job.skip_update()
@@ -270,7 +272,8 @@ class Trainer:
             sample = sample_text(self.job, run.sample.prompt, tokenizer)
         saved = self.checkpointer.newest
         if saved is not None and saved.parent.resolve() != (self.run_dir / CHECKPOINTS).resolve():
-            saved = None  # The run resumed from another folder and saved nothing.
+            # This checkpoint is from another folder, which the run resumed from. The run itself has saved nothing.
+            saved = None
         outcome = Outcome(
             run_dir=str(self.run_dir), steps=self.steps, loss=self.last_loss, sample=sample, stopped=self.stopped,
             checkpoint=None if saved is None else str(saved), is_first_process=self.record is not None,
@@ -310,7 +313,7 @@ def _fill_weights(job: Job, corpora: Corpora, checkpoint: Path | None) -> tuple[
     run = job.run
     if run.model.from_hf is not None:
         check_same_tokenizer(run.model.from_hf, corpora.tokenizer)
-    if checkpoint is None or run.lora.rank:  # With LoRA, a checkpoint lacks the model's own weights.
+    if checkpoint is None or run.lora.rank:  # With LoRA, checkpoints lack the frozen weights.
         if run.model.from_hf is not None:
             load_pretrained(job, run.model.from_hf)
         else:

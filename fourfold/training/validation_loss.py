@@ -28,8 +28,10 @@ def validate(job: Job, corpora: Corpora) -> dict[str, float]:
     if job.average is not None and job.average.has_begun:
         with job.averaged():
             found["ema_validation_loss"] = job.evaluate(mine).item()
-            job.take_preferences()  # The metrics of the averaged weights are not reported, so drop them.
-    return decided_by_rank_0(lambda: found)  # All ranks must decide the same, so use rank 0's losses.
+            # Drop the metrics of the averaged weights, because they are not reported.
+            job.take_preferences()
+    # Return rank 0's losses on all ranks, because all ranks must make the same decisions from them.
+    return decided_by_rank_0(lambda: found)
 
 
 def note_validation(best: BestValidation, config: ValidationConfig, step: int, loss: float) -> bool:
