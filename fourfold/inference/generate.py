@@ -106,7 +106,8 @@ class _Streamer:
         self.times.append(time.perf_counter())
         self.ids += ids.flatten().tolist()
         text = self.tokenizer.decode(self.ids)
-        if not text.endswith("\ufffd"):  # Wait for the next token if the last character is incomplete.
+        # If the last character is incomplete, wait for the next token.
+        if not text.endswith("\ufffd"):
             self._show_up_to(text)
 
     def end(self) -> None:
@@ -187,8 +188,7 @@ def _continued(
             eos_token_id=ends,
             **{key: value for key, value in settings.items() if key != "stop_strings"},
         )
-        # transformers takes arguments that are missing in `own` from the model's generation configuration, so replace
-        # it too.
+        # Replace the model's generation configuration too. transformers takes values from it that are missing in `own`.
         model.generation_config = own
         return model.generate(
             tokens,

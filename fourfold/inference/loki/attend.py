@@ -50,7 +50,7 @@ def decode(
     query_BKGD = query_BND.unflatten(1, (key_BKSD.shape[1], -1))
     query_BKGd = (project(query_BKGD, basis_KDd) * scaling).to(proxy_BKSd.dtype)
     step = DecodeStep(query_BKGD, query_BKGd, key_BKSD, value_BKSD, proxy_BKSd, k, config, scaling, visible_B1S, k_B)
-    if not torch.is_grad_enabled():  # The compiled kernels have no backward pass.
+    if not torch.is_grad_enabled():  # The compiled kernels have no backward pass, so use them only without gradients.
         kernels = config.kernels_for(key_BKSD.device, key_BKSD.dtype, value_BKSD.dtype, proxy_BKSd.dtype)
         if kernels != "torch":
             with torch.cuda.device_of(query_BND):  # Triton launches kernels on the current device.

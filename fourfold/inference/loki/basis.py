@@ -38,7 +38,7 @@ class Components:
         2406.02542, eq. 2)."""
         variances_LKD = self.variances_LKD.double().clamp(min=0)
         explained_LKD = variances_LKD.cumsum(-1) / variances_LKD.sum(-1, keepdim=True).clamp(min=1e-300)
-        # Rounding errors must not give more components than exist.
+        # Clamp the number, because rounding errors could give more components than exist.
         return ((explained_LKD < share - 1e-12).sum(-1) + 1).clamp(max=variances_LKD.shape[-1])
 
 

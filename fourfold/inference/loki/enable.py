@@ -64,8 +64,8 @@ def enable_loki(
 
         compile_for(parameter.dtype)
     disable_loki(model)
-    # The mask function needs the same name. Otherwise transformers would pass no mask, and queries would see padding
-    # and later tokens.
+    # Register a mask function under the same name. Otherwise transformers would pass no mask, and queries would attend
+    # to padding and to later tokens.
     AttentionInterface.register(NAME, loki_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     before = text_config(model)._attn_implementation

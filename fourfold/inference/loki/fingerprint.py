@@ -46,7 +46,8 @@ class Fingerprint:
             sample_matrix(parameter)
             for attention in attentions
             for name, parameter in sorted(attention.named_parameters())
-            if parameter.ndim == 2 and "lora_" not in name  # A basis fits a model with or without adapters.
+            # Leave out LoRA adapters, so that a basis fits the model with and without them.
+            if parameter.ndim == 2 and "lora_" not in name
         ]
         return cls(
             ", ".join([config.model_type, *sizes]), json.dumps(rope, sort_keys=True, default=str), torch.cat(parts)

@@ -39,7 +39,8 @@ class GrowingTensor:
         if storage is None or self.length + count > storage.shape[SEQUENCE_DIM]:
             storage = self._grown(new, self.length + count)
         elif storage.is_inference() and not torch.is_inference_mode_enabled():
-            storage = storage.clone()  # Outside inference mode, an inference tensor cannot be written to.
+            # A tensor that was made in inference mode cannot be written to outside of it.
+            storage = storage.clone()
         storage.narrow(SEQUENCE_DIM, self.length, count).copy_(new)
         self.storage = storage
         self.length += count

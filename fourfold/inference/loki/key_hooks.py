@@ -61,7 +61,8 @@ def _observed_attention(
     module: AttentionModule, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any
 ) -> tuple[Tensor, None]:
     state = getattr(module, "loki_observer", None)
-    if state is not None:  # A module without state belongs to another model with the same configuration object.
+    # Without state, the module belongs to another model that shares the configuration object.
+    if state is not None:
         scaling = keywords.get("scaling") or query.shape[-1] ** -0.5
         before = key.float() if state.rotary is None else undo_rotary(key, *state.rotary)
         state.observer(module.layer_idx, query, {"post": key, "pre": before}, scaling)

@@ -112,14 +112,15 @@ def loki_attention(
     state = state_of(module)
     basis_KDd = None if state is None else state.recipe.basis_KDd
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # The layer stays dense, or its model does not use Loki but shares its configuration with a model that does.
+    # The layer may be one that stays dense. Or it may belong to a model without Loki that shares its configuration with
+    # a model that uses Loki.
     if state is None or basis_KDd is None:
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     for name in ("softcap", "s_aux"):
         if keywords.get(name) is not None:
             raise UserError(f"loki: this model's attention has {name}, which is not supported; use dense attention")
     config, layer = state.recipe.config, state.layer
-    if dropout:  # Training always uses dense attention.
+    if dropout:  # Use dense attention, because dropout is on only in training.
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     length, is_simple = key.shape[2], _is_simple(attention_mask)
     if query.shape[2] == 1 and isinstance(layer, LokiLayer) and is_simple and not config.is_dense_at(length):

@@ -70,7 +70,7 @@ def decode(step: DecodeStep) -> Tensor:
     """Run a step on a CPU, on caches in float32 or bfloat16."""
     batch, heads, group, width = step.query_BKGD.shape
     length, rows = step.key_BKSD.shape[2], batch * heads
-    # Compiled code does not check bounds, so check the shapes here.
+    # Check the shapes here, because compiled code reads out of bounds without an error.
     assert step.key_BKSD.shape == step.value_BKSD.shape == (batch, heads, length, width), "keys and values differ"
     assert step.proxy_BKSd.shape == (batch, heads, length, step.query_BKGd.shape[3]), "every key has its leading dims"
     k_B = np.full(batch, step.k) if step.k_B is None else step.k_B.clamp(max=step.k).numpy()
@@ -88,7 +88,8 @@ def decode(step: DecodeStep) -> Tensor:
         set_num_threads(threads)
         try:
             _decode(threads, *task)
-        except OSError:  # The compiled step works, even if it cannot be cached on disk.
+        except OSError:
+            # The compiled kernels work even if they cannot be cached on disk.
             _decode(threads, *task)
         finally:
             set_num_threads(before)
@@ -177,7 +178,7 @@ def _rank(scores_GS, visible_S, kept_S, ranks_S):
             for s in range(length):
                 if not visible_S[s]:
                     scores_GS[g, s] = NEVER
-    worth_S = ranks_S.view(np.float32)  # Combined scores and ranks share the same memory.
+    worth_S = ranks_S.view(np.float32)  # Compute the combined scores in the memory of the ranks.
     worth_S[:] = np.float32(0)
     is_alone = scores_GS.shape[0] == 1  # The scores of a single query head need no normalization to rank keys.
     for g in range(scores_GS.shape[0]):
@@ -297,7 +298,7 @@ def _exp(x):
 
     Unlike the C library's function, which takes one number at a time, this vectorizes.
     """
-    x = np.float32(-87) if x < np.float32(-87) else x  # A NaN stays NaN.
+    x = np.float32(-87) if x < np.float32(-87) else x  # A NaN stays NaN, because it is not below −87.
     powers_of_two = x * np.float32(1 / np.log(2))
     n = np.floor(powers_of_two + np.float32(0.5))
     r = (powers_of_two - n) * np.float32(np.log(2))
@@ -341,6 +342,6 @@ def _as_float32(number):
 
 @overload(_as_float32, inline="always")
 def _compile_as_float32(number):
-    if number == types.uint16:  # Here, an integer holds the bits of a bfloat16.
+    if number == types.uint16:  # An unsigned 16-bit integer holds the bits of a bfloat16.
         return lambda number: np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)
     return lambda number: number

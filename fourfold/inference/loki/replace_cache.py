@@ -81,7 +81,8 @@ def _filled_from(layer: object, recipe: LayerRecipe) -> GrowingLayer:
 def _with_current_basis(layer: LokiLayer, recipe: LayerRecipe, basis_KDd: Tensor) -> GrowingLayer:
     """Return the layer. If the basis or the number of ranking dims has changed, return a new layer whose proxy is
     computed again from the keys."""
-    if layer.basis is not basis_KDd:  # In all steps except the first, this is the same tensor.
+    # In all steps except the first, the tensor is the same, so there is nothing to compare.
+    if layer.basis is not basis_KDd:
         if layer.basis.shape != basis_KDd.shape or not torch.equal(layer.basis.to(basis_KDd.device), basis_KDd):
             return _filled_from(layer, recipe)
         layer.basis = basis_KDd

@@ -64,7 +64,8 @@ def combine_heads(scores_BKG_S: Tensor, visible_B1_S: Tensor | None = None) -> T
 
 
 def _summed_softmax(scores_BKG_S: Tensor) -> Tensor:
-    if scores_BKG_S.device.type == "cpu":  # On a GPU, this test would make the host wait.
+    # Skip this test on a GPU, because the host would have to wait.
+    if scores_BKG_S.device.type == "cpu":
         worth_BK_S = torch.softmax(scores_BKG_S, -1, dtype=torch.float32).sum(2)
         if not worth_BK_S[..., :1].isnan().any():  # A single NaN or infinity would spread over its whole row.
             return worth_BK_S

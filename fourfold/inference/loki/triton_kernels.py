@@ -50,7 +50,8 @@ def decode(step: DecodeStep) -> Tensor:
     assert key_BKSD.stride(3) == value_BKSD.stride(3) == 1, "rows must be contiguous"
     rows, k, device = batch * heads, step.k, query_BKGD.device
     visible_BS, always_BS = step.visible_BS, step.always_BS
-    # The search must find at least one key, so a sequence that sees no keys also gets one. Attention masks this key.
+    # The search needs at least one key, so a sequence that sees no keys also gets k = 1. Attention masks this key
+    # later.
     k_of_B = torch.full((batch,), k, device=device) if step.k_B is None else step.k_B.clamp(1, k)
     k_of_B = k_of_B.to(torch.int32)
 
