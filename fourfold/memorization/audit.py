@@ -121,7 +121,8 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
         reference = _scores(_reference_scorer(request, other_model, device, inputs), inputs, request.offset)
     if scores is None:
         return None
-    if tokenizer is not None:  # Documents may have been cut off, so get their text from the tokens.
+    # Get the text from the tokens, because long documents have been cut off.
+    if tokenizer is not None:
         documents = [replace(document, text=tokenizer.decode(document.tokens.tolist())) for document in documents]
     special = () if tokenizer is None else tokenizer.special_ids
     return audit_record(
@@ -198,7 +199,7 @@ def _documents(
     shortest, context = request.prefix + request.suffix, context_length(scorer)
     if request.offset >= context:
         raise UserError(f"--offset {request.offset} leaves none of the {context} tokens that the model sees")
-    longest = context + 1 - request.offset  # The last token is never an input.
+    longest = context + 1 - request.offset  # The last token of a document is never an input.
     if shortest > longest:
         raise UserError(
             f"--prefix {request.prefix} and --suffix {request.suffix} are more than the {longest} tokens that the "
@@ -250,7 +251,8 @@ def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[Token
     fields = scorer.score(list(inputs))
     if fields is None:
         return None
-    excluded = FIELDS.index("sampled")  # This field is -inf if the attacker's sampling never draws the token.
+    # "sampled" may be -inf, because the attacker's sampling never draws some tokens.
+    excluded = FIELDS.index("sampled")
     if not all(np.isfinite(np.delete(each, excluded, 0)).all() for each in fields):
         raise UserError("the model's probabilities are not numbers (NaN or infinite): its weights are damaged")
     return [TokenScores.of(tokens[offset:], each[:, offset:]) for tokens, each in zip(inputs, fields, strict=True)]

@@ -143,7 +143,7 @@ def _tokens(where: object, row: dict[str, Any], tokenizer: AnyTokenizer | None, 
         raise UserError(
             f"{where} is text, and nothing says which tokenizer the model was trained with; give it with --tokenizer"
         )
-    # transformers' tokenizers add the beginning-of-text token themselves.
+    # Do not add the beginning-of-text token for transformers' tokenizers, because they add it themselves.
     begin = [] if isinstance(tokenizer, TransformersTokenizer) else begin_of(tokenizer)
     return np.array([*begin, *tokenizer.encode_batch([text])[0]], dtype=np.int64)
 

@@ -42,7 +42,8 @@ class Extraction:
         """
         if self.log_p > -1e-12:
             return 1.0
-        if self.log_p < -700:  # n is infinite, or would overflow: e^700 is close to the largest float.
+        # e^700 is close to the largest float, so n is infinite or would overflow.
+        if self.log_p < -700:
             return math.inf
         # If p_z is below e^-30, then 1 - p_z rounds to 1, so use ln(1 - p_z) ≈ -p_z.
         chance = math.exp(self.log_p)

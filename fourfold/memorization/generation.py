@@ -26,8 +26,8 @@ def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], su
     """
     texts = [document[:-suffix] for document in documents]
     for _ in range(suffix):
-        # A pass scores each token of its input, given the tokens before it. The 0 takes the place of the next token, so
-        # the pass also scores its position.
+        # A pass scores each token of its input except the first. Append a 0, so that the pass also scores the position
+        # after the text.
         fields = scorer.score([np.append(text, 0) for text in texts], last=1)
         new = [0] * len(texts)
         if fields is not None:
@@ -87,7 +87,7 @@ def common_subsequence(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     """Return the length of the longest common subsequence."""
     row = np.zeros(len(b) + 1, dtype=np.int64)
     for token in a:
-        # best[j] = max(row[j], row[j-1] + match). The running maximum below then adds best[j-1].
+        # best[j] = max(row[j], row[j-1] + match). The running maximum in the next line takes best[j-1] into account.
         best = row.copy()
         best[1:] = np.maximum(row[1:], row[:-1] + (b == token))
         row = np.maximum.accumulate(best)

@@ -98,7 +98,7 @@ class _Search:
         cost_BKS = np.empty((*ids_BK.shape, len(self.places)), dtype=np.int64)
         cost_BKS[..., 0] = self.texts_BI.shape[1] + 1
         cost_BKS[..., 1:] = np.minimum(self.rows_BS[:, None, 1:] + 1, self.rows_BS[:, None, :-1] + differs_BKS)
-        # Each additional column costs one more insertion.
+        # To get from one column to the next costs one insertion.
         best: Tokens = np.minimum.accumulate(cost_BKS - self.places, axis=-1) + self.places
         return best
 
@@ -148,7 +148,8 @@ def near_verbatim(
             for document, search in zip(documents, searches, strict=True)
             for text in search.texts_BI
         ]
-        if dist.is_initialized():  # Only rank 0 knows which texts are left.
+        # Rank 0 alone knows which texts are left, so it tells all other ranks.
+        if dist.is_initialized():
             box = [texts]
             dist.broadcast_object_list(box, src=0)
             texts = box[0]

@@ -102,12 +102,12 @@ def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> R
         table = read_table(run_file)
     table["model"] = dict(state.model)
     table["parallel"] = {}
-    # An imported model states its largest number of positions, but not the sequence length that it was trained with.
+    # An imported model has a largest number of positions, but no record of the sequence length in training.
     longest = state.training.get("seq_length") or min(state.model["max_position_embeddings"], LONGEST_UNKNOWN)
     training = {"seq_length": longest, "micro_batch_size": request.micro_batch_size}
     precision = {key: table.get("training", {}).get(key) for key in ("precision", "master_weights", "device")}
     table["training"] = {**{k: v for k, v in precision.items() if v is not None}, **training, "train_steps": 1}
-    # All other sections affect only training.
+    # Drop all other sections, because they affect only training.
     table = {key: table[key] for key in ("model", "data", "masks", "parallel", "training") if key in table}
     # The section [data] names the tokenizer. Reset two of its keys: the format "preferences" would require a section
     # [dpo], and the number of streams may not divide the new batch size.

@@ -151,13 +151,13 @@ class HuggingFaceScorer:
         groups = [list(group) for _, group in alike]
         found: dict[int, NDArray[np.float32]] = {}
         for together in (group[n : n + at_once] for group in groups for n in range(0, len(group), at_once)):
-            # Some rotary embeddings depend on the longest sequence so far. Reset this length, so that a score does not
-            # depend on earlier documents.
+            # In some rotary embeddings, the frequencies depend on the longest sequence so far. Reset this length, so
+            # that a score does not depend on earlier documents.
             for module in self.model.modules():
                 vars(module).update({key: 0 for key in vars(module) if key.endswith("max_seq_len_cached")})
             rows = [documents[number] for number in together]
             inputs, targets = _padded(rows, len(rows), len(rows[-1]) - 1, self.device)
-            # The padding is on the right, so no token of a causal model sees it.
+            # Padding is on the right, so a causal model's tokens do not see it.
             logits = self.model(input_ids=inputs, use_cache=False).logits
             fields_FN = _score_in_chunks(logits.flatten(0, 1), targets.flatten(), fields or self.fields)
             fields_FBS = fields_FN.unflatten(1, inputs.shape).cpu()
