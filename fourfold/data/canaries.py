@@ -98,8 +98,7 @@ def copy_of(
     """
     chance = hash64(np.arange(len(tokens) + 1), int(hash64(canary * 1_000_003 + copy, canaries.seed)))
     start = int(chance[-1] % np.uint64(canaries.shift + 1))
-    # The upper half of the hash determines whether a token is replaced. The lower half determines which token replaces
-    # it.
+    # The upper half of a hash decides whether a token is replaced. The lower half decides which token replaces it.
     others = ((chance[:-1] & np.uint64(0xFFFFFFFF)) % np.uint64(tokenizer.vocab_size)).astype(np.int64)
     replaced = (chance[:-1] >> np.uint64(32)) < np.uint64(canaries.noise * 2**32)
     replaced &= ~np.isin(others, tokenizer.special_ids)
@@ -160,7 +159,8 @@ class CorpusPieces:
         return np.concatenate(parts), np.concatenate(lengths)
 
     def _with_text_of(self, length: int) -> NDArray[np.int64]:
-        ends_document = np.isin(self._offsets[1:], self._document_ends)  # The end-of-document token is not text.
+        # The end-of-document token is not text, so it does not count.
+        ends_document = np.isin(self._offsets[1:], self._document_ends)
         return np.flatnonzero(np.diff(self._offsets) - ends_document >= length)
 
 

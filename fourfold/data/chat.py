@@ -175,7 +175,8 @@ class ChatTemplate:
                 continue
             where = [number for number, message in enumerate(messages, start=1) if key in message]
             if key == "name" and all(messages[number - 1]["role"] == "tool" for number in where):
-                continue  # A template may ignore the name of a tool's message, just like its tool_call_id.
+                # Templates may ignore a tool's name, because they also ignore its tool_call_id.
+                continue
             without = [{name: value for name, value in message.items() if name != key} for message in messages]
             if self._try_to_render(without, options) == text:
                 remedy = f"{remedy} {key}" if key != "tool_calls" else "give --chat-template a file that uses them"

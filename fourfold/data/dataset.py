@@ -107,7 +107,8 @@ class TokenWindows:
         document_starts, missing = [], []
         for row, window in enumerate(windows.tolist()):
             start = window * self.seq_length - self.look_back
-            absent = max(0, -start)  # Number of positions before the corpus's first token.
+            # The first windows of a corpus begin before its first token, so this many positions are missing.
+            absent = max(0, -start)
             tokens[row, absent:] = self.corpus.read(start + absent, length - absent)
             document_starts.append(absent + self.corpus.document_starts(start + absent, length - absent))
             missing.append(absent)
@@ -149,7 +150,7 @@ class SourceMixture:
         own_number = block * self.counts[source] + self._rank[place]
         rows = [np.flatnonzero(source == index) for index in range(len(self.sources))]
         parts = [each.read(own_number[own]) for each, own in zip(self.sources, rows, strict=True) if len(own)]
-        # The concatenated parts are ordered by source. This index restores the order of `numbers`.
+        # The parts were concatenated source by source. This index restores the order of `numbers`.
         order = np.argsort(np.concatenate(rows))
 
         def mixed(field: str) -> Any:
@@ -220,7 +221,8 @@ def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
     for index, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
             raise UserError(f"source {index + 1} of the mixture has weight {weight}; a weight must be positive")
-    shares = np.array(weights) / max(weights)  # Divide first, so that the sum of huge weights is finite.
+    # Divide by the largest weight first. The sum of huge weights could be infinite.
+    shares = np.array(weights) / max(weights)
     ideal = shares / shares.sum() * BLOCK
     counts: NDArray[np.int64] = np.floor(ideal).astype(np.int64)
     by_remainder = np.argsort(counts - ideal, kind="stable")
@@ -239,8 +241,8 @@ def _arrange(counts: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], N
     Both arrays are [BLOCK]."""
     source = np.repeat(np.arange(len(counts)), counts)
     rank = np.concatenate([np.arange(count) for count in counts])
-    # For a source with c samples, divide the block into c equal parts. The source's sample k gets a random position
-    # within part k.
+    # If a source has c samples in the block, divide the block into c equal parts, and put sample k at a random position
+    # of part k.
     jitter = hash64(np.arange(BLOCK), seed) / 2.0**64
     order = np.argsort((rank + jitter) / counts[source], kind="stable")
     return source[order], rank[order]

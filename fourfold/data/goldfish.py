@@ -150,7 +150,8 @@ def random_drops(numbers: NDArray[np.int64], seq_length: int, k: int, seed: int)
         True for each dropped target [samples, S].
     """
     of_sample = hash64(numbers, seed)[:, None]
-    # Hash both parts before adding them, so that different samples do not share hash values.
+    # Hash the sample's number and the position separately before adding them. Otherwise, sample 5 at position 3 would
+    # have the same mask as sample 4 at position 4.
     of_place = hash64(np.arange(seq_length), seed + 1)
     with np.errstate(over="ignore"):
         return hash64(of_sample + of_place, seed + 2) < np.uint64(2**64 // k)

@@ -91,8 +91,8 @@ class HubStream:
             if state is None:
                 state = part.state_dict()
             else:
-                # Yield `state` itself with the first row, because `part.state_dict()` is wrong until a row has been
-                # read.
+                # Yield `state` itself with the first row, because `part.state_dict()` is not correct until a row has
+                # been read.
                 part.load_state_dict(state)
             rows = iter(part)
             for row in rows:

@@ -243,7 +243,8 @@ class IndexedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with suppress(*[] if kind is None else [OSError]):  # An error of `close` must not hide the block's error.
+            # If the block has raised an error, an error of `close` must not replace it.
+            with suppress(*[] if kind is None else [OSError]):
                 self._file.close()
             if kind is None:
                 # Write the index last. If the index exists, the tokens exist too.

@@ -82,7 +82,8 @@ def _wrap_in_check(name: str, mask: LossMask) -> LossMask:
     def checked(windows: Windows) -> NDArray[np.bool_]:
         try:
             kept = mask(windows)
-        except OSError as error:  # A caller could mistake an OSError for a failed write.
+        except OSError as error:
+            # Callers report an OSError as a failed write, so raise a UserError instead.
             raise UserError(f"masks.functions: '{name}' failed: {error}") from error
         expected = windows.tokens[:, 1:].shape
         if not isinstance(kept, np.ndarray) or kept.dtype != np.bool_ or kept.shape != expected:

@@ -29,7 +29,8 @@ from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, trai
 from fourfold.errors import UserError, given_as
 from fourfold.processes import available_cores
 
-_TRAINING_BYTES = 1 << 30  # Maximum number of bytes to train a tokenizer on. More would take hours and change little.
+# Maximum number of bytes to train a tokenizer on. With more, training takes hours, and the tokenizer hardly changes.
+_TRAINING_BYTES = 1 << 30
 _TRAINING_SAMPLE_SEED = 0
 _MOST_NAMED = 10
 
@@ -249,7 +250,7 @@ def unfinished(prefix: Path) -> Iterator[Path]:
         finally:
             if all(path.name == "lock" for path in parts.iterdir()):
                 (parts / "lock").unlink(missing_ok=True)
-                with suppress(OSError):  # This fails if another process has started to use the folder.
+                with suppress(OSError):  # Removing the folder fails if another process is using it already.
                     parts.rmdir()
 
 

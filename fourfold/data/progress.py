@@ -32,8 +32,8 @@ def working(name: str) -> Iterator[Callable[[int, int], None]]:
     columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), *times)
     bar = progress.Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
     task = bar.add_task(name, total=None)
-    # Block signals while the bar's thread starts. The thread inherits this, so only the main thread gets the job's
-    # signals.
+    # Block signals while the bar starts its thread. The thread inherits the blocked signals, so only the main thread
+    # receives the job's signals.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         bar.start()

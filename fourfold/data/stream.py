@@ -19,8 +19,8 @@ from fourfold.data.dataset import Windows, windows_of
 from fourfold.data.tokenizer import Tokenizer, as_document
 from fourfold.errors import UserError
 
-_GLANCE = 0.1  # Number of seconds between checks whether the thread must stop.
-_PATIENCE = 2.0  # Number of seconds to wait for threads to end. They may never end if the network is down.
+_GLANCE = 0.1  # Seconds between two checks whether the thread must stop.
+_PATIENCE = 2.0  # Seconds to wait for threads to end. Threads may never end if the network is down.
 # Number of steps whose end positions are kept. The loader is at most one step ahead, so this is more than enough.
 _KEPT = 8
 
@@ -158,7 +158,8 @@ class StreamedWindows:
         for row, number in enumerate(numbers.tolist()):
             window = found[number]
             absent = length - len(window.tokens)
-            # A run with a longer look-back may have saved the position. Drop the tokens that only it needs.
+            # The position may come from a run with a longer look-back, whose window has more tokens. Drop the
+            # additional tokens.
             unseen = max(0, -absent)
             tokens[row, max(absent, 0) :] = window.tokens[unseen:]
             begins = absent + window.document_starts
@@ -199,7 +200,8 @@ class StreamedWindows:
         def known() -> Position | None:
             return self._marks[stream].get(place) or self._begin[stream].get(place)
 
-        if (position := known()) is None:  # The run skipped this step without reading it, so read it now.
+        # This run skipped the step without reading it, so read it now.
+        if (position := known()) is None:
             with self._lock:
                 self._window((place - 1) * len(self.streams) + stream)
             position = known()
