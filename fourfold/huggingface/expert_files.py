@@ -34,14 +34,14 @@ def rows_in_files(model: Any) -> dict[str, RowRanges]:
 
         inner = parameter.shape[len(counts) :]
         numbers = torch.arange(len(rows)).view(*counts, *(1 for _ in inner))
-        # The converters only copy rows, so two columns are enough to find the order of the rows.
+        # Converting copies rows, and never mixes columns. So two columns are enough to find the new order of the rows.
         parts = revert_weight_conversion(model, {name: numbers.expand(*counts, *(min(size, 2) for size in inner))})
         places = {theirs: part.flatten(0, part.ndim - len(inner) - 1) for theirs, part in parts.items() if part.numel()}
         firsts = {theirs: part.reshape(len(part), -1)[:, 0].tolist() for theirs, part in places.items()}
         runs = {theirs: range(rows_of[0], rows_of[-1] + 1) for theirs, rows_of in firsts.items()}
         if runs and all([*runs[theirs]] == rows_of for theirs, rows_of in firsts.items()):
             found[name] = runs
-    # If a tensor in the files joins several parameters, these parameters keep their own names.
+    # If one tensor in the files joins several parameters, keep the names of the parameters.
     uses = Counter(theirs for runs in found.values() for theirs in runs)
     joined = [name for name, runs in found.items() if any(uses[theirs] > 1 for theirs in runs)]
     return found | {name: {name: range(sum(map(len, found[name].values())))} for name in joined}
@@ -69,7 +69,8 @@ def in_modules(model: Any, rows: Mapping[str, RowRanges], tensors: Mapping[str, 
             others[name] = parameter
     if not others:
         return found
-    # Files join or transpose these parameters, so let transformers' own table find the position of every element.
+    # Files join or transpose these parameters. Convert the numbers of the elements with transformers' own table, to
+    # find where each element goes.
     sizes = [parameter.numel() for parameter in others.values()]
     numbers = zip(others, torch.arange(sum(sizes)).split(sizes), strict=True)
     parts = revert_weight_conversion(model, {name: part.view_as(others[name]) for name, part in numbers})

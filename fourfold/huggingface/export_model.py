@@ -95,7 +95,7 @@ def export_huggingface(
     if wanted is None and source is not None and not saved.state.weights_only:
         wanted = _TYPE_NAMES.get(str(config.get("dtype", config.get("torch_dtype"))))
     if wanted is not None:
-        # Do not convert a router's bias. transformers keeps it in float32 too.
+        # Keep a router's bias in its own type, because transformers also keeps it in float32.
         types = {name: each if is_router_bias(name) else wanted for name, each in types.items()}
     if source is None or wanted is not None or not saved.state.weights_only:
         key = "dtype" if "dtype" in config else "torch_dtype"
@@ -120,7 +120,8 @@ def export_huggingface(
 
 
 def _with_trained_end(checkpoint: Path, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    with suppress(UserError):  # The run's corpora or its original model may no longer exist.
+    # The tokenizer cannot be found if the run's corpora or its original model no longer exist.
+    with suppress(UserError):
         trained = _tokenizer_of(checkpoint)
         return config if trained is None else add_end_token(folder, config, trained.eod_id)
     return config

@@ -44,7 +44,7 @@ class ScaledMatrix:
             torch.arange(each.start, each.stop, each.step or 1) // BLOCK for each in (rows, columns)
         )
         values = self.files.read_bytes(name, (rows, columns)).view(torch.float8_e4m3fn).float()
-        # Round to bf16 first, so that the weights do not depend on the dtype of ``out_OI``.
+        # Round to bf16 first. Then the weights are the same for every dtype of ``out_OI``.
         out_OI.copy_((values * whole[row_blocks][:, column_blocks]).bfloat16())
         self.files.check_finite(name, out_OI)
 

@@ -72,12 +72,13 @@ def parallelize(
     placed = lay_out(model, grid, rules or {})
     model.to("meta")
     tie_again(model, tied)
-    # The user's optimizer updates the parameters of the model. So the model's parameters must be the stored weights,
-    # not working copies in the compute dtype.
+    # The user's optimizer updates the model's parameters. So these must be the stored weights, not working copies in
+    # the compute dtype.
     stage = replicate_or_shard(model, _units(model), grid, types, weight_prefetch, working_copies=False)
     device = torch.device("cpu" if grid.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
     on_grid = GridModel({0: stage}, grid, device)
-    for name, buffer in buffers.items():  # Restore the values, because the allocation of memory has overwritten them.
+    # Allocating memory has overwritten the buffers, so restore their values.
+    for name, buffer in buffers.items():
         parent, _, key = name.rpartition(".")
         model.get_submodule(parent)._buffers[key] = buffer.to(device)
     parallelized = Parallelized(on_grid, placed, in_files)

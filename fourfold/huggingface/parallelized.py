@@ -89,7 +89,7 @@ class Parallelized(nn.Module):
         labels = kwargs.get("labels")
         if labels is not None:
             kind = getattr(self.module, "loss_type", "ForCausalLM")
-            # If the class names no loss, the kind is None, and transformers uses a causal loss.
+            # If the class names no loss, the kind is None, and transformers computes a next-token loss.
             if kind not in ("ForCausalLM", None):
                 raise UserError(
                     f"the model's own loss ({kind}) is not next-token prediction; compute the loss from its logits"
@@ -116,12 +116,13 @@ class Parallelized(nn.Module):
             return
         if self._separates_documents is None:
             self._separates_documents = separates_documents(self.module, positions.device)
-        # In most models, documents attend to each other only with a mask or a cache. Without them, skip the check
-        # below, because it would wait for the GPU in every step.
+        # Most models keep packed documents apart if they get neither a mask nor a cache. Then skip the check below,
+        # because it would wait for the GPU in every step.
         if self._separates_documents and mask is None and kwargs.get("use_cache") is False:
             return
         again = positions[..., 1:] <= positions[..., :-1]
-        if mask is not None:  # The positions of padding have no meaning.
+        # Positions of padding may have any value, so ignore them.
+        if mask is not None:
             again = again & mask[:, 1:].bool() & mask[:, :-1].bool()
         if not again.any():
             return

@@ -126,10 +126,13 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: Par
                 with new_folder(folder) as unfinished:
                     _write_configs(model, shards[0].local.dtype, unfinished)
                     write_tensor_files(unfinished, [entry for s in shards for entry in _entries(s, layout, gather)])
-        except ValueError as error:  # transformers raises ValueError, and UserError is a ValueError.
+        except ValueError as error:
+            # Convert ValueErrors of transformers. UserError is also a ValueError.
             raise UserError(str(error)) from None
         finally:
-            while waiting:  # Rank 0 gathers while it writes. All other ranks, and rank 0 after an error, gather here.
+            # Rank 0 gathers tensors while it writes them. All other ranks take part here, and so does rank 0 after an
+            # error.
+            while waiting:
                 _gather(waiting.pop(0))
 
 

@@ -82,7 +82,7 @@ def _is_causal(model: Any) -> bool:
     rounding."""
     tokens_2S = torch.tensor([[0, 1, 2, 3], [0, 4, 5, 6]], device=model.device) % model.config.vocab_size
     one_V, other_V = model(input_ids=tokens_2S, use_cache=False).logits[:, 0].float()
-    # The condition is negated so that NaN logits pass. Another check refuses NaN logits.
+    # Write the condition so that NaN logits pass. Another check refuses them.
     return not (one_V - other_V).abs().max() > 0.05 * one_V.abs().max()
 
 
@@ -94,7 +94,7 @@ def _generation_settings(folder: Path, transformers: Any) -> Any:
     settings = parse_json(file.read_bytes())
     if not isinstance(settings, dict):
         raise ValueError(f"{file} is not a table of settings")
-    # transformers refuses a file that asks for several sequences if its other settings can generate only one.
+    # transformers refuses a request for several sequences if the file's other settings allow only one.
     return transformers.GenerationConfig(**{key: settings[key] for key in settings if key not in SEVERAL_SEQUENCES})
 
 

@@ -107,7 +107,8 @@ def name_map(kind: str, model: ModelConfig, files: Format | None = None) -> list
     files = files or FORMATS[kind]
     shapes = parameter_shapes(model)
     found: list[TheirTensor] = []
-    other = ".q_proj." if model.q_lora_rank else ".q_b_proj."  # The two names of the projection to queries.
+    # Tables list the query projection under two names. Skip the name that this model does not use.
+    other = ".q_proj." if model.q_lora_rank else ".q_b_proj."
     for theirs, ours, expert in _rows(files.table, model):
         if ours[0] in shapes and other not in theirs:
             found.append(_their_tensor(files, theirs, ours, expert, shapes, model))

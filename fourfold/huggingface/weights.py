@@ -117,7 +117,7 @@ class Pretrained:
     def _names_in_files(self, name: str) -> list[str]:
         """Return the names that a tensor may have in files. Names lack the prefix if the model was saved without its
         head, and have another prefix if the files also hold a vision model."""
-        modules = [HEAD] if name == head_of(self.kind) else []  # transformers 5 uses this name for every head.
+        modules = [HEAD] if name == head_of(self.kind) else []  # transformers 5 uses the name ``HEAD`` in every family.
         beside_images = name.replace("model.", "model.language_model.", 1)
         return [name, name.removeprefix(FORMATS[self.kind].prefix), beside_images, *modules]
 

@@ -131,7 +131,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise UserError(f"{where}: {family.keys[ours]} is missing")
     _check_head_dim(keys, family, given.get("head_dim"), where)
     _check_zeros(given, keys, family, where)
-    # In these families, attention_bias is also for the output projection.
+    # In these families, attention_bias also controls the bias of the output projection.
     if "attention_bias" in family.keys and "attention_output_bias" not in {**family.keys, **family.fixed}:
         keys["attention_output_bias"] = keys.get("attention_bias", False)
     keys |= expert_keys(given, family, where)
@@ -205,7 +205,7 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
         return none
     layers = count_layers(given, family, where)
     if kinds is not None and not family.lists_layer_types and kinds != [SLIDING] * layers:
-        # transformers reads such a Mistral file as a Ministral model.
+        # transformers reads a Mistral file with layer_types as a Ministral model. fourfold does not.
         raise UserError(
             f"{where}: layer_types = {kinds!r}; with a sliding_window every layer of model_type "
             f"'{given['model_type']}' slides here; set sliding_window = null if no layer does"

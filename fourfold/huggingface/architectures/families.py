@@ -51,7 +51,7 @@ FAMILIES = with_variants({
         "activation_function",
         {"scale_attn_weights": (True,)}
         | dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), (False,)),
-        other_names={  # transformers ignores intermediate_size here.
+        other_names={  # transformers ignores the key intermediate_size for GPT-2.
             ours: theirs
             for ours, theirs in _GPT2_KEYS.items()
             if theirs.startswith("n_") and ours in _SAME_NAMES and theirs != "n_inner"

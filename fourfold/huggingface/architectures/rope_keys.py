@@ -57,12 +57,14 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
 
 def _scaling(rope: dict[str, Any], kind: str, given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
     """Return the factors that stretch rotary embeddings of a type, from their table in config.json."""
-    if "truncate" in rope and rope["truncate"] is None:  # To transformers, null is false, and a missing key is true.
+    # transformers reads null as false, and a missing key as true.
+    if "truncate" in rope and rope["truncate"] is None:
         rope["truncate"] = False
     rope = {key: value for key, value in rope.items() if value is not None and (key != "truncate" or kind == "yarn")}
     if "factor" not in rope:
         raise UserError(f"{where} has no factor, but rope_type '{kind}' needs one; 2.0 doubles the context")
-    # With linear scaling, some files also have original_max_position_embeddings, which then has no effect.
+    # Some files with linear scaling also have original_max_position_embeddings. The key has no effect there, so allow
+    # it.
     for key in sorted(rope.keys() - {*ROPE_KEYS[kind], "original_max_position_embeddings"} - OF_IMAGES):
         raise UserError(f"{where}: '{key}' of rotary embeddings of type '{kind}' is not supported")
     if kind != "linear":
@@ -84,7 +86,8 @@ def _local_rope(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the rotary base of sliding-window layers, and the rotary table of full-attention layers. rope_scaling
     applies to the table."""
-    if tables and not tables.keys() & {FULL, SLIDING}:  # transformers would silently ignore one table for all layers.
+    # For these families, transformers would ignore a single table for all layers without an error.
+    if tables and not tables.keys() & {FULL, SLIDING}:
         raise UserError(f"{where}: rope_parameters has no table of '{FULL}' or '{SLIDING}'")
     own, full = tables.get(SLIDING) or {}, tables.get(FULL) or {"rope_type": "default"}
     if not isinstance(own, Mapping) or own.get("rope_type", "default") != "default" or own.keys() - OF_SLIDING:

@@ -53,8 +53,8 @@ def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:
 def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
     family = FAMILIES[kind]
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": kind}
-    # Without these keys, transformers would use the special tokens of the family's first model. This model's vocabulary
-    # may not have these tokens.
+    # Without these keys, transformers would use the special token ids of the family's original model. This model's
+    # vocabulary may not have these ids.
     config |= {key: family.defaults.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config |= {theirs: getattr(model, ours) for ours, theirs in family.keys.items()}
     config |= {key: None for key in NONE_IS_0 if config.get(key) == 0}
@@ -109,8 +109,8 @@ def _their_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     if "attention_types" in family.defaults:
         kinds = ["local" if model.type_of(layer) == SLIDING else "global" for layer in range(model.num_hidden_layers)]
         return {"attention_types": [[kinds, 1]]}
-    # Models with layer_types need a window size even if no layer uses it. It is left out in families whose full layers
-    # rotate only if there is no window.
+    # transformers needs a window size if the file lists layer_types, even if no layer slides. In some families,
+    # however, full layers have rotary embeddings only if there is no window, so the file must not have one.
     is_kept = family.lists_layer_types and family.rotating_layers != "sliding"
     unused = family.defaults["sliding_window"] if is_kept else None
     config: dict[str, Any] = {"sliding_window": model.sliding_window if slides else unused}
