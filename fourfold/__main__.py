@@ -10,7 +10,8 @@ from fourfold.exit_codes import ended_by
 def main() -> None:
     """Run the command line. Ctrl-C ends it without a traceback, even during imports."""
     try:
-        # If a standard stream is closed, open /dev/null there. Otherwise the next file would get its descriptor.
+        # If stdin, stdout, or stderr is closed, open /dev/null in its place. Otherwise the next file that the program
+        # opens would become this stream.
         for number in range(3):
             try:
                 os.fstat(number)
@@ -23,5 +24,6 @@ def main() -> None:
         sys.exit(ended_by(signal.SIGINT))
 
 
-if __name__ == "__main__":  # Worker processes import this module, but must not run the command line.
+# Worker processes import this module too, but must not run the command line.
+if __name__ == "__main__":
     main()

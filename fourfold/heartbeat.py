@@ -63,7 +63,8 @@ class Heartbeat:
         """Record that this process belongs to a process group. Return the offset of the group's entry in the shared
         memory, and the counter of its collectives."""
         if group not in self._entered:
-            # Only the first ``GROUPS`` groups have an entry of their own. All other groups share one unnamed entry.
+            # The shared memory has ``GROUPS`` entries for groups with a name. All further groups share one entry
+            # without a name.
             number = min(len(self._entered), GROUPS)
             place = _HEAD.size + _TEXT + number * _GROUP.size
             self._entered[group] = (place, itertools.count(1))

@@ -43,8 +43,9 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
         WorkerFailed: A local process has crashed or hung, and the run was not restarted.
     """
     if run.metrics.machine is not None:
-        load_machine(run.metrics.machine, "metrics.machine =")  # Refuse a wrong file before any process starts.
-    if read_environment(os.environ) is None:  # All processes are on this machine.
+        # Report a wrong machine file before any process starts.
+        load_machine(run.metrics.machine, "metrics.machine =")
+    if read_environment(os.environ) is None:  # Without a launcher, all processes run on this machine.
         check_machine_memory(run)
     for restarts in itertools.count():
         began, starts = time.time(), count_starts(folder_of(run))

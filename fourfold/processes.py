@@ -126,7 +126,8 @@ def lossy_output(any_error: bool = False) -> Iterator[None]:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # A full disk, or a stream that the block has closed.
+            # Flushing fails if the disk is full or the block has closed the stream.
+            with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         sys.stdout, sys.stderr = before
 
@@ -147,7 +148,8 @@ def _lossy(stream: TextIO | None, errors: frozenset[int] | None) -> TextIO:
         return stream
     try:
         stream.flush()
-    except OSError as error:  # The buffer may hold a warning that could not be written.
+    except OSError as error:
+        # The stream's buffer may hold an earlier warning, and writing it may fail.
         if errors is not None and error.errno not in errors:
             return stream
     return io.TextIOWrapper(
@@ -175,7 +177,7 @@ def end_with_parent() -> None:
     assert parent is not None, "runs in workers only"
     if sys.platform == "linux":
         end_with_starter()
-        if not parent.is_alive():  # The parent had already ended.
+        if not parent.is_alive():  # The parent ended before this point.
             os._exit(1)
     else:
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

@@ -99,7 +99,8 @@ def _check_index(index: Path) -> None:
     try:
         listed = dict(parse_json(index.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError):
-        return  # The code that reads the index reports this damage.
+        # Ignore a damaged index here, because the code that loads the tensors reports it.
+        return
     for tensor, file in listed.items():
         if not isinstance(file, str) or file in ("", "..") or Path(file).name != file or "\0" in file:
             raise UserError(f"{index} has {tensor} in {file!r}, which is not the name of a file in the same folder")

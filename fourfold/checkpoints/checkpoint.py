@@ -187,15 +187,16 @@ class Checkpointer:
                         seal(folder, written)
                         flush(folder)
                         swap_in(folder, finished)
-                        # Set the link at every save. An earlier attempt may have left a link to a step that this run
-                        # has not reached yet.
+                        # Point the link at the best step after every save. An earlier attempt may have left a link to a
+                        # step that this run has not reached yet.
                         best = self.folder / f"step_{state.best.step}"
                         if self.job.run.validation.keep_best and best.is_dir():
                             mark_best(best)
                         flush(self.folder)
         except UserError:
             if dist.get_rank() == 0:
-                shutil.rmtree(folder, ignore_errors=True)  # The disk may be full, so free the space.
+                # Saving failed, maybe because the disk is full, so free the space.
+                shutil.rmtree(folder, ignore_errors=True)
             raise
         self.newest = finished
         if dist.get_rank() == 0 and prune:
@@ -290,8 +291,8 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
     fill_second_copies(job.shards, lambda index: {"weight": job.shards[index].local})
     fill_second_copies(job.trained, job.optimizer.moments)
     if job.average is not None:
-        # The average begins with the first optimizer update. The loaded step may be before this update, so reset the
-        # flag.
+        # The averages begin with the first optimizer update. The checkpoint may be from before this update, so reset
+        # the flag.
         job.average.has_begun = False
         if job.optimizer.steps_taken():
             _begin_average(job.trained, job.average, state.has_averages)

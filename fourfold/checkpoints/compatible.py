@@ -32,8 +32,8 @@ def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> 
     Raises:
         UserError: A key of [model] differs. The message names the first one.
     """
-    # An old checkpoint may lack keys that did not exist yet. ModelConfig adds them, and also computes sizes that follow
-    # from other sizes.
+    # Complete the saved keys with ``ModelConfig`` before comparing them. A checkpoint of an older version may lack
+    # newer keys, and sizes that follow from other sizes.
     for key, was, now in _differences(saved_model(ModelConfig(**state.model)), saved_model(model)):
         raise changed(path, f"belongs to another model: its model.{key} is {was!r}", repr(now))
 

@@ -98,7 +98,7 @@ def trained_parts(job: TrainingState, with_averages: bool) -> PartsByName:
             parts[f"optimizer.{moment}.{name}"] = SavedPart(shard, local)
         if with_averages and job.average is not None:
             parts[f"{AVERAGE}.{name}"] = SavedPart(shard, job.average.averages[index])
-    if not job.run.lora.rank:  # Add the routers' biases, unless LoRA freezes them.
+    if not job.run.lora.rank:  # LoRA freezes the routers' biases, so only other runs save them.
         parts |= {
             f"model.{shard.name}": SavedPart(shard, shard.local) for shard in job.shards if is_router_bias(shard.name)
         }

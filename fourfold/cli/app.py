@@ -86,13 +86,13 @@ def main() -> None:
     try:
         try:
             with lossy_output():
-                # Without a terminal, some shells set COLUMNS to 0, and rich would print no text. So remove the
+                # Some shells set COLUMNS to 0 if there is no terminal, and rich would then print no text. So remove the
                 # variable.
                 if not os.environ.get("COLUMNS", "").strip(" 0"):
                     os.environ.pop("COLUMNS", None)
                 check_arguments(sys.argv[1:])
                 code = app(prog_name="fourfold", standalone_mode=False)
-                sys.stdout.flush()  # Flush here, so that a full disk is reported as an error.
+                sys.stdout.flush()  # Flush now, so that a full disk is reported as an error.
             sys.exit(code)
         except NoArgsIsHelpError as error:
             error.show()

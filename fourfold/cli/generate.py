@@ -65,7 +65,7 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, seed)
     with as_huggingface(model) as (folder, own_tokenizer):
         text = load_any_tokenizer(tokenizer or own_tokenizer)
-        with importing(), working("Loading the model"):  # load_model imports transformers.
+        with importing(), working("Loading the model"):  # ``load_model`` imports transformers, which is slow.
             opened = load_model(folder, dtype, device)
         if basis is not None:
             from fourfold.inference.loki import LokiBasis, enable_loki

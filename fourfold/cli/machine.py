@@ -132,7 +132,7 @@ def tune_matmul(
     from fourfold.run_file.load import load_run
 
     run = load_run(run_file, overrides)
-    # Import torch late, so that a mistake in the run file is reported immediately.
+    # Import torch only after the run file is checked, because the import takes seconds.
     from fourfold.matmul_tuning.matmul_choice import tune_matmuls
     from fourfold.reports.tuned_matmul_table import print_matmuls
 

@@ -118,7 +118,7 @@ def layout(
 
     request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision, optimizer)
     _print_note(request)
-    with working("Searching layouts") as watch:  # This takes seconds, or longer for 100,000 GPUs.
+    with working("Searching layouts") as watch:  # The search takes seconds, or longer for 100,000 GPUs.
         explained = explain or report is not None
         result = plan_request(request, machine, limits, top, tokens, explained, watch)
     if write is not None:

@@ -35,7 +35,7 @@ def trace(
     where = None if machine is None else load_machine(machine)
     from fourfold.reports.terminal import trace_tables
 
-    # Import torch late, so that a mistake in the run file is reported immediately.
+    # Import torch only after the run file is checked, because the import takes seconds.
     from fourfold.verification.trace import trace as trace_run
 
     with working("Tracing one rank's step"):

@@ -43,7 +43,7 @@ class Key:
         schema: TypeAdapter[Any] = TypeAdapter(annotated)
         for candidate in (*_respelled(given, section_of(self.annotation)), *self.samples, *SIMPLE):
             if isinstance(candidate, dict) and candidate in self.samples:
-                return candidate  # Keys may be missing, because a preset fills them in.
+                return candidate  # Keys may be missing here, because a preset adds them later.
             if isinstance(candidate, BaseModel):
                 return {name: value for name, value in candidate if value is not None and type(value) in NAMES}
             if candidate is not None and (type(candidate), candidate) != (type(given), given):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self, TypeAlias
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import IN_ROUNDS, SPLIT_BACKWARD, stages_per_rank
 
-if TYPE_CHECKING:  # A run file is checked without NumPy.
+if TYPE_CHECKING:  # Do not import NumPy at run time, because checking a run file does not need it.
     import numpy as np
     from numpy.typing import NDArray
 

@@ -53,7 +53,8 @@ class Divides:
 
     def broken(self, sizes: Sizes) -> Number:
         number: Number = getattr(sizes, self.number)
-        if isinstance(number, int) and number == 0:  # This shortcut saves time, because a search checks many layouts.
+        # Save time in this common case, because a search checks many layouts.
+        if isinstance(number, int) and number == 0:
             return False
         return number % self._ranks(sizes) != 0
 

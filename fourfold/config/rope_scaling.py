@@ -46,7 +46,8 @@ class RopeScaling(Strict):
         if self.rope_type != "linear" and self.original_max_position_embeddings is None:
             raise ValueError(f"rope_type = '{self.rope_type}' needs original_max_position_embeddings, for example 8192")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            is_step = low == "beta_slow" and self.beta_slow == self.beta_fast  # YaRN without a ramp (Kimi K2).
+            # With equal numbers, YaRN has no ramp between the frequencies (Kimi K2).
+            is_step = low == "beta_slow" and self.beta_slow == self.beta_fast
             if getattr(self, low) >= getattr(self, high) and not is_step:
                 raise ValueError(
                     f"{low} = {getattr(self, low)} must be below {high} = {getattr(self, high)}; "

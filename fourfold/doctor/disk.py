@@ -62,7 +62,7 @@ def speed(place: Path, measured: Speed | None) -> Finding:
 def measure(descriptor: int) -> Speed | None:
     """Write blocks, flush them to disk, and read them again. Reading bypasses the kernel's cache if the kernel allows
     it. Return None if other bytes come back."""
-    block = os.urandom(BLOCK)  # Use random bytes, because a disk may compress other data.
+    block = os.urandom(BLOCK)  # Use random bytes, because some disks compress their data.
     start, size = time.perf_counter(), 0
     while size < MOST_BYTES and time.perf_counter() - start < MOST_SECONDS:
         _write_whole(descriptor, block)

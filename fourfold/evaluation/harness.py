@@ -82,7 +82,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         failure = None
         try:
             results = run_tasks(self, [task], folder, limit, num_fewshot)
-        except TaskFailed:  # The task failed on another process. This process learned of it when it began a pass.
+        except TaskFailed:
+            # The task failed on another process. This process learned of the failure at the beginning of a pass.
             raise
         except Exception as error:  # Tasks are third-party code, templates, and data, and can raise anything.
             # If the model's own pass failed, the processes may have left it at different points and cannot continue.
@@ -146,8 +147,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         tokens = self.tok_encode(prompt) or [self.prefix_token_id]
         made: list[int] = []
         for _ in range(int(options.get("max_gen_toks", self._max_new_tokens))):
-            # A pass scores each token of its input, given the tokens before it. The 0 takes the place of the next
-            # token, so the pass also predicts this position.
+            # A pass predicts each token of its input except the first. Append a 0, so that the pass also predicts the
+            # token after the text.
             window = np.array([*[*tokens, *made][-self.max_length :], 0])
             (fields,) = self._score([window])
             token = int(fields[1, len(window) - 2])

@@ -29,7 +29,7 @@ def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overla
     """
     stream = np.concatenate([[before], tokens])
     windows: list[ScoredWindow] = []
-    begin = 1  # This is the index of the next token to predict.
+    begin = 1  # Index of the next token to predict.
     while begin < len(stream):
         stop = min(begin + (context if begin == 1 else context - overlap + 1), len(stream))
         start = max(0, stop - 1 - context)

@@ -125,7 +125,8 @@ def run_in_group(
                 result = call(place, *args)
             failed = False
             return result
-        except SystemExit as end:  # A library has raised this, so its exit code does not describe the job.
+        except SystemExit as end:
+            # A library raised this exception, so its exit code does not describe the job.
             raise RuntimeError(f"something called sys.exit({end.code!r}) before the job had finished") from end
         finally:
             end_process_group(failed)
@@ -138,7 +139,8 @@ def _no_silent_exit() -> Iterator[None]:
     leave, process_id = os._exit, os.getpid()
 
     def leave_as_crashed(status: int) -> NoReturn:
-        if status == DONE and os.getpid() == process_id:  # A forked child may exit in this way.
+        # Forked children may exit in this way, so check the process id.
+        if status == DONE and os.getpid() == process_id:
             traceback.print_stack()
             print("fourfold: something called os._exit(0) before the job had finished", file=sys.stderr, flush=True)
             status = CRASH

@@ -133,8 +133,8 @@ def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connectio
     end_with_parent()
     if place.rank == 0:
         assert isinstance(sys.stdout, io.TextIOWrapper)
-        # Flush every line, because this worker may be killed when another worker fails. Replace characters that do not
-        # exist in the terminal's encoding.
+        # Flush every line, because this worker may be killed when another worker fails. Replace characters that the
+        # terminal's encoding lacks.
         sys.stdout.reconfigure(line_buffering=True, errors="replace")
     else:
         with open(os.devnull, "w") as nowhere:
@@ -192,7 +192,8 @@ def _make_failure(report: WorkerEnd, world_size: int, received: Sequence[int]) -
         return WorkerFailed(f"{worker} failed:\n{report.value}")
     if report.value == HANG:
         return JobHung("the job hung and was ended")
-    # The worker did not stop in time after a stop signal. So its watchdog ended it with 128 + the signal's number.
+    # The worker got a stop signal but did not stop in time. Its watchdog then ended it with exit code 128 + the
+    # signal's number.
     if report.value > 128 and report.value - 128 in received:
         return SystemExit(report.value)
     if report.value >= 0:
@@ -233,7 +234,8 @@ def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[in
 
     with contextlib.ExitStack() as handlers:
         for signum in RELAYED:
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup ignores SIGHUP.
+            # Do not handle SIGHUP if nohup has set it to be ignored.
+            if signal.getsignal(signum) is not signal.SIG_IGN:
                 handlers.enter_context(_handler(signum, relay))
         yield received
 

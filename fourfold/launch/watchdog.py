@@ -94,7 +94,7 @@ def _start_watching(
     command = [sys.executable, "-m", "fourfold.launch.watchdog_process", json.dumps(watch._asdict())]
     inherited = (watch.heartbeat, watch.stacks, watch.signals, watch.tell)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    # The watchdog inherits blocked stop signals. So if a signal is sent to both processes, only the training process
+    # The watchdog inherits the blocked stop signals. If a signal is sent to both processes, only the training process
     # reacts to it.
     with held_stop_signals():
         process = subprocess.Popen(command, pass_fds=inherited, env=environment, stdin=subprocess.DEVNULL)

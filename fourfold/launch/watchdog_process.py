@@ -104,8 +104,8 @@ def main(watch: Watch) -> None:
             end_rank(watch, ended_by(signal.SIGTERM))
             return
         beat = heart.read()
-        # Add at most two intervals. The watchdog itself may have been stopped (for example, by Ctrl-Z), and this time
-        # must not count as silence.
+        # Add at most two intervals. If the watchdog itself was stopped (for example, by Ctrl-Z), that time must not
+        # count as silence.
         silent = silent + min(now - began, 2 * interval) if beat.number == number else 0.0
         number = beat.number
         limit = watch.timeout if beat.steps_begun > 1 else watch.startup_timeout
@@ -173,8 +173,8 @@ def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
             text = describe(_read_reports(folder), watch.world_size, folder)
             write_whole(verdict, text.encode())
             print(f"fourfold: {text}", file=sys.stderr, end="", flush=True)
-        # To collect the stacks of a stopped rank, the watchdog must resume it. This would change the reports of other
-        # ranks, so first wait until these are complete.
+        # If this rank is stopped, the watchdog must resume it to collect its stacks. A resumed rank changes what other
+        # ranks report, so wait for their reports first.
         if report.state in STOPPED:
             _write_report(folder, report._replace(stacks=_collect_stacks(watch)))
     except OSError as error:

@@ -57,7 +57,8 @@ class WorkerProcesses:
         )
         self._starter.start()
         for end in (self._starters_control, *self._senders):
-            # Close this process's copy of the other end. Then the pipe closes when the process at that end dies.
+            # Close this process's copy of the other end of the pipe. The pipe then closes when the process at the other
+            # end dies.
             end.close()
 
     def wait_for_start(self) -> None:
@@ -87,7 +88,8 @@ class WorkerProcesses:
         try:
             self._control.send(rank)
             code = self._control.recv()
-            self.ids.pop(rank, None)  # The system may reuse this id for another process.
+            # The system may give this process id to another process, so forget it.
+            self.ids.pop(rank, None)
         except (EOFError, OSError):  # The workers ended together with their starter.
             assert self._starter is not None, "it was started"
             self._starter.join()
@@ -107,7 +109,8 @@ class WorkerProcesses:
             pipe.close()
 
 
-@lossy_output(any_error=True)  # Starting a process flushes the output, and the reader of the output may be gone.
+# Starting a process flushes the output, which fails if nobody reads it any more.
+@lossy_output(any_error=True)
 def _start(
     control: Connection,
     work: Work,
@@ -128,7 +131,8 @@ def _start(
         for module in modules:
             with importing(), contextlib.suppress(Exception):  # The workers will report any error.
                 importlib.import_module(module)
-        gc.freeze()  # Otherwise, a garbage collection in a worker would copy all memory that it shares with others.
+        # Without this, garbage collection in a worker would copy the memory that it shares with its parent.
+        gc.freeze()
     context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
     try:

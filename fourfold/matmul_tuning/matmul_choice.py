@@ -88,7 +88,8 @@ def tune_matmuls(run: RunConfig, again: bool) -> dict[str, Any]:
         again: Whether to also measure sizes that are already in the table.
     """
     device = choose_device(Place(0, 0, 1, 1, launcher="local"), run.training.device)
-    if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):  # torch obeys OMP_NUM_THREADS.
+    # If OMP_NUM_THREADS is set, torch already obeys it.
+    if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, available_cores() // run.parallel.world_size))
     layers = tuned_layers(run, DTYPES[run.training.precision], device, again)
     machine = machine_of(device)

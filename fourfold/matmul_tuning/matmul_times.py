@@ -125,7 +125,8 @@ def _tune_matmul(
     chosen = {turned: Chosen(each.copies, _ratios(times, each)) for turned, each in nominated.items()}
     if chosen[False].ratios[0] < LEAST_GAIN:
         chosen[False] = Chosen(Copies(), (1.0, 1.0, 1.0))
-    return min(times[AS_STORED]), chosen  # Take the minimum, because other programs can only slow a round down.
+    # Take the minimum over rounds, because other programs only make a round slower.
+    return min(times[AS_STORED]), chosen
 
 
 def _nominee(medians: dict[Candidate, float], turned: bool) -> Candidate:

@@ -69,7 +69,8 @@ class _Differentiable(Function):
 
     @staticmethod
     def backward(ctx: Context[Callable[..., Tensor]], grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors  # Read this only once, because recomputed tensors can be read only once.
+        # Read saved tensors only once, because recomputed tensors can be read only once.
+        kept = ctx.saved_tensors
         return ctx.kept(grad, *kept), None, None, *(None for _ in kept)
 
 

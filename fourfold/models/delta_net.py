@@ -163,8 +163,8 @@ def gated_delta_rule(
     fresh, corrections = solved.split([v.shape[-1], k.shape[-1]], -1)
     inside, q_reads, k_writes = (q @ k.mT) * pair, q * reads, k * writes
     state, outputs = torch.zeros_like(k[:, :, 0].mT @ v[:, :, 0]), list[Tensor]()
-    # Index with ``unbind``, because the gradient of t[:, :, chunk] is as large as t. With a gradient of this size for
-    # each chunk, the time of the backward pass would be quadratic in the number of chunks.
+    # Index with ``unbind``, because the gradient of t[:, :, chunk] is as large as all of t. The backward pass would
+    # compute one such gradient for each chunk, and its time would be quadratic in the number of chunks.
     each_chunk = (t.unbind(2) for t in (fresh, corrections, q_reads, inside, k_writes, reads[:, :, :, -1:]))
     for fresh_c, corrections_c, q_c, inside_c, k_c, decay in zip(*each_chunk, strict=True):
         values = fresh_c - corrections_c @ state
@@ -196,8 +196,9 @@ def _decays(decay_BNnc: Tensor, documents_BS: Tensor | None) -> tuple[Tensor, Te
         - From each token to the state after the chunk, [B, N, n, c, 1].
     """
     is_seen = torch.ones(LINEAR_CHUNK, LINEAR_CHUNK, dtype=torch.bool, device=decay_BNnc.device).tril(-1)
-    # A token reads its own write before any decay, so this factor is 1. Use a constant, not exp(decay − decay).
-    # Autograd would differentiate this difference, and rounding errors would exceed the gradients of fast decays.
+    # A token reads its own write before any decay, so this factor is 1. Write it as a constant and not as exp(decay −
+    # decay). Autograd would differentiate the difference, with rounding errors larger than the gradients of fast
+    # decays.
     own = torch.eye(LINEAR_CHUNK, dtype=decay_BNnc.dtype, device=decay_BNnc.device)
     reads, writes = decay_BNnc.exp(), F.pad((decay_BNnc[..., -1:] - decay_BNnc[..., :-1]).exp(), (0, 1), value=1.0)
     if documents_BS is not None:

@@ -163,7 +163,8 @@ def _outer(grad_NO: Tensor, rows_NI: Tensor, groups: Groups) -> Tensor:
     """Return the weight gradient gradᵀ x of each group, [E, O, I]. The gradient of an empty group is zero."""
     if has_kernel(grad_NO, rows_NI, grad_NO.shape[1], rows_NI.shape[1]):
         out_EOI = F.grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), offs=groups.ends_E)
-        groups.zero_empty(out_EOI)  # Some kernels do not write the matrices of empty groups (pytorch issue 172439).
+        # Some kernels leave the matrices of empty groups unwritten (pytorch issue 172439).
+        groups.zero_empty(out_EOI)
         return out_EOI
     out_EOI = rows_NI.new_empty(len(groups.sizes), grad_NO.shape[1], rows_NI.shape[1])
     for grad, rows, out_OI in zip(groups.split(grad_NO), groups.split(rows_NI), out_EOI, strict=True):

@@ -50,7 +50,7 @@ class Mixture(nn.Module):
         order = order_by_expert(experts_BSK.flatten(0, 1), kept_TK, experts, is_data_BS is not None)
         groups = Groups(order.sizes_E)
         rows_NH = take_rows(x_TH, order, order.taken(groups))
-        # Nest these calls, because a variable would keep the experts' outputs in memory.
+        # Do not assign the experts' outputs to a variable, because it would keep them in memory.
         out_BSH = combine(self.experts(rows_NH, groups), order, routing.weights_TK).view_as(x_BSH)
         return out_BSH if self.shared_expert is None else out_BSH + self.shared(x_BSH)
 
@@ -251,7 +251,8 @@ def combine(rows_NH: Tensor, order: Order, weights_TK: Tensor) -> Tensor:
         lambda grad_TKH, first_N: grad_TKH.flatten(0, 1)[first_N],
         first_N,
     )
-    del rows_NH  # The multiplication below can then reuse this memory.
+    # The multiplication below can then reuse the memory of the rows.
+    del rows_NH
     return (rows_TKH * weights_TK.to(rows_TKH.dtype)[..., None]).sum(1)
 
 
@@ -261,7 +262,8 @@ def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: 
     if missing:
         rows_NH = F.pad(rows_NH, (0, 0, 0, missing))
     rows_NH = rows_NH[inverse_N]
-    if given is not None and not missing:  # Dropped rows come last. No expert has written them, so set them to 0.
+    # The rows of dropped tokens come last. No expert writes them, so set them to 0.
+    if given is not None and not missing:
         rows_NH.masked_fill_((inverse_N >= given)[:, None], 0)
     rows_TKH: Tensor = rows_NH.unflatten(0, (-1, chosen))
     return rows_TKH
@@ -289,7 +291,7 @@ def within_capacity(experts_BSK: Tensor, num_experts: int, factor: float) -> Ten
     sorted_N = keys_N[order_N]
     places_N = torch.arange(len(keys_N), device=keys_N.device)
     before_N = torch.empty_like(keys_N)
-    # Count, for each row, the earlier rows with the same expert.
+    # Count how many earlier rows go to the same expert.
     before_N[order_N] = places_N - torch.searchsorted(sorted_N, sorted_N)
     lengths_B = (experts_BSK[..., 0] < num_experts).sum(1)
     kept_BN = before_N.view(sequences, -1) < capacity(factor, lengths_B, chosen, num_experts)[:, None]

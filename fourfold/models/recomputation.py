@@ -50,7 +50,7 @@ def is_recomputed(module: nn.Module, name: str) -> bool:
 
 def checkpointed(forward: Callable[..., T], *inputs: Any) -> T:
     """Call a function, keep only its inputs, and call the function again in the backward pass."""
-    # Blocks contain no randomness, so there is no random state to restore.
+    # Blocks have no random operations, so there is no random state to restore.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if not torch.compiler.is_compiling():  # Compiled code cannot enter this context, and does not need it.
         options["context_fn"] = _first_and_again

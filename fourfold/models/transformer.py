@@ -121,7 +121,7 @@ class Transformer(nn.Module):
             next_BSH = self._embed_tokens(next_tokens_BSD[..., depth])
             x_BSH, predicting_BSH = block(x_BSH, contexts[block.layer_type], next_BSH)
             labels = None if next_labels_BSD is None else next_labels_BSD[..., depth]
-            # Call the method, not the module: FSDP2's hooks expect one call of each module in a pass.
+            # Call ``forward`` and not the module, because FSDP2's hooks expect only one call of each module per pass.
             later.append(self.lm_head.forward(self._for_head(predicting_BSH), labels, scales[1 + depth]))
         return torch.stack([self.lm_head(normal_BSH, labels_BS, scales[0]), *later])
 
@@ -143,7 +143,7 @@ class Transformer(nn.Module):
         assert self.embed_tokens is not None
         x_BSH: Tensor = self.embed_tokens(tokens_BS)
         if self.config.scale_embeddings:
-            # The factor is rounded to the model's dtype, as in Gemma.
+            # Round the factor to the model's dtype, as Gemma does.
             x_BSH = x_BSH * x_BSH.new_full((), self.config.hidden_size**0.5)
         if self.config.embedding_multiplier != 1:
             x_BSH = x_BSH * self.config.embedding_multiplier
@@ -190,7 +190,7 @@ class AttentionAndMLP(nn.Module):
     def add_outputs(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
         """Add the outputs of attention and MLP to the residual stream, one after the other, or both in parallel (GPT-J,
         GPT-NeoX)."""
-        # Nest these calls, because a variable would keep the attention's output in memory until the MLP has run.
+        # Do not assign the attention's output to a variable, because it would stay in memory until the MLP has run.
         attended_BSH = torch.add(
             x_BSH,
             normed(self.self_attn(normed(x_BSH, self.input_layernorm), context), self.attention_output_layernorm),

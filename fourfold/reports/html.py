@@ -6,7 +6,7 @@ from html import escape
 from fourfold.reports.chart import asset
 from fourfold.training.console import format_fact
 
-# With this policy, the browser fetches nothing, even if a run file or a sample contains HTML.
+# With this policy, the browser loads nothing from the network, even if a run file or a sample contains HTML.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 LONG_TEXT = 40

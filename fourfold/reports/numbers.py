@@ -9,7 +9,7 @@ _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 def format_number(value: float) -> str:
     """Format a number with at most four significant digits, such as 12.5k, 3.2M, 7B, 0.25, or 3e−4."""
-    rounded = float(f"{value:.4g}")  # Round first, so that 999,999 becomes 1M and not 1000k.
+    rounded = float(f"{value:.4g}")  # Round first. Otherwise 999,999 would become 1000k instead of 1M.
     magnitude = abs(rounded)
     if 0 < magnitude < 1e-2 or magnitude >= 1e15:
         mantissa, exponent = f"{value:.3e}".split("e")

@@ -104,7 +104,7 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
     shared = [header for header in CHOICES if header != "also" and len(set(columns.get(header, []))) == 1]
     numbers = ("tokens/s/GPU", "HFU", "90 % interval", f"of {gigabytes(float(result.plan.machine.memory))}", "MFU")
     for place, header in enumerate([*shared, *(header for header in numbers if header in columns)]):
-        # The last three columns are removed only if the table is too wide even with wrapped text in its cells.
+        # Keep the last three columns if the table fits with line breaks inside cells.
         if least_width(columns, () if place < len(shared) + 2 else WORDS) <= width:
             break
         cells = columns.pop(header)

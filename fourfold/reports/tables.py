@@ -31,7 +31,8 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         others = [[row[0], *row[count:]] for row in rows]
         print_table(f"{title}, continued", [header[0], *header[count:]], others, words)
         return
-    room = console.width - len(header) + 1  # Width without the gaps between columns.
+    # Width that is left for text, without the gaps between the columns.
+    room = console.width - len(header) + 1
     edges = int(sum(fewest) + 2 * len(header) + 2 <= room)
     whole = [_unbroken(cells) for cells in columns]
     widths = _fitted([_longest(cells) for cells in columns], (whole, fewest), room - edges * (2 * len(header) + 2))

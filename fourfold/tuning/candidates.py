@@ -114,8 +114,8 @@ def search_candidates(
         UserError: No layout is left.
     """
     found = search(base, machine, constants, gpus, limits)
-    # If recompute_every is at least the number of blocks, only the first block recomputes. So drop larger values, which
-    # have the same effect.
+    # With recompute_every = num_hidden_layers, only the first block recomputes. Larger values have the same effect, so
+    # drop them.
     same = found.work.layout.recompute_every > base.model.num_hidden_layers
     legal = np.flatnonzero(np.isfinite(found.seconds) & ~same)
     fastest = legal[np.argsort(found.seconds[legal], kind="stable")]
@@ -126,7 +126,7 @@ def search_candidates(
     candidates = candidates_of(found.work.take(fastest).with_float_arrays(), machine, constants)
     if on_gpu:
         return candidates
-    # Leave out the buffers of process groups, because gloo allocates almost none. Keep the memory of the runtime
+    # Do not count buffers of process groups, because gloo allocates almost none. Count the memory of the runtime
     # itself.
     needed = candidates.needed - runtime_bytes(candidates.work, machine) + machine.reserved
     return replace(candidates, needed=needed, doubt=DOUBT_ON_CPU)

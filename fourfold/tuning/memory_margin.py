@@ -92,5 +92,5 @@ def needs_as_much(candidates: Candidates, index: int) -> np.ndarray:
         found &= knobs[name] <= knobs[name][index]
     for name in AS_IT_IS:
         found &= knobs[name] == knobs[name][index]
-    # With ZeRO, a larger dp also saves memory, because states are sharded over dp.
+    # With ZeRO, a larger dp saves memory too, because optimizer states are sharded over dp.
     return np.asarray(found & ((knobs["zero"] == 0) | (knobs["dp"] <= knobs["dp"][index])))

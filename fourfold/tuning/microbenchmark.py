@@ -126,7 +126,7 @@ def _copy(size: int, device: torch.device) -> float:
 
 
 def _attention(seq: int, dtype: torch.dtype, device: torch.device) -> float:
-    # On a GPU, these are the sizes of an 8B model's layer, because fewer heads would leave the GPU partly idle.
+    # On a GPU, use the sizes of an 8B model's layer. Fewer heads would leave the GPU partly idle.
     heads, head_dim = 32 if device.type == "cuda" else 8, 128
     q, k, v = (torch.randn(1, heads, seq, head_dim, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     gradient = torch.ones_like(q)

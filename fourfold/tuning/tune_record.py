@@ -123,7 +123,7 @@ def _record(
     candidates, request = search.subject.candidates, search.subject.request
     done = [trial for trial in trials if trial.result.outcome == "done"]
     belief = posterior_of(candidates, [trial for trial in trials if trial.result.seconds is not None])
-    # Ignore the trials here, because the planner alone would have used only its own estimate of memory.
+    # Pass no trials, because this is the choice that the planner would make without trials.
     fits = p_out(candidates, []) <= MAX_P_OUT_OF_MEMORY
     first, own = int(np.argmin(np.where(fits, candidates.seconds, np.inf))), _own_index(search)
     best_seconds = _median(done, best)

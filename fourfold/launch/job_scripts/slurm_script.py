@@ -156,7 +156,7 @@ def _setup(site: Site, job: SlurmJob) -> str:
     lines = []
     if job.setup is not None:
         path = shlex.quote(one_line(job.setup, "--setup"))
-        # Without a slash, bash would search PATH for the file.
+        # Add "./" to a plain file name, because otherwise bash would search PATH for the file.
         source = f". {path if '/' in path else f'./{path}'}"
         lines += ["# Your modules and environment", "# shellcheck source=/dev/null", source, ""]
     variables = site.environment | (site.environment_of_several_nodes if job.nodes > 1 else {})
