@@ -147,7 +147,8 @@ def parts(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[st
         found["measured_plan"] = replace(
             found["measured_plan"], words=[*found["measured_plan"].words, "--machine", machine]
         )
-    if not gpu:  # Leave out what a CPU cannot measure or takes minutes for. Allow more time.
+    # On a CPU, leave out benchmarks that need a GPU or take minutes, and allow the other benchmarks more time.
+    if not gpu:
         cpu = (name for name in found if name not in ("calibrate", "train_gpu_long", "loki_batch", "loki_default"))
         found = {name: replace(found[name], seconds=2 * found[name].seconds) for name in cpu}
     gpus = _gpus() if gpu else 0
@@ -194,7 +195,7 @@ def _run(
         output = files.enter_context(figures.open("w")) if part.prints else log
         process = subprocess.Popen(
             [sys.executable, *words], stdout=output, stderr=log, cwd=ROOT, env=environment, start_new_session=True,
-            preexec_fn=end_with_starter,  # If this program is killed, the child must free the GPU.
+            preexec_fn=end_with_starter,  # If this program is killed, end the child too, so that it frees the GPU.
         )  # fmt: skip
         try:
             seen = 0

@@ -66,7 +66,8 @@ def without_communication(step: Step) -> Step:
         def collective(out: Tensor, part: Any = None, *rest: Any, **options: Any) -> Done:
             if kind != "all_reduce":
                 for place in out.view(-1, part.numel()):
-                    if place.data_ptr() != part.data_ptr():  # FSDP2's own part is already in its place.
+                    # FSDP2 gathers in place, so this rank's own part is already there.
+                    if place.data_ptr() != part.data_ptr():
                         place.copy_(part.flatten())
             return Done()
 

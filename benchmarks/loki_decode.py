@@ -206,7 +206,7 @@ def interleaved(steps: dict[str, Step], rounds: int, device: str) -> dict[str, l
     for round_ in range(rounds + 2):
         for name, step in steps.items():
             seconds = _seconds(step, device)
-            if round_ >= 2:  # The first rounds fill caches.
+            if round_ >= 2:  # The first two rounds only warm up.
                 times[name].append(seconds)
     return times
 

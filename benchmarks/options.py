@@ -28,7 +28,8 @@ def failure_in(row: dict[str, Any]) -> Iterator[None]:
     """Record any failure in the row as ``error``, so that it does not end the table."""
     try:
         yield
-    except Exception as error:  # After any error, the remaining rows must still be measured.
+    except Exception as error:
+        # Catch every error, so that the remaining rows are still measured.
         row["error"] = f"{type(error).__name__}: {error}"[:2000]
 
 

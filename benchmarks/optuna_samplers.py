@@ -67,7 +67,8 @@ class Sampled:
         knobs = dict(zip(self.choices, self._knobs[index], strict=True))
         self.study.enqueue_trial(knobs)
         trial = self.study.ask()
-        while self._suggested(trial) != self._knobs[index]:  # Skip layouts that a killed search has queued.
+        # An earlier search that was killed may have left queued layouts, so skip them.
+        while self._suggested(trial) != self._knobs[index]:
             self._tell(trial, {}, None)
             trial = self.study.ask()
         trial.set_user_attr("why", why)
@@ -103,7 +104,8 @@ class Sampled:
         (frozen,) = (trial for trial in self.study.get_trials(deepcopy=False) if trial.number == number)
         trial = optuna.trial.Trial(self.study, frozen._trial_id)
         trial.set_user_attr("result", asdict(result))
-        for key in ("outcome", "reason"):  # The dashboard shows these in columns.
+        # Optuna's dashboard shows user attributes as columns.
+        for key in ("outcome", "reason"):
             trial.set_user_attr(key, getattr(result, key))
         self._tell(trial, *self._outcome(result))
 

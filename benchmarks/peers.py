@@ -92,7 +92,7 @@ def hugging_face(
     def step(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
         optimizer.zero_grad()
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            # transformers shifts the labels itself.
+            # Pass the tokens as labels, because transformers shifts the labels itself.
             loss = forward(input_ids=tokens_BS, labels=tokens_BS).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.max_grad_norm)
@@ -119,7 +119,8 @@ def distributed_data_parallel(run: RunConfig) -> Step:
         optimizer.zero_grad()
         kept = (labels_BS != IGNORE_INDEX).sum()
         loss = parallel(my_rows(tokens_BS, rank, ranks), my_rows(labels_BS, rank, ranks)) / kept
-        (loss * ranks).backward()  # DDP averages gradients.
+        # DDP divides gradients by the number of ranks, so multiply the loss by it.
+        (loss * ranks).backward()
         nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.max_grad_norm)
         optimizer.step()
         total = loss.detach()
@@ -241,7 +242,8 @@ def fsdp2_tensor_parallel(run: RunConfig, device_type: str = "cpu") -> Step:
     for module in model.modules():
         if hasattr(module, "set_force_sum_reduction_for_comms"):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum.
+            # Use plain sums, because gloo cannot scale a sum.
+            module.set_force_sum_reduction_for_comms(True)
     optimizer = adamw(run, model.parameters())
     rank, ranks, group = mesh["fsdp"].get_local_rank(), run.parallel.z, mesh["fsdp"].get_group()
 

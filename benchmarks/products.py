@@ -57,7 +57,8 @@ def main() -> int:
     found = []
     for preset, precision in itertools.product(grids, ("fp32", "bf16")):
         found.append(tuned(preset, precision, device))
-        if arguments.json:  # Write after every preset, because a slow machine takes an hour.
+        # Write after every preset, because a slow machine takes an hour for all of them.
+        if arguments.json:
             record = {"machine": machine_of(device), "runs": found}
             Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(machine_of(device))

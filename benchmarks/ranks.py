@@ -30,7 +30,7 @@ Times = dict[str, list[float]]
 def run_on_ranks(world: int, threads: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Start ``world`` new processes with ``threads`` threads each, and return the result of ``function(*arguments)`` on
     rank 0."""
-    # A process reads this when it loads its thread library, so it must be set before the process starts.
+    # Set OMP_NUM_THREADS before the processes start, because they read it when they load the thread library.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()

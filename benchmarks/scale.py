@@ -82,7 +82,8 @@ def main() -> None:
     for ranks in [8] if arguments.tiny else arguments.ranks:
         folder = Path(tempfile.mkdtemp(dir=arguments.folder))
         try:
-            with multiprocessing.get_context("spawn").Pool(1) as fresh:  # A fresh process has only this job in memory.
+            # Use a fresh process, whose memory holds only this job.
+            with multiprocessing.get_context("spawn").Pool(1) as fresh:
                 costs = fresh.apply(costs_of, (ranks, layers, width, folder))
         finally:
             shutil.rmtree(folder)
@@ -157,7 +158,8 @@ def the_others(job: Job, folder: Path) -> Iterator[list[float]]:
 
     with (
         patch("fourfold.checkpoints.rank_files.all_gather", gathered),
-        patch("fourfold.checkpoints.checkpoint.check_room"),  # The other ranks' files have one byte, so there is room.
+        # Skip the check of free space. The files of all other ranks have one byte here, so there is enough.
+        patch("fourfold.checkpoints.checkpoint.check_room"),
     ):
         yield away
 

@@ -55,7 +55,8 @@ def main() -> None:
         folder = Path(name)
         prepare_run(folder, arguments.grid)
         if not arguments.tiny:
-            measure(JOB, folder)  # After this call, modules are compiled and files are cached in memory.
+            # Run one job first, so that modules are compiled and files are cached in memory.
+            measure(JOB, folder)
         parts = [parts_of_a_job(folder) for _ in range(arguments.rounds)]
         print(f"start of a job of {arguments.grid}, in seconds; load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
         for part in parts[0]:
@@ -65,7 +66,8 @@ def main() -> None:
         commands = {"fourfold --help": ["--help"]}
         if not arguments.tiny:
             measure([*FOURFOLD, "train", "run.toml"], folder)
-            one_token = ["--prompt", "grid", "--max-new-tokens", "1", "--json"]  # The JSON is printed at the end.
+            # With --json, the output comes only at the end.
+            one_token = ["--prompt", "grid", "--max-new-tokens", "1", "--json"]
             commands["fourfold generate"] = ["generate", "--model", "runs/run", *one_token]
         for title, options in commands.items():
             found = [measure([*FOURFOLD, *options], folder) for _ in range(arguments.rounds)]

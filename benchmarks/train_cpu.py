@@ -99,7 +99,8 @@ def main() -> int:
         size = Size({"preset": "llama-tiny", "vocab_size": 512}, 4, 64, 1, (TENSOR_GRID,))
     rows = []
     for title, section in SECTIONS.items():
-        if title[0] not in (arguments.only or ("abd" if arguments.tiny else "abde")):  # Part c compiles for a minute.
+        # Without --only, skip part c, because compiling takes a minute.
+        if title[0] not in (arguments.only or ("abd" if arguments.tiny else "abde")):
             continue
         print(f"\n{title}", flush=True)
         new = section(size)

@@ -184,9 +184,9 @@ def layers_that_fit(sequence: int, device: torch.device) -> int:
     logits."""
     one, two = (one_micro_batch_run({}, 1, sequence, {**LLAMA3_8B, "num_hidden_layers": n}).model for n in (1, 2))
     block = num_parameters(two) - num_parameters(one)
-    # For its backward, an eager block stores about 16 bf16 tensors of the hidden width and 6 of the inner width.
+    # An eager block saves about 16 bf16 tensors of the hidden width and 6 of the inner width for its backward pass.
     activations = 2 * sequence * (16 * one.hidden_size + 6 * one.intermediate_size)
-    logits = 12 * sequence * one.vocab_size  # These are bf16, float32, and the gradients of both.
+    logits = 12 * sequence * one.vocab_size  # bf16 and float32 logits, and the gradients of both.
     free, _ = torch.cuda.mem_get_info(device)
     left = MEMORY_SHARE * free - STATE_BYTES * (num_parameters(one) - block) - logits
     return max(1, min(32, int(left / (STATE_BYTES * block + activations))))

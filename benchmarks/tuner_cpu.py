@@ -214,7 +214,8 @@ def play(candidates: Candidates, table: dict[int, float], method: Method, seed: 
     while True:
         drawn = (-1, propose(candidates, trials).index) if ledger is None else ledger.draw(seed)
         if drawn is None or drawn[1] is None:
-            return len(trials) + 1  # The search ended too early. Count as if the next trial found the best layout.
+            # The search ended before it found the best layout. Count as if the next trial had found it.
+            return len(trials) + 1
         number, index = drawn
         assert index is not None
         trials.append(Trial(index, TrialResult("done", table[index])))

@@ -208,8 +208,8 @@ def run_of(folder: Path) -> RunConfig:
     train_bpe(["def main():\n    return 0\n" * 9, "zwei Äpfel 東京"], 280, folder / "tokenizer.json")
     tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    # Some types replace the tokenizer's rules. So load and save the tokenizer once, to get the rules that files on the
-    # Hub have.
+    # Load the tokenizer and save it again. Some types replace a tokenizer's rules when they load it, and files on the
+    # Hub already have the replaced rules.
     transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
     training = {"micro_batch_size": 2, "global_batch_size": 4, "seq_length": 16, "train_steps": 4, "seed": 1}
     return make_run({

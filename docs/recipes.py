@@ -96,7 +96,8 @@ def of_axonn() -> list[Recipe]:
                     f"{title} {machine.capitalize()}",
                     model,
                     gpus,
-                    9216 if gpus % 3 == 0 else 8192,  # Sequences per step. 6,144 GPUs need a multiple of 3.
+                    # Sequences per step. With 6,144 GPUs, the number must be a multiple of 3.
+                    9216 if gpus % 3 == 0 else 8192,
                     published=f"{pflops:,}" if pflops else "",
                 )
             )
@@ -159,7 +160,8 @@ RECIPES = (
 
 
 def main() -> None:
-    os.chdir(EXAMPLES.parent)  # Run files name the folders of models relative to this folder.
+    # Run files give the folders of models relative to this folder.
+    os.chdir(EXAMPLES.parent)
     if sys.argv[1:] == ["--plan"]:
         for recipe in RECIPES:
             if recipe.gpus:

@@ -28,7 +28,8 @@ from fourfold.launch import worker_processes
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-gc.disable()  # While the tests are imported, garbage collections find nothing, but take a fifth of the time.
+# Garbage collections take a fifth of the time in which the tests are imported, and find nothing.
+gc.disable()
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
@@ -39,9 +40,10 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     pytest calls this before it imports the conftest.py of subfolders, some of which import Triton.
     """
     if not wants_gpus(pluginmanager.get_plugin("pytestconfig").known_args_namespace.markexpr):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for a GPU. Worker processes inherit it.
+        # Set this before torch looks for a GPU. Worker processes inherit it.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+        os.environ["TRITON_INTERPRET"] = "1"  # Set this before anything imports Triton.
     add_options(parser)
     parser.addoption("--results", type=Path, metavar="FILE", help="Write a JSON line for every test, as it ends.")
 
@@ -52,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if seed is not None or minutes is not None:
         config.pluginmanager.register(Sampling(seed, minutes))
     results = config.getoption("--results")
-    if results is not None and not hasattr(config, "workerinput"):  # xdist's workers report to the first process
+    if results is not None and not hasattr(config, "workerinput"):  # with xdist, workers report to the first process
         config.pluginmanager.register(ResultsFile(results))
 
 
@@ -136,7 +138,8 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_corpus(tmp_path_factory.mktemp("corpora"))
 
 
-@pytest.fixture(scope="module")  # its event loop would disturb other modules that use asyncio
+# Close the browser at the end of the module, because its event loop would disturb other modules that use asyncio.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Start a headless Chromium. Skip the test if there is none."""
     with chromium() as started:

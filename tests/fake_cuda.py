@@ -33,8 +33,8 @@ def pretend() -> None:
     process."""
     libraries = Path(torch.__file__).parent / "lib"
     if torch.version.cuda is None:
-        # A torch build for CPUs has no device guard for CUDA. Give it a guard that counts no devices. torch then
-        # replaces this guard with its own, which does nothing.
+        # In a torch build for CPUs, no device guard for CUDA is registered. Register a guard that counts no devices.
+        # torch then replaces it with its own guard, which does nothing.
         guards = TABLE.in_dll(ctypes.CDLL(str(libraries / "libc10.so")), "_ZN3c104impl26device_guard_impl_registryE")
         nothing = TABLE(*[_function(0)] * len(TABLE()))
         guards[1] = ctypes.addressof(_kept(ctypes.c_void_p(ctypes.addressof(_kept(nothing)))))
@@ -107,7 +107,7 @@ class HostWaits(TorchDispatchMode):
         if name == "_pin_memory":
             return self._pin(torch.empty(args[0].shape, dtype=args[0].dtype))
         if func is torch.ops.aten.addmm.dtype_out:
-            return kwargs["out"]  # torch 2.11 cannot run it on fake tensors.
+            return kwargs["out"]  # torch 2.11 cannot run this operation on fake tensors
         out = func(*args, **kwargs)
         if kwargs.get("pin_memory"):
             self._pin(out)

@@ -53,7 +53,7 @@ def take_step(case: Case, precision: str = "bf16") -> dict[str, int]:
     training["global_batch_size"] = micro_batches * training.get("micro_batch_size", 2)
     run = tiny_run(model, grid_sizes, **{**sections, "training": training})
     ranks = run.parallel.world_size
-    rank = ranks - ranks // run.parallel.pp  # a rank of the last stage, which has the head
+    rank = ranks - ranks // run.parallel.pp  # a rank of the last stage, because it has the head
     cuda = torch.device("cuda", 0)
     waits = HostWaits()
     with fake_processes(ranks, rank), waits.patched():
@@ -69,7 +69,8 @@ def take_step(case: Case, precision: str = "bf16") -> dict[str, int]:
             kept = job.count_kept(batches)
             loss = job.forward_backward(batches, kept)
             figures = figures_of_all_ranks(StepResult(loss, job.clip(), kept), False, False)
-            if grid.pp.size == 1:  # stages would exchange lists, and fake collectives send nothing
+            # With a pipeline, stages would exchange lists, and fake collectives send nothing.
+            if grid.pp.size == 1:
                 parts, job.copies = trained_parts(job, with_averages=False), CopyStream(cuda)
                 entries_of(parts, layout_of(parts, grid, run.overlap.shards_per_node), job.copies)
             job.update(0, figures.grad_norm)
@@ -93,7 +94,8 @@ def main(names: list[str]) -> None:
             traceback.print_exc()
             found[name] = {f"{type(error).__name__}: {str(error)[:300]}": 1}
     print(json.dumps(found, indent=1), flush=True)
-    os._exit(0)  # torch's exit handlers would look for a GPU
+    # End without torch's exit handlers, because they would look for a GPU.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -38,5 +38,6 @@ def _as_if_spawned(
     for descriptor, output in enumerate(outputs, start=1):
         os.dup2(output.fileno(), descriptor)
         output.close()
-    torch.set_num_threads(1)  # torch has been imported, and does not read OMP_NUM_THREADS again
+    # torch is already imported here, so it does not read OMP_NUM_THREADS again.
+    torch.set_num_threads(1)
     target(*args)

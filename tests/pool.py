@@ -97,7 +97,8 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs), daemon=True, name=f"pool-{rank}")
             process.start()
-            theirs.close()  # so that the pipe closes when the worker dies
+            # The pipe then closes when the worker dies.
+            theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
 
@@ -159,7 +160,8 @@ def _serve(rank: int, pipe: Connection) -> None:
     """Run tasks until the pool ends. This is the main loop of a worker."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.register(signal.SIGUSR1)
-    gc.freeze()  # Imported modules are never freed, so garbage collections after each test need not search them.
+    # Imported modules are never freed, so do not search them in the garbage collection after each test.
+    gc.freeze()
     end_with_parent()
     os.environ["OMP_NUM_THREADS"] = "1"
     keep_gloo_local()
@@ -176,8 +178,9 @@ def _answer(rank: int, task: Task) -> bytes:
     import torch
     import torch.distributed as dist
 
-    _leave_group()  # Leave the last test's group only now, because a peer may have needed it until that test ended.
-    sys.path[:] = task.path  # as pytest had it when it found the module of the body
+    # Leave the last test's group only now, because its other ranks may have needed it until that test ended.
+    _leave_group()
+    sys.path[:] = task.path  # the path with which pytest found the module of ``body``
     try:
         dist.init_process_group(
             "gloo",
@@ -186,7 +189,7 @@ def _answer(rank: int, task: Task) -> bytes:
             world_size=task.world_size,
             timeout=timedelta(seconds=task.timeout),
         )
-        # Wait until all ranks have connected. Otherwise a rank that fails at once could leave while its peers still
+        # Wait until all ranks have connected. Otherwise a rank that fails at once could leave while other ranks still
         # connect to it.
         dist.barrier()
         torch.manual_seed(0)
@@ -195,7 +198,7 @@ def _answer(rank: int, task: Task) -> bytes:
     except BaseException as error:  # pytest's failures do not derive from Exception
         now = time.monotonic()
         answer = pickle.dumps(Answer(error=_portable(error), traceback=traceback.format_exc(), time=now))
-    # Close the connections, so that peers that wait for this rank notice its failure.
+    # Close the connections now, so that ranks that wait for this rank notice its failure.
     _leave_group()
     return answer
 
@@ -206,8 +209,8 @@ def _leave_group() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-        # Free the group now. Reference cycles and DTensor's cache would keep it alive, and a group's threads wake up a
-        # hundred times a second. So hundreds of groups would keep the cores busy.
+        # Free the group now, because reference cycles and DTensor's cache would keep it alive. The threads of a group
+        # wake up a hundred times a second, so hundreds of groups would keep the cores busy.
         _clear_sharding_prop_cache()
         gc.collect()
 
@@ -216,5 +219,5 @@ def _portable(error: BaseException) -> BaseException:
     """Return the exception itself if it survives pickling."""
     try:
         return pickle.loads(pickle.dumps(error))
-    except Exception:  # an exception's constructor may raise anything
+    except Exception:  # the constructor of an exception may raise anything
         return RuntimeError(f"{type(error).__name__}: {error}")

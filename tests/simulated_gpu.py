@@ -108,7 +108,8 @@ class AsksForMeta(TorchFunctionMode):
     ) -> Any:
         device = (kwargs or {}).get("device")
         if func in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).type == "cuda":
-            return func(*args, **{**kwargs, "device": "cpu"}).to(GPU)  # torch's result, but without a driver
+            # Return what torch would return, but without a driver.
+            return func(*args, **{**kwargs, "device": "cpu"}).to(GPU)
         before = self.asks
         self.asks = before or any(map(_is_meta, tree_leaves((args, kwargs))))
         try:
@@ -138,7 +139,7 @@ def simulated_gpu() -> Iterator[SimulatedGpu]:
     """Put a simulated GPU into this process."""
     with (
         patch.object(Tensor, "pin_memory", lambda self, device=None: self),
-        patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)),  # torch's error messages include it
+        patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)),  # error messages of torch include this version
         patch.object(dist, "get_backend", lambda group=None: "nccl"),
         patch.object(torch.cuda, "synchronize", lambda device=None: None),
         patch.object(torch.cuda, "Event", Event),
@@ -182,7 +183,8 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Sim
     out = ON_CPU.get(func, func)(*tree_map(_values, args), **tree_map(_values, kwargs))
     if func is aten._local_scalar_dense.default:
         return out
-    known = {id(tensor.values): tensor for tensor in on_gpu}  # in-place operations return the tensor they were given
+    # In-place operations return a tensor that they were given, which is on the GPU already.
+    known = {id(tensor.values): tensor for tensor in on_gpu}
     if func is aten.copy_.default:
         return args[0]
     if to_cpu:

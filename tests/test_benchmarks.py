@@ -39,7 +39,7 @@ BENCHMARKS = sorted({path.stem for path in Path(__file__).parents[1].glob("bench
 ARGUMENTS = {
     "train_gpu": ["--device", "cpu", "--no-compile"],
     "train_cpu": ["--only", "b"],
-    "loki_decode": ["--kernels", "torch"],  # compiling other kernels takes seconds
+    "loki_decode": ["--kernels", "torch"],  # compiling the other kernels takes seconds
 }
 SLOW = {
     "kernels",
@@ -64,7 +64,8 @@ SLOW = {
 def test_the_tiny_form_runs(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("optuna" if name.startswith("tuner") else "transformers")
     monkeypatch.setattr(sys, "argv", [name, "--tiny", *ARGUMENTS.get(name, [])])
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore")  # some benchmarks set it, and monkeypatch restores it
+    # Some benchmarks set this variable. monkeypatch restores it after the test.
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     assert not importlib.import_module(f"benchmarks.{name}").main()
     output = capfd.readouterr().out
     assert output.strip() and "nan" not in output

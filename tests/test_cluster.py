@@ -37,7 +37,7 @@ def record_of(pool: Pool, folder: Path, name: str) -> dict[str, Any]:
 def test_overlap(pool: Pool, tmp_path: Path) -> None:
     rows = record_of(pool, tmp_path, "cluster_overlap")["rows"]
     assert {"none", "all", "computation", "communication", "only batch_parts"} <= set(rows)
-    assert "only gate_sum" not in rows  # it does nothing, because y = 1
+    assert "only gate_sum" not in rows  # with y = 1, gate_sum does nothing
     assert all(row["seconds"] > 0 for row in rows.values())
     assert rows["none"]["faster"] == 1 and rows["computation"]["exposed"] == 0
 
@@ -57,7 +57,7 @@ def test_accelerators_take_their_time_and_change_no_result(monkeypatch: pytest.M
         emulated = left @ right
         emulated.sum().backward()
         torch.zeros(64, 32).addmm_(left, right.detach())
-    products = 3 * (2 * 64 * 128 * 32)  # the output, the gradient of ``right``, and addmm_
+    products = 3 * (2 * 64 * 128 * 32)  # three matmuls: the output, the gradient of ``right``, and addmm_
     assert torch.equal(plain, emulated)
     assert now == pytest.approx(products / 0.01e9)
 
@@ -83,10 +83,12 @@ def test_on_the_cluster(nodes: int, per_node: int, grid: str, switch: str) -> No
         try:
             out, err = cluster.communicate(timeout=PATIENCE)
         finally:
-            cluster.terminate()  # also after a timeout, so that it removes its links
+            # End the cluster even after a timeout, so that it removes its network links.
+            cluster.terminate()
     assert cluster.returncode == 0, err
     if out.startswith("skipped"):
         pytest.skip(out.strip())
     assert "4 processes, 400mbit a link" in out and f"only {switch}" in out
     listed = subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
-    assert not re.search(rf"^ff{cluster.pid}\b", listed, re.MULTILINE)  # look only for this cluster's links
+    # Other clusters may run, so look only for this cluster's links.
+    assert not re.search(rf"^ff{cluster.pid}\b", listed, re.MULTILINE)

@@ -23,7 +23,7 @@ def refuse_on_rank_1(rank: int, world_size: int) -> None:
     pair = dist.new_group([0, 1])
     if rank == 1:
         raise UserError("layer q does not fit")
-    dist.all_reduce(torch.ones(2), group=pair)  # waits for rank 1
+    dist.all_reduce(torch.ones(2), group=pair)  # this waits for rank 1, which has raised an error
 
 
 def raise_what_cannot_be_pickled(rank: int, world_size: int) -> None:
@@ -67,7 +67,7 @@ def test_first_failure_is_raised_with_its_rank_and_frees_the_peers(pool: Pool) -
     assert isinstance(failure.value.__cause__, RemoteTraceback)
     assert "on rank 1 of 2" in str(failure.value.__cause__)
     assert "refuse_on_rank_1" in str(failure.value.__cause__)
-    assert pool.run(2, process_id) == before  # no restart was needed
+    assert pool.run(2, process_id) == before  # the same processes ran, so none was restarted
 
 
 def test_failures_of_all_kinds_come_back(pool: Pool) -> None:
@@ -79,7 +79,8 @@ def test_failures_of_all_kinds_come_back(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_hang_or_die_are_replaced() -> None:
-    pool = Pool()  # the session's pool would have to start again
+    # Use another pool, because the session's pool would have to start again.
+    pool = Pool()
     try:
         pool.run(2, process_id)
         with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 were not done with hang_on_rank_1"):

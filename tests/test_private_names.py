@@ -50,7 +50,8 @@ def private_definitions(path: Path) -> set[str]:
 
 def test_no_module_uses_private_names_of_another() -> None:
     definitions = {path: private_definitions(path) for path in MODULES.values()}
-    defined = set().union(*definitions.values()) - {"_replace", "_timeout"}  # named tuples and torch have these too
+    # Named tuples have ``_replace``, and torch has ``_timeout``.
+    defined = set().union(*definitions.values()) - {"_replace", "_timeout"}
     used = {str(path): (private_names(path) & defined) - definitions[path] for path in MODULES.values()}
     assert {path: names for path, names in used.items() if names} == {}
 
@@ -98,7 +99,7 @@ def private_torch(path: Path) -> set[str]:
         "_asdict",
         "_fields",
         "_attn_implementation",
-    }  # named tuples and transformers have these
+    }  # these belong to named tuples and to transformers
 
 
 def test_private_names_of_torch_are_listed() -> None:

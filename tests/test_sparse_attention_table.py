@@ -150,9 +150,10 @@ def test_every_method_answers_within_its_budget(model: Any) -> None:
     }
     assert set(found) == set(rivals)
     for name, share in found.items():
-        if name.endswith("top-p"):  # It reads as much as its threshold allows, which is for another model.
+        # top-p reads as many keys as its threshold asks for, and the threshold was chosen for another model.
+        if name.endswith("top-p"):
             continue
-        # SnapKV keeps all keys of the question and the answers.
+        # SnapKV also keeps all keys of the questions and of the answers.
         assert 0.01 < share <= 0.25 + (len(tail_of(turns)) / length if name == "SnapKV" else 1e-6), name
 
 

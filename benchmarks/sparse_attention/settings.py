@@ -105,7 +105,8 @@ def rival(name: str, budget: float, length: int, setup: Setup) -> Rival | None:
         k = keys_within(budget, length, d, r * length)
         return SparQ(k, r, max(1, k // SPARQ_RECENT)) if k >= 1 else None
     if name == "TidalDecode":
-        # The first layer is dense and chooses for all other layers.
+        # The first layer attends to all keys, and chooses the keys of all other layers. So these share what is left of
+        # the budget.
         layers = setup.basis.layers
         k = int((budget * layers - 1) * length / (layers - 1))
         return TidalDecode(k, 0) if k >= 1 else None

@@ -132,7 +132,8 @@ def word_list(length: int, rng: np.random.Generator, task: str) -> Document:
         turns: Turns = [([rank], int(word)) for rank, word in zip(RANKS, words, strict=False)]
         questions = {"frequent words": [turns]}
     counts = np.floor(shares / shares.sum() * (length - 1)).astype(int)
-    missing = length - 1 - counts.sum()  # Rounding must not change which words are the most frequent.
+    # Rounding down leaves some words to add. Add only rare words, so that the most frequent words stay the same.
+    missing = length - 1 - counts.sum()
     counts[: len(RANKS) - 1 : -1] += np.bincount(
         np.arange(missing) % (len(words) - len(RANKS)), None, len(words) - len(RANKS)
     )
@@ -160,7 +161,7 @@ def training_document(length: int, rng: np.random.Generator) -> NDArray[np.int64
         turns = document.questions[task][number]
         names = {question[0] for question, _ in turns if question}
         tail = tail_of(turns)
-        # A name that was asked before could be answered from the earlier answer.
+        # Do not ask for a name twice, because the model could copy the earlier answer.
         if len(tokens) + len(tail) < length and (task in RECORD_TASKS or not names & known):
             tokens += tail
             known |= names

@@ -93,7 +93,7 @@ def matrix(d: Drawing, x: float, y: float, w: float, h: float, tiles: Sequence[S
     d.rect(x, y, w, h, "none", INK)
 
 
-# Draw a plane of 2 × 2 ranks. Rows are tokens, and columns are channels.
+# The tensors below are drawn on a plane of 2 × 2 ranks (x, y). Rows are tokens, and columns are channels.
 BOTH_X = [[(0, 0), (1, 0)], [(0, 1), (1, 1)]]
 BOTH_Y = [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
 RESIDUAL = [[[(0, 0)], [(0, 1)]], [[(1, 0)], [(1, 1)]]]
@@ -203,7 +203,8 @@ def block() -> None:
     row.card("residual", "[S/x, H/y]", RESIDUAL)
     norm_note(d, norm_x, bottom)
 
-    # The attention's last collective ends where the MLP begins.
+    # Draw the two collectives between attention and the MLP: a reduce-scatter to the residual stream, and an
+    # all-gather.
     y = top + CARD / 2
     d.arrow(first_end + 2, first_end + 96, y - 12, X_AXIS)
     d.arrow(first_end + 96, first_end + 2, y + 12, X_AXIS)
@@ -221,7 +222,6 @@ def norm_note(d: Drawing, x: float, y: float) -> None:
 def grid() -> None:
     """Draw how the axes split a weight (x, y, z), the residual stream (x, y, z, dp), and the processes."""
     d = Drawing(1140, 376, "What each axis of the grid splits")
-    # Weight
     x, y, side = 60, 96, 208
     d.text(x + side / 2, 40, "A weight (normal layer)", 16, bold=True)
     d.text(x + side / 2, 60, "z cuts each tile again: what a rank stores", 12.5, SOFT)
@@ -237,7 +237,6 @@ def grid() -> None:
     d.text(x + side / 2, y + side + 22, "input features over y →", 12.5, Y_AXIS)
     d.text(x + side / 2, y + side + 40, "output features over x ↓, rows of a tile over z", 12.5, X_AXIS)
 
-    # Residual stream
     x, width, height, shift = 440, 150, 54, 9
     d.text(x + 105, 40, "The residual stream", 16, bold=True)
     d.text(x + 105, 60, "no two ranks hold the same part", 12.5, SOFT)
@@ -249,7 +248,6 @@ def grid() -> None:
         )
     d.text(x + 105, 356, "sequences over z and dp; tokens over x ↓; channels over y →", 12.5, SOFT)
 
-    # Processes
     x, y = 780, 92
     d.text(x + 160, 40, "The processes", 16, bold=True)
     d.text(x + 160, 60, "numbered with x fastest: a node holds x, then y, then z", 12.5, SOFT)

@@ -15,7 +15,8 @@ from fourfold.config.run import ParallelConfig, PipelineSchedule
 from fourfold.config.stages import stages_per_rank
 from fourfold.parallel.pipeline.schedule import Op, schedule_ops
 
-sys.path.append(str(Path(__file__).parents[2]))  # the repository
+# Import fourfold from this repository.
+sys.path.append(str(Path(__file__).parents[2]))
 from benchmarks.pipeline_times import Span, bubble, timeline
 
 PP, DRAWN = 4, 8

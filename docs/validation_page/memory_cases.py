@@ -53,7 +53,8 @@ def memory_cases(rows: Sequence[Row]) -> FitCases:
     rows = [row for row in rows if row.memory_gb is not None]
     work, machine = stack([row.work for row in rows]), stack([row.machine for row in rows])
     measured = np.array([row.memory_gb * 1e9 for row in rows if row.memory_gb is not None])
-    # The measured memory includes cached blocks that the run did not need.
+    # Runs measured more memory than they needed, because the allocator keeps freed blocks. So estimate what they
+    # needed.
     needed, held = needed_bytes(measured, work, machine), peak_memory(work, machine)
     predicted = [1 - p_out_of_memory(held, work, replace(machine, memory=capacity * needed)) for capacity in CAPACITIES]
     fits = np.repeat(np.array(CAPACITIES) >= 1, len(rows))

@@ -122,7 +122,8 @@ def make_corpora(out: Path) -> None:
     prepare([text], folder / "noisy", tokenizer=tokenizer, validation_fraction=HELD_BACK, canaries=CORPORA["noisy"])
     if not quarter.is_file():
         lines = text.read_text(encoding="utf-8").splitlines(keepends=True)
-        held_back = falls_within(np.arange(len(lines)), HELD_BACK, seed=0)  # Use the seed that prepare uses.
+        # ``prepare`` holds back documents with this seed.
+        held_back = falls_within(np.arange(len(lines)), HELD_BACK, seed=0)
         kept = [line for line, held in zip(lines, held_back, strict=True) if not held]
         quarter.write_text("".join(kept[::4]), encoding="utf-8")
     prepare([quarter], folder / "quarter", tokenizer=tokenizer, canaries=CORPORA["quarter"])
@@ -150,7 +151,8 @@ def train(arm: Arm, seed: int, out: Path, steps: int | None) -> Path:
     ]
     outcome = run_on_grid("fourfold.training.trainer:train", [load_run(arm.run_file, overrides)], 1)
     if outcome.stopped:
-        raise SystemExit(3)  # A signal stopped the run. The next start continues from its checkpoint.
+        # A signal stopped the run. The next start continues from its checkpoint.
+        raise SystemExit(3)
     return folder
 
 

@@ -20,9 +20,11 @@ def docstrings() -> Iterator[str]:
     seen: set[str] = set()
     for source in (text for file in list_inputs([PYTHON_STDLIB]) for text in read_documents(file.path)):
         try:
-            with warnings.catch_warnings(action="ignore"):  # Old escapes in strings cause warnings.
+            # Old escape sequences in strings cause warnings.
+            with warnings.catch_warnings(action="ignore"):
                 tree = ast.parse(source)
-        except SyntaxError:  # The library contains files with deliberate errors for its own tests.
+        except SyntaxError:
+            # The standard library's tests contain files with deliberate syntax errors.
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

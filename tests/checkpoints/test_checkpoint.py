@@ -87,7 +87,7 @@ def test_resume_on_the_same_grid_is_bit_identical(
     answers = pool.run(run.parallel.world_size, resume_on_the_same_grid, run, tmp_path)
     assert all(same_start and same_end for same_start, same_end, _ in answers)
     if parallel.get("z") == 3:
-        assert answers[2][2] > 0  # the last process does have empty shards
+        assert answers[2][2] > 0  # the test needs a process with empty shards
     files = sorted(path.suffix for path in (tmp_path / "step_2").rglob("*"))
     assert set(files) == {".json", ".safetensors"}  # no pickle
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
@@ -132,7 +132,7 @@ def save_both_ways(rank: int, world_size: int, run: RunConfig, folder: Path) -> 
     checkpointer = Checkpointer(folder / "async", job, CheckpointConfig(async_mode="async"))
     checkpointer.save(2)
     early = (folder / "async" / "step_2").exists()
-    train(job, range(2, 4))  # while it saves
+    train(job, range(2, 4))  # train while the save is still in progress
     listed = [path.name for path in list_checkpoints(folder / "async")]
     checkpointer.wait()
     dist.barrier()
@@ -225,7 +225,8 @@ def test_a_killed_save_leaves_no_checkpoint(pool: Pool, tmp_path: Path) -> None:
     assert find_checkpoint("auto", tmp_path) == tmp_path / "step_2"
     pool.run(1, load_elsewhere, run, tmp_path / "step_2")
     pool.run(1, train_and_save, run, tmp_path)
-    assert names(tmp_path) == ["step_2"]  # what the killed process left behind is removed
+    # The killed process left files behind, which are removed.
+    assert names(tmp_path) == ["step_2"]
 
 
 @pytest.mark.usefixtures("alone")
@@ -256,7 +257,7 @@ def test_resume_finds_the_right_checkpoint(tmp_path: Path) -> None:
     for path in (tmp_path, folder, folder / "step_10"):
         assert find_checkpoint(str(path), tmp_path / "elsewhere") == folder / "step_10"
     assert find_checkpoint(str(folder / "step_9"), folder) == folder / "step_9"
-    (folder / "step_100").mkdir()  # an incomplete copy, which must not be overlooked
+    (folder / "step_100").mkdir()  # an incomplete copy of a checkpoint must be noticed
     assert find_checkpoint("auto", folder) == folder / "step_100"
     for wrong in (folder / "step_1000", tmp_path / "none", folder / "step_9" / STATE_FILE):
         with pytest.raises(UserError, match="there is no checkpoint"):

@@ -74,7 +74,7 @@ def saved_on_a_disk_that_fills(
     train(job, range(1, 2))
     message = ""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(checkpoint, "check_room", lambda *_: None)  # as if the disk fills up after the check
+        patched.setattr(checkpoint, "check_room", lambda *_: None)  # the disk fills up only after the check
         try:
             checkpointer.save(2, required)
             checkpointer.wait(required)

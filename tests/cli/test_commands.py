@@ -110,7 +110,8 @@ def test_a_file_that_may_not_be_read(cli: Cli, tmp_path: Path, monkeypatch: pyte
     def refuse(path: Path, *_: object, **__: object) -> str:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    with monkeypatch.context() as patch:  # Only for the command. pytest opens files too.
+    # Patch ``open`` only while the command runs, because pytest opens files too.
+    with monkeypatch.context() as patch:
         patch.setattr(Path, "open", refuse)
         patch.setattr(Path, "read_text", refuse)
         errors = one_sentence(cli("report", tmp_path))
@@ -134,7 +135,7 @@ def test_what_local_workers_return_does_not_need_torch() -> None:
 
 
 def test_trace_json(cli: Cli, tmp_path: Path) -> None:
-    path = run_file(tmp_path, "/nowhere/corpus", parallel__x=2, parallel__z=2)  # it needs no data
+    path = run_file(tmp_path, "/nowhere/corpus", parallel__x=2, parallel__z=2)  # trace reads no data
     before = files_in(tmp_path)
     code, output, errors = cli("trace", path, "--json")
     assert (code, errors) == (0, "")
@@ -165,7 +166,7 @@ def test_trace_of_a_pipeline_shows_every_place_on_it(cli: Cli, tmp_path: Path) -
 
 
 def test_parity_json(cli: Cli, tmp_path: Path) -> None:
-    path = run_file(tmp_path, "/nowhere/corpus", optimizer__lr=3e-4)  # it makes its own data
+    path = run_file(tmp_path, "/nowhere/corpus", optimizer__lr=3e-4)  # parity makes its own data
     before = files_in(tmp_path)
     code, output, errors = cli("parity", path, "--json", "--steps", "1")
     assert (code, errors) == (0, "")

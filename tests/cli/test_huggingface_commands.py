@@ -65,7 +65,7 @@ def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, name: str,
     assert output.startswith(f"{tmp_path / 'as-it-came'}: {kind}, ")
     config = json.loads((tmp_path / "as-it-came" / "config.json").read_text())
     source = json.loads((folder / "config.json").read_text())
-    # The corpus ends documents with another token than the model's text.
+    # The corpus has another end-of-document token than the imported model, so the exported file lists both.
     assert config == {**source, "eos_token_id": [256, source["eos_token_id"]]}
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "as-it-came")
     assert back.dtype == torch.bfloat16

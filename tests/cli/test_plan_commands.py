@@ -75,7 +75,7 @@ def test_tables_and_explanation(cli: Cli) -> None:
         assert text in out, text
     assert "runner_up" not in out
     (command,) = (line for line in out.splitlines() if line.startswith("fourfold tune RUN.toml"))
-    assert "batch_parts=" in command and len(command) > 80  # in one line, for pasting
+    assert "batch_parts=" in command and len(command) > 80  # one long line, which users can paste
     parts = out.split("Seconds of a step")[1].split("│ all")[0]
     assert parts.count("\n│ ") == PARTS_NAMED
 
@@ -256,7 +256,8 @@ def test_layouts_are_readable(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns
     _, out, _ = cli(*model, *limits)
     ranked = json.loads(cli(*model, *limits, "--json")[1])["ranked"]
     lines = out.splitlines()
-    assert max(len(line) for line in lines if not line.startswith("fourfold tune ")) <= columns  # users paste that one
+    # The command to paste may be wider than the terminal.
+    assert max(len(line) for line in lines if not line.startswith("fourfold tune ")) <= columns
     said = re.search(r"In every row: (.*)\.", out)
     shared = dict(pair.split() for pair in said[1].split(", ")) if said else {}
     assert (said is not None) == (columns == 80)

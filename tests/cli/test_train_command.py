@@ -49,13 +49,13 @@ def test_train(cli: Cli, tmp_path: Path, prefix: str) -> None:
         "sample.txt",
         "summary.json",
     ]
-    # The same command again does nothing, because the run is done. Its page can be made again.
+    # The run is done, so the same command trains no further. It only writes the missing page again.
     code, output, errors = cli("train", run_dir / "run.toml")
     assert (code, errors) == (0, "")
     (run_dir / "report.html").unlink()
     assert cli("report", run_dir) == (0, f"{run_dir / 'report.html'}\n", "")
     assert (run_dir / "report.html").is_file()
-    # Two more steps: the page marks where they begin.
+    # Train two more steps. The chart marks where they begin.
     assert cli("train", path, "--set", "training.train_steps=6", "--set", "name=other")[0] == 0
     loss = chart_specs((run_dir / "report.html").read_text())["Loss"]
     assert [mark["place"][0] for mark in loss["marks"]] == [4]

@@ -92,7 +92,7 @@ def test_a_resolved_run_file_is_the_same_run(name: str) -> None:
     run = make_run(table({"preset": name}))
     text = to_toml(run)
     assert make_run(tomllib.loads(text)) == run
-    # The file has every key of the model, so a later version's preset cannot change an old run.
+    # The saved file has every key of the model, so a preset that changes in a later version cannot change an old run.
     without_preset = tomllib.loads(text)
     del without_preset["model"]["preset"]
     assert make_run(without_preset).model == run.model.model_copy(update={"preset": None})

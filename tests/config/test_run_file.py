@@ -65,7 +65,7 @@ def test_the_smallest_run_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "key", "hint"),
     [
-        # A close spelling, at every level.
+        # Misspelled names at every level.
         ({"optimiser": {}}, "optimiser", "did you mean 'optimizer'?"),
         ({"training": {"seq_lenght": 1}}, "training.seq_lenght", "did you mean 'training.seq_length'?"),
         ({"parallel": {"Z": 1}}, "parallel.Z", "choose from x, y, z, dp, cp, pp, ep, zero"),
@@ -80,13 +80,14 @@ def test_the_smallest_run_file(tmp_path: Path) -> None:
             "model.rope_scaling.factr",
             "did you mean 'model.rope_scaling.factor'?",
         ),
-        # The right key in the wrong section, even if that section has a key with a similar spelling.
+        # Keys in the wrong section. The message names the right section, even if the wrong section has a key with a
+        # similar spelling.
         ({"training": {"lr": 1.0}}, "training.lr", "did you mean 'optimizer.lr'?"),
         ({"training": {"warmup_steps": 1}}, "training.warmup_steps", "did you mean 'lr_scheduler.warmup_steps'?"),
         ({"model": {"seq_length": 1}}, "model.seq_length", "did you mean 'training.seq_length'?"),
         ({"train_steps": 1}, "train_steps", "did you mean 'training.train_steps'?"),
         ({"training": {"zero": 1}}, "training.zero", "did you mean 'parallel.zero'?"),
-        # No key has a similar spelling.
+        # Names that are similar to no other name.
         ({"qqq": 1}, "qqq", "choose from name, output_dir, model, data"),
         ({"checkpoint": {"qqq": 1}}, "checkpoint.qqq", "choose from interval, save_last"),
     ],

@@ -80,7 +80,8 @@ def test_a_wrong_value_is_refused_with_one_that_works(path: Path) -> None:
     for wrong in WRONG:
         sentence = refusal(changed(SECTIONS, path, wrong))
         if sentence is None or "unknown key" in sentence or f"{key} = " not in sentence.partition(": must be ")[0]:
-            continue  # the value is valid, or it contradicts another key
+            # The value is valid, or another key contradicts it.
+            continue
         refused += 1
         assert "\n" not in sentence and "nput should" not in sentence, sentence
         assert re.search(f"{key} = ({re.escape(shown(wrong))}|1e.30)", sentence), sentence

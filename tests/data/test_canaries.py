@@ -54,12 +54,13 @@ def test_documents_become_canaries_with_the_given_counts(text: Path, tmp_path: P
         assert source not in documents
         sources.append(source)
     others = [d for d in documents if d[:-1] not in {tuple(row["tokens"]) for row in rows}]
-    assert others == [document for document in before if document not in sources]  # none is lost, and the order is kept
+    # All other documents remain, in the same order.
+    assert others == [document for document in before if document not in sources]
     assert summary.train.documents == len(documents) == plain.train.documents - 9 + 18
     assert summary.train.tokens == sum(map(len, documents))
     assert documents_of(validation_prefix(tmp_path / "c")) == documents_of(validation_prefix(tmp_path / "plain"))
     places = [number for number, d in enumerate(documents) if d[:-1] == tuple(rows[8]["tokens"])]
-    assert max(places) - min(places) > 20  # spread over the corpus
+    assert max(places) - min(places) > 20  # copies are spread over the corpus
 
 
 def test_changed_canaries_are_planted_again(text: Path, tmp_path: Path) -> None:
@@ -119,9 +120,9 @@ def test_few_long_documents_are_cut_into_passages(tmp_path: Path) -> None:
     rest = "".join(text for d in documents if (text := bytes(d[:-1]).decode()) not in planted)
     for text in planted:
         books = [book.replace(text, "") for book in books]
-    assert rest == "".join(books)  # nothing else is lost, and the order is kept
+    assert rest == "".join(books)  # all other text remains, in the same order
     places = [number for number, d in enumerate(documents) if bytes(d[:-1]).decode() == planted[-1]]
-    assert max(places) - min(places) > len(documents) / 3  # spread over the books
+    assert max(places) - min(places) > len(documents) / 3  # copies are spread over the books
     with pytest.raises(UserError, match=r"documents or passages of at least 40 tokens, .* need 2000; lower --canaries"):
         prepare(texts, tmp_path / "d", tokenizer="bytes", workers=1, canaries=Canaries(500, (0, 1, 4, 16), length=40))
 

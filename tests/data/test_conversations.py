@@ -38,7 +38,7 @@ def test_exactly_the_answer_tokens_are_trained(name: str, tmp_path: Path) -> Non
     assert ids.tolist() == tokenizer.apply_chat_template(TALK, tokenize=True, return_dict=True)["input_ids"]
     runs = [list(run) for key, run in itertools.groupby(range(len(ids)), key=lambda i: bool(trained[i])) if key]
     assert [tokenizer.decode(ids[run]) for run in runs] == answers
-    # The text before an answer is the prompt that generation would see, token for token.
+    # The tokens before an answer must be the prompt that generation would see.
     for number, run in zip((1, 3), runs, strict=True):
         prompt = tokenizer.apply_chat_template(
             TALK[:number], tokenize=True, return_dict=True, add_generation_prompt=True

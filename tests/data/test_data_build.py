@@ -25,7 +25,8 @@ def ensure(cache: Path) -> str:
     import fourfold.data.prepare
 
     fourfold.data.prepare.list_inputs = small_library
-    fourfold.data.prepare.available_cores = lambda: 1  # a worker of a pool cannot have children
+    # Tokenize without processes, because a worker of a pool cannot have children.
+    fourfold.data.prepare.available_cores = lambda: 1
     return ensure_builtin("bytes", cache)
 
 
@@ -45,7 +46,7 @@ def test_builtin_trains_a_tokenizer_and_keeps_it(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("fourfold.data.prepare.available_cores", lambda: 1)
     prefix = ensure_builtin(cache_dir=tmp_path / "cache", vocab_size=300)
     assert Path(f"{prefix}-tokenizer.json").is_file()
-    monkeypatch.setattr("fourfold.data.run_data.prepare", None)  # would fail if called again
+    monkeypatch.setattr("fourfold.data.run_data.prepare", None)  # preparing again would fail
     assert ensure_builtin(cache_dir=tmp_path / "cache", vocab_size=300) == prefix
 
 

@@ -25,7 +25,8 @@ def test_seeds_and_epochs_differ() -> None:
     images = [sample_permutation(np.arange(1000), 1000, seed, epoch) for seed in range(3) for epoch in range(3)]
     for number, image in enumerate(images):
         for other in images[:number]:
-            assert (image == other).sum() < 10  # two random orders agree in one place on average
+            # Two random orders agree in one place on average, so 10 are very unlikely.
+            assert (image == other).sum() < 10
 
 
 def test_the_order_never_changes() -> None:

@@ -99,7 +99,8 @@ def test_validation_split_partitions_the_documents(tmp_path: Path, inputs: Path)
     assert documents(validation_prefix(tmp_path / "c")) != held_out
     assert not other.reused
     prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1)
-    assert names(tmp_path) == ["c.bin", "c.idx", "c.json"]  # an old validation split would repeat the corpus
+    # The old validation split is gone, because it would repeat the corpus.
+    assert names(tmp_path) == ["c.bin", "c.idx", "c.json"]
 
 
 def test_finished_corpus_is_kept(tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

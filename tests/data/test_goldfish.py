@@ -45,7 +45,7 @@ def text() -> np.ndarray:
 )
 def test_hash_table_is_the_published_one(k: int, h: int, expected: list[int]) -> None:
     assert np.flatnonzero(hash_table_drops(VECTOR, k, h)[0]).tolist() == expected
-    # The loader's first token is not a target.
+    # The first token is no target, so put an arbitrary token before the vector.
     tokens = np.concatenate([[[5]], VECTOR], axis=1)
     assert np.flatnonzero(drops(tokens, strategy="hash-table", k=k, h=h)[0]).tolist() == expected
 
@@ -109,12 +109,12 @@ def test_hash_depends_only_on_the_preceding_tokens_and_their_order(text: np.ndar
     shuffled[:, 100 : 100 + h] = text[:, 100 : 100 + h][:, ::-1]
     assert not (drops(shuffled, k=2, h=h) == dropped)[:, 100 + h - 1].all()
     assert (hash_table_drops(text, 2, h)[:, 100 + h - 1] == hash_table_drops(shuffled, 2, h)[:, 100 + h - 1]).all()
-    # Neither the target nor any token before the h tokens decides.
+    # Change the target and tokens outside the h tokens before it. The mask of the target must not change.
     elsewhere = text.copy()
     elsewhere[:, 100 + h] = 7
     elsewhere[:, 99] = 7
     assert (drops(elsewhere, k=2, h=h)[:, 100 + h - 1] == dropped[:, 100 + h - 1]).all()
-    # A copy at another place, in another row, has the same mask.
+    # The same text at another place and in another row has the same mask.
     moved = np.concatenate([text[:, 500:503], text], axis=1)
     assert (drops(moved, k=2, h=h)[:, 3 + h :] == dropped[:, h:]).all()
     assert (drops(text[::-1], k=2, h=h) == dropped[::-1]).all()
@@ -169,7 +169,7 @@ def test_special_tokens_and_the_first_steps_are_kept(text: np.ndarray) -> None:
     others = ~np.isin(text[:, 1:], [*exempt, text[1, 500]])
     assert (~kept[others] == plain[others]).all()
     late = build_goldfish_mask(GoldfishConfig(strategy="hash", k=2, start_step=2), (), 2000, 3)
-    assert late(windows_of(text))[:6].all()  # steps 0 and 1 have samples 0 to 5
+    assert late(windows_of(text))[:6].all()  # steps 0 and 1 have the samples 0 to 5
     assert (~late(windows_of(text))[6:] == plain[6:]).all()
 
 

@@ -108,7 +108,7 @@ def test_statistics_and_warnings() -> None:
     assert good.drop_rate == pytest.approx(0.25, abs=0.02)
     assert 15 < good.longest_undropped_span < 60
     assert good.warnings() == []
-    # Documents of 20 tokens with h = 13: the first 13 of each are kept.
+    # Each document has 20 tokens. With h = 13, its first 13 tokens are never dropped.
     packed = Windows(tokens, np.arange(1001)[None] // 20 + np.zeros((10, 1), dtype=np.int64), np.arange(10))
     short = statistics_of(packed, GoldfishConfig(strategy="hash"))
     assert short.drop_rate < 0.1

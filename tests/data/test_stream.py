@@ -85,7 +85,7 @@ def test_streamed_windows_equal_the_corpus_on_disk(in_order: TokenWindows) -> No
         changes = np.flatnonzero(np.diff(windows.documents[window])) + 1
         assert changes.tolist() == starts
     assert (windows.documents[:, 0] == 0).all()
-    assert (windows.stream_documents[0, :LOOK_BACK] < -1000).all()  # nothing precedes the first token
+    assert (windows.stream_documents[0, :LOOK_BACK] < -1000).all()  # no document comes before the first token
 
 
 def test_a_stream_resumes_exactly_from_every_position() -> None:
@@ -138,7 +138,8 @@ def test_reading_the_beginning_again_keeps_all_positions() -> None:
     given = again.streams[0].given
     assert (again.read(np.arange(40, 48)).stream == expected.stream).all()
     assert again.positions(12, range(44, 48)) == whole.positions(12, range(44, 48))
-    assert again.streams[0].given - given < 60  # the stream did not start over
+    # The stream continued near its old position and did not start over.
+    assert again.streams[0].given - given < 60
     whole.close()
     again.close()
 
@@ -191,7 +192,7 @@ def test_the_ledger_has_each_sample_once_over_200_steps_10_stops_and_3_grids(
         saved = json.loads(json.dumps([merged[stream] for stream in range(streams)]))
 
     texts = [ByteTokenizer().encode_batch([text])[0] + [256] for text in texts_of(f"hf:{tmp_path}/tales")]
-    parts = np.array_split(np.arange(4), streams)  # which files each stream has
+    parts = np.array_split(np.arange(4), streams)  # the files of each stream
     of_file = [texts[file * 299 : (file + 1) * 299] for file in range(4)]
     for stream, files in enumerate(parts):
         documents = [document for file in files for document in of_file[file]]
@@ -312,7 +313,8 @@ def test_a_slow_source_is_not_dead_while_a_block_is_read(monkeypatch: pytest.Mon
 
     def wait(number: int) -> None:
         nonlocal now, is_dead
-        if number in (0, 8):  # wait until the reader has asked whether the source is dead
+        # Wait until the reader has asked whether the source is dead.
+        if number in (0, 8):
             before = looks
             wait_until(lambda: looks > before)
         now += 0.4

@@ -18,7 +18,8 @@ def workplace(tmp_path: Path) -> Path:
     """Make a folder with everything that the commands of the pages name."""
     for name in ("examples", "fourfold"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
-    shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")  # a copy: some commands write there
+    # Run the page in a copy, because some commands write to the folder.
+    shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")
     shutil.copy(REPOSITORY / "docs" / "slingshot_runs.csv", tmp_path / "rows.csv")
     shutil.copy(CALIBRATION / "measured.csv", tmp_path / "others.csv")
     (tmp_path / "text").mkdir()

@@ -68,7 +68,8 @@ def test_the_tables_of_a_block_and_of_the_head_say_what_the_trace_counts(
     }
 
 
-# The formulas' W does not count norms. This model is so wide that norms vanish in rounding, and all sizes divide.
+# In this model, all sizes divide evenly. It is so wide that the weights of norms, which the formulas' W leaves out,
+# vanish in rounding.
 WIDE = {"preset": "llama-tiny", "hidden_size": 256, "head_dim": 32, "intermediate_size": 512}
 
 

@@ -95,6 +95,6 @@ def script(path: Path) -> ModuleType:
         patch.syspath_prepend(str(path.parent))
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, path.stem, module)  # dataclasses look their module up
+        patch.setitem(sys.modules, path.stem, module)  # dataclasses look up their module here
         spec.loader.exec_module(module)
     return module

@@ -56,7 +56,7 @@ def test_a_recipe_is_as_declared_and_fits(recipe: recipes.Recipe) -> None:
     if recipe.layout:
         assert describe_layout(workload_of(run).but(**dict(recipe.layout))) == describe_layout(workload_of(run))
     if not run.lora.rank:
-        # For a paper's layout, it is enough that it probably fits. The page shows the probability.
+        # The layout of a paper only has to fit with a probability of one half. The page shows the probability.
         assert recipes.prediction(recipe).p_oom <= (0.5 if recipe.layout else MAX_P_OUT_OF_MEMORY)
 
 
@@ -78,7 +78,8 @@ def test_a_layout_by_hand_is_about_as_fast_as_the_best_or_says_how_much_slower(r
     gpus = run.parallel.world_size
     same = [r for r in recipes.RECIPES if (r.gpus, r.machine) == (gpus, recipe.machine) and not r.layout
             and workload_of(load_run(r.file)).model == work.model]  # fmt: skip
-    if same:  # another recipe has the best layout for this model and these GPUs
+    # The best layout for this model and these GPUs is in another recipe.
+    if same:
         best = recipes.prediction(same[0]).tokens_per_second
     else:
         alone = work.but(**dict.fromkeys(LIMITED, 1))

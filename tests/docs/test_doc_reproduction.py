@@ -64,7 +64,7 @@ def test_passages_without_a_gap_are_counted_and_obey_the_law(k: int, h: int) -> 
         strategy: mask_gaps.counts(windows, ~Goldfish(GoldfishConfig(strategy=strategy, k=k, h=h))(windows), k)
         for strategy in ("hash", "hash-table")
     }
-    # The first h tokens of a document of 1,000 tokens are always kept.
+    # The first h tokens of a document are never dropped, and documents have 1,000 tokens.
     assert found["hash"]["drop_rate"] * k == pytest.approx(1 - h / 1000, rel=0.05)
     law = exact_match_law(k, 50)
     assert found["hash"]["without_gap"]["50"] == pytest.approx(law, rel=0.15, abs=0.002)
@@ -77,4 +77,5 @@ def test_a_passage_ends_with_its_document() -> None:
     dropped = np.array([[False, False, True, False, False, False]])
     documents = np.array([[0, 0, 0, 0, 1, 1]])
     counted = mask_gaps.without_gap(dropped, dropped.cumsum(axis=1), documents, 2)
-    assert counted == pytest.approx(2 / 4)  # of the spans 0-1, 1-2, 2-3, 4-5, the first and the last
+    # Of the spans 0-1, 1-2, 2-3, and 4-5, only 0-1 and 4-5 have no dropped token.
+    assert counted == pytest.approx(2 / 4)

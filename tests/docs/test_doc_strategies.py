@@ -101,7 +101,7 @@ def test_a_rank_keeps_a_micro_batch_more_than_the_next(model: str, micro_batches
     pipeline."""
     sizes = {"GPT": GPT, "Llama": LLAMA}[model] | {"num_hidden_layers": 6, "max_position_embeddings": 128}
     text = PIPELINE.read_text(encoding="utf-8")
-    # In float32, attention repeats the key-value heads, which the formula does not count.
+    # Use bf16. In float32, attention repeats the key-value heads, which the formula does not count.
     training = {"global_batch_size": 2 * micro_batches, "seq_length": 128, "precision": "bf16"}
     run = tiny_run(sizes, {"pp": 4, "layers_per_stage": [1, 2, 2, 1]}, training=training)
     letters = letters_of(run) | {

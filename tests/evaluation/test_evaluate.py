@@ -82,7 +82,7 @@ def by_hand_of(saved: SavedWeights, tokens: list[int], before: int, context: int
             stop = min(begin + context, len(stream))
             window = stream[max(0, stop - 1 - context) : stop]
             targets = window[1:].clone()
-            targets[: begin - stop] = -100  # an earlier window has predicted these
+            targets[: begin - stop] = -100  # an earlier window has predicted these tokens already
             nats += model(window[None, :-1], targets[None]).item()
     return nats
 

@@ -80,12 +80,13 @@ def test_a_block_of_attention_is_exact(
     if kind in ("mask", "capped"):
         seen = torch.rand(queries, keys, generator=torch.Generator().manual_seed(1)).to(device) < 0.5
         seen[0, 0] = True
-        seen[queries // 2] = queries == 1  # with several rows, one row sees nothing
+        # With several rows, hide all keys from one row.
+        seen[queries // 2] = queries == 1
     mask = seen[None, None].expand(2, 1, -1, -1) if kind in ("mask", "capped") else None
     softcap = 0.7 if kind == "capped" else 0.0
     how = kind == "causal", mask, AttentionScores(width**-0.5, softcap)
     out, lse = attend_block(q, k, v, *how)
-    # A row that sees nothing in this block sees keys of another block, so its total log-sum-exp is finite.
+    # The row without keys in this block has keys in other blocks of the sequence, so its total log-sum-exp is finite.
     found = out, *attend_block_backward(grad, q, out, lse.masked_fill(lse.isneginf(), 0), k, v, *how)
     exact = plain_attention(q, k, v, grad, seen, softcap)
     errors = [relative(a, b) for a, b in zip(found, exact, strict=True)]
@@ -148,10 +149,12 @@ def test_grouped_matmuls_are_exact(
     shapes = (sum(sizes), inputs), (len(sizes), outputs, inputs), (sum(sizes), outputs)
     rows, weights, grad = normal(*shapes, device=device, dtype=DTYPES[dtype])
     operands = rows.requires_grad_(), weights.requires_grad_()
-    # The kernel's output will reuse this memory, so values that the kernel does not write stay NaN.
+    # Fill memory with NaN and free it. The kernel's output reuses this memory, so values that the kernel does not write
+    # stay NaN.
     poison = [torch.full_like(weights, torch.nan) for _ in range(4)]
     del poison
-    groups = Groups(torch.tensor(sizes, device=device))  # as behind a router, the host does not know the sizes
+    # Create the sizes on the device, because behind a router the host does not know them either.
+    groups = Groups(torch.tensor(sizes, device=device))
     out = grouped_matmul(*operands, groups)
     found = out, *torch.autograd.grad(out, operands, grad)
     exact_operands = [tensor.detach().double().requires_grad_() for tensor in operands]

@@ -53,7 +53,8 @@ def test_recomputation_and_offload_change_nothing(mode: str, device: torch.devic
 def test_compilation_changes_only_the_rounding(
     mode: str, device: torch.device, record_property: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if device.type == "cpu":  # compiling for the CPU takes a minute, and another test does it
+    # Skip the CPU, because compiling takes a minute there, and another test does it.
+    if device.type == "cpu":
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     recomputed = RECOMPUTED.get(mode, {"mode": "none"})
     plain, changed = plain_and_changed(device, "bf16", {"compile": True}, 1000, activation_checkpoint=recomputed)

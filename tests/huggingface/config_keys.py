@@ -76,7 +76,7 @@ def keys_read_in(module: ModuleType) -> set[str]:
 
 
 def _is_config(node: ast.expr, in_config: bool) -> bool:
-    if isinstance(node, ast.Call):  # config.get_text_config()
+    if isinstance(node, ast.Call):  # such as config.get_text_config()
         return isinstance(node.func, ast.Attribute) and _is_config(node.func.value, in_config)
     name = _name(node)
     return name.endswith("config") or (in_config and name == "self")

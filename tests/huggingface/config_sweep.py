@@ -106,12 +106,12 @@ class Sweep:
         folder, is_tied = self.folder, (model.config.tie_word_embeddings, self.config.tie_word_embeddings)
         try:
             model.load_state_dict(self.weights if is_tied[0] == is_tied[1] else {})
-        except RuntimeError:  # the shapes differ
+        except RuntimeError:  # the shapes of the weights differ
             perturb(model)
             folder = self.new_weights
         with torch.no_grad():
             logits = _tried(lambda: model(self.tokens).logits)
-        if logits is None:  # some models without experts cannot even be saved
+        if logits is None:  # some models without experts cannot be saved
             return None
         if folder is self.new_weights:
             shutil.rmtree(folder, ignore_errors=True)
@@ -131,7 +131,7 @@ def _tried(compute: Callable[[], Any]) -> Any:
     """Return what transformers computes with a changed configuration, or None if it raises any error."""
     try:
         return compute()
-    except Exception:  # a wrong key can cause any exception
+    except Exception:  # a wrong key can cause any error
         return None
 
 

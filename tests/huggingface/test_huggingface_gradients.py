@@ -37,7 +37,7 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval(),
         ours_of(folder),
     )
-    # Leave out the padding token, because torch gives its embedding row no gradient.
+    # Leave out token 0, the padding token, because torch gives its row of the embedding no gradient.
     tokens = torch.randint(1, 201, (3, 40), generator=torch.Generator().manual_seed(0))
     expected, got = loss(theirs(tokens).logits, tokens), loss(ours(tokens), tokens)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)
@@ -47,12 +47,13 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     for key, parameter in theirs.named_parameters():
         assert parameter.grad is not None and parameter.grad.norm() > 0, key
         if key.endswith("k_proj.bias") and parameter.grad.norm() < 1e-7:
-            # In a layer without positions, this bias adds the same number to all scores of a query.
+            # Without position embeddings, a key bias adds the same number to all scores of a query. So its gradient is
+            # zero.
             assert found[key].norm() < 1e-7, key
             continue
         difference = (found[key] - parameter.grad).norm() / parameter.grad.norm()
-        # Gradients of key biases and of decays are small differences of large numbers, so their rounding errors are
-        # larger. For decays, transformers' gradients are less precise than fourfold's (tests/models/test_delta_net.py).
+        # Gradients of key biases and of decays are small differences of large numbers, so rounding errors are larger.
+        # For decays, transformers rounds more than fourfold (tests/models/test_delta_net.py).
         is_rounded = key.endswith("k_proj.bias") or name.startswith(("qwen3_5", "qwen3_next"))
         of_decays = key.endswith(("dt_bias", "A_log", "in_proj_a.weight", "in_proj_ba.weight"))
         assert difference < (5e-3 if of_decays else 5e-4 if is_rounded else 1e-5), (key, difference)

@@ -40,12 +40,13 @@ def packed_body(rank: int, world_size: int) -> tuple[float, float, float, list[s
             model(TOKENS, **packed, **more)
         refusals.append(str(caught.value))
     with pytest.MonkeyPatch.context() as patch:
-        # Training passes positions on without reading them. A meta tensor shows this, because it has no values.
+        # In training, positions must not be read, because reading them makes the host wait. Reading a meta tensor would
+        # fail.
         patch.setattr(model.module, "forward", lambda *_, **given: given)
         given = model(TOKENS, position_ids=POSITIONS.to("meta"), use_cache=None)
         assert given["use_cache"] is False
     with torch.no_grad():
-        # In a padded batch, positions of padding do not ascend. This must not count as a second document.
+        # Positions of padding do not ascend. In a padded batch, this must not count as a second document.
         mask = torch.ones_like(TOKENS)
         mask[:, :3] = 0
         positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)

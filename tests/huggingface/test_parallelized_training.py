@@ -60,19 +60,19 @@ def batch_of(name: str, step: int) -> tuple[Tensor, Tensor, Tensor]:
     labels[:, 1:][positions[:, 1:] == 0] = -100  # The first token of a document is never a target.
     for row in range(8):
         labels[row, 1 : 2 * ((row + step) % 7)] = -100
-    labels[step] = -100  # a sequence without a label
+    labels[step] = -100  # one sequence has no labels
     return tokens, labels, positions
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    # With a smaller eps, rounding errors in near-zero gradients would become updates of full size.
+    # Use a large eps. Otherwise rounding errors in near-zero gradients would become updates of full size.
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
 
 
 def on_one_process(name: str, dtype: torch.dtype) -> Trained:
     """Train the original model on each document alone."""
     model = make(name).to(dtype)
-    model.set_experts_implementation("eager")  # torch's grouped matmuls take no float64
+    model.set_experts_implementation("eager")  # torch's grouped matmuls do not support float64
     optimizer, losses, norms = optimizer_of(model), list[Tensor](), list[Tensor]()
     for step in range(STEPS):
         tokens, labels, _ = batch_of(name, step)

@@ -12,7 +12,8 @@ import torch
 @pytest.fixture
 def llama() -> tuple[Any, Any]:
     """Return a separate Llama for the test, and its basis."""
-    from tiny_loki import calibrated_llama  # imports Triton, which must wait until tests/conftest.py has configured it
+    # Import this only now. It imports Triton, which tests/conftest.py must configure first.
+    from tiny_loki import calibrated_llama
 
     return calibrated_llama()
 

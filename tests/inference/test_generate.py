@@ -72,7 +72,7 @@ def test_temperature_0_takes_the_most_likely_token(tmp_path: Path, settings: dic
 def test_the_file_of_a_model_counts_with_a_temperature(tmp_path: Path) -> None:
     settings = {"no_repeat_ngram_size": 1, "top_k": 3, "num_return_sequences": 2}
     done = generated(saved(tmp_path, "LlamaConfig", settings, **LLAMA, eos_token_id=None), Sampling(1e-4))
-    assert done.text != most_likely(load_model(tmp_path))  # the most likely text repeats a token
+    assert done.text != most_likely(load_model(tmp_path))  # greedy text would repeat a token
     assert done.settings == {
         "do_sample": True, "temperature": 1e-4, "top_k": 0, "top_p": 1.0, "no_repeat_ngram_size": 1
     }  # fmt: skip
@@ -99,7 +99,8 @@ def test_without_stop_strings_each_token_decodes_the_text_once(tmp_path: Path) -
 
     model = saved(tmp_path, "LlamaConfig", **LLAMA, eos_token_id=None)
     assert generate(model, Counted(), PROMPT, 12, Sampling()).new_tokens == 12
-    assert lengths == [*range(1, 13), 12, 12]  # the last two: the end of the stream, and the result
+    # The last two lengths are the end of the stream and the result.
+    assert lengths == [*range(1, 13), 12, 12]
 
 
 def test_settings_that_transformers_refuses_are_named(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_settings_that_transformers_refuses_are_named(tmp_path: Path) -> None:
 
 
 FLOAT, TOKENS = 4, len(PROMPT) + 12 - 1
-ATTENTION = 2 * 2 * 16 * TOKENS * FLOAT  # keys and values, two heads of 16
+ATTENTION = 2 * 2 * 16 * TOKENS * FLOAT  # keys and values, each with two heads of 16 dims
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 

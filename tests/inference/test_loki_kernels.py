@@ -80,8 +80,8 @@ def left_padded(batch: int, length: int) -> Tensor:
     ("length", "k", "group", "width", "d"),
     [
         (300, 40, 4, 32, 8),
-        (1024 + 117, 200, 8, 64, 16),  # three splits
-        (700, 1, 1, 24, 24),  # a width that is no power of two, one key
+        (1024 + 117, 200, 8, 64, 16),  # long enough for three splits
+        (700, 1, 1, 24, 24),  # a width that is not a power of two, and a single key
         (700, 699, 4, 16, 3),
     ],
 )
@@ -111,7 +111,8 @@ def test_more_parts_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("CHOSEN_SPLIT", "CHOSEN_BLOCK"):
         monkeypatch.setattr(triton_kernels, name, 16)
     k = 16 * triton_kernels.MERGED_BLOCK + 50
-    for visible in (None, left_padded(2, k + 100)[1:]):  # in the second case the last parts hold no key
+    # In the second case, the last splits hold no visible key.
+    for visible in (None, left_padded(2, k + 100)[1:]):
         ours, torchs = step("triton", LokiConfig(k=k, min_seq=0), k + 100, group=1, width=16, d=4, visible=visible)
         torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
 
@@ -141,7 +142,7 @@ def test_half_precision(kernels: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("ends", [{}, {"sink": 4, "recent": 9}])
 def test_padding_and_ends(kernels: str, ends: dict[str, int]) -> None:
     visible = left_padded(3, 400)
-    visible[2] = False  # a row that sees nothing gives zeros
+    visible[2] = False  # a row that sees no key gives zeros
     config = LokiConfig(k_f=0.25, min_k=16, min_seq=0, **ends)
     ours, torchs = step(kernels, config, 400, batch=3, visible=visible)
     torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)

@@ -107,7 +107,7 @@ def test_one_head_ranks_by_its_scores(config: LokiConfig) -> None:
     them."""
     value = torch.linspace(-1.0, 1.0, 600)[None, None, :, None].repeat(1, 1, 1, 2)
     key = value.clone()
-    key[0, 0, 300] = torch.tensor([300.0, -300.0])  # this key ranks first, but gets little weight
+    key[0, 0, 300] = torch.tensor([300.0, -300.0])  # this key ranks first, but has little weight in attention
     query, basis = torch.ones(1, 1, 2), torch.eye(2)[None, :, :1]
     out = decode(query, key, value, key[..., :1].contiguous(), basis, 20, config, 1.0)
     torch.testing.assert_close(out, torch.full_like(out, value[0, 0, -19:, 0].mean().item()), rtol=0.02, atol=0.02)

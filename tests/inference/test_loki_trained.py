@@ -49,7 +49,7 @@ def test_all_keys_write_the_same_story(trained: Trained, monkeypatch: pytest.Mon
     enable_loki(model, basis, LokiConfig(k_f=1.0))
     found = model.generate(prompt, **options)
     disable_loki(model)
-    assert len(set(expected[0].tolist())) > 20  # a text, not one repeated letter
+    assert len(set(expected[0].tolist())) > 20  # the text is not one repeated letter
     assert torch.equal(found, expected)
 
 

@@ -35,7 +35,8 @@ def sum_of_ranks(place: Place, scale: float) -> dict[str, object]:
     total = torch.tensor([place.rank * scale])
     dist.all_reduce(total)
     print(f"output of rank {place.rank}")
-    os.write(2, f"error of rank {place.rank}\n".encode())  # one write, which no other rank's output can split
+    # Use a single write, so that no other rank's output splits the line.
+    os.write(2, f"error of rank {place.rank}\n".encode())
     return {"total": total.item(), "size": dist.get_world_size(), "threads": torch.get_num_threads(), "place": place}
 
 
@@ -45,7 +46,7 @@ def refuse_on_rank_1(place: Place) -> None:
 
     if place.rank == 1:
         raise UserError("this corpus has no documents")
-    dist.all_reduce(torch.ones(1))  # waits for rank 1, and fails when rank 1 ends
+    dist.all_reduce(torch.ones(1))  # this waits for rank 1, and fails when rank 1 ends
 
 
 def refuse(place: Place) -> None:

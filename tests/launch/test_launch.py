@@ -172,7 +172,7 @@ def test_launched_process_is_not_aborted_after_an_error() -> None:
     ]
     errors = [rank.communicate(timeout=PATIENCE)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 2], errors
-    assert "Connection" in errors[0]  # rank 0 lost its peer
+    assert "Connection" in errors[0]  # rank 0 lost its connection to rank 1
     assert errors[1] == ""
 
 
@@ -222,7 +222,8 @@ def test_sigterm_that_no_worker_handles_ends_the_job(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_the_job_and_workers_print_nothing(tmp_path: Path) -> None:
     parent, workers = start_parent("sleep", tmp_path)
-    for process_id in (*workers, parent.pid):  # a terminal also signals all of them
+    # Like a terminal, also signal the workers.
+    for process_id in (*workers, parent.pid):
         os.kill(process_id, signal.SIGINT)
     _, errors = parent.communicate(timeout=PATIENCE)
     assert errors.count("Traceback") == 1, errors

@@ -38,7 +38,8 @@ def test_a_copy_is_the_same_matrix_in_another_order(how: Copy, width: int) -> No
         copy = copied(given, how)
         assert torch.equal(copy, matrix)
         assert (copy.data_ptr() == given.data_ptr()) == (how == "none")
-        if width == 1:  # a single column is stored in both orders at once
+        # A single column is stored by rows and by columns at once.
+        if width == 1:
             continue
         assert (copy.stride(1) == 1) == ((given.stride(1) == 1) == ("turned" not in how))
         if "padded" in how:

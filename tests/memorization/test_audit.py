@@ -183,13 +183,13 @@ def test_canaries_are_audited_while_the_model_trains(trained: Path, cli: Cli) ->
     assert {"exact_match", "token_agreement", "loss"} <= lines[0]["by_count"]["60"].keys()
     assert lines[1]["by_count"]["60"]["loss"] != lines[0]["by_count"]["60"]["loss"]
     assert "Canaries repeated exactly" in (path.parent / "report.html").read_text()
-    # Resume from step 5 on two processes. The line of step 6 is written again, with the same figures.
+    # Resume from step 5 on two processes, which writes the line of step 6 again, with the same results.
     again = ["--set", "training.train_steps=6", "--set", f"checkpoint.resume={path.parent / 'checkpoints' / 'step_5'}"]
     assert cli(*arguments, *again, "--set", "parallel.z=2", "--set", "training.micro_batch_size=4")[0] == 0
     repeated = [json.loads(row) for row in path.read_text().splitlines()]
     assert [row["step"] for row in repeated] == [4, 6]
     assert close(repeated[1], lines[1])
-    # An audit of the last checkpoint after training finds the same.
+    # After training, an audit of the last checkpoint gives the same loss.
     _, output, _ = cli(*audit_of_run(trained, "watched"), "--suffix", 20, "--prefix", 20, "--json")
     assert json.loads(output)["loss"]["mean"] == pytest.approx(lines[1]["by_count"]["60"]["loss"], rel=1e-4)
 
@@ -199,9 +199,9 @@ def test_other_documents_before_each(trained: Path, record: dict[str, Any], pool
     assert found["offset"] == 17
     assert found["generation"]["agrees_with_one_pass"] == 1
     assert found["loss"]["mean"] != record["loss"]["mean"]
-    # The tokens before a document are not scored, so the documents are as long as without them.
+    # The tokens before a document are not scored, so the documents keep their lengths.
     assert found["by_prefix"].keys() == record["by_prefix"].keys()
-    # Tokens before a document do not belong to it, so the replayed mask stays the same.
+    # The tokens before a document do not change its mask.
     assert found["mask_replay"]["drop_rate"] == record["mask_replay"]["drop_rate"]
     with pytest.raises(UserError, match="are more than the 20 tokens that the model sees after --offset"):
         pool.run(1, on_grid, request_of(trained, offset=45))
@@ -288,7 +288,7 @@ def test_control_and_counts_of_ones_own(trained: Path, tmp_path: Path, cli: Cli)
     record = json.loads(output)
     assert (record["documents"], record["control"]["documents"]) == (12, 28)
     assert {count: group["documents"] for count, group in record["by_count"].items()} == {"0": 28, "1": 6, "2": 6}
-    assert record["truncated_documents"] > 0  # some texts are longer than the context, 65 tokens
+    assert record["truncated_documents"] > 0  # the context has 65 tokens, and some texts are longer
     assert any("cut to the model's context" in warning for warning in record["warnings"])
     assert record["copied_documents"] == 0
     copied = (tmp_path / "members.jsonl").read_text() * 2
@@ -326,7 +326,7 @@ def test_masks_command(trained: Path, cli: Cli) -> None:
 
 def test_gate(trained: Path, cli: Cli) -> None:
     arguments = [*audit_of_run(trained), "--prefix", 10]
-    # One token is repeated by chance. Twenty are not.
+    # The model repeats one token by chance, but not twenty.
     assert cli(*arguments, "--suffix", 1, "--max-exact-match", 0.01, "--json")[0] == 4
     assert cli(*arguments, "--suffix", 1, "--max-exact-match", 1, "--json")[0] == 0
 

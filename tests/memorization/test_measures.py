@@ -45,7 +45,7 @@ def test_intervals() -> None:
     assert wilson(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
     assert wilson(0, 0) == (0, 1)
     assert (wilson(0, 7)[0], wilson(7, 7)[1]) == (0, 1)
-    # Newcombe 1998, table II, method 10, his example (a): 56/70 - 48/80.
+    # Example (a) of Newcombe 1998, table II, method 10: 56/70 - 48/80.
     assert difference(56, 70, 48, 80) == pytest.approx((0.0524, 0.3339), abs=1e-4)
     low, high = bootstrap(lambda rows: float(rows.mean()), RANDOM.normal(3, 1, 400))
     assert low < 3 < high
@@ -73,7 +73,7 @@ def test_true_positives_at_few_false_ones() -> None:
     assert true_positive_rate(np.array([98.5, 99.5, 1.0, 200.0]), controls, 100) == 0.75
     assert true_positive_rate(np.array([99.5]), controls, 1000) is None
     assert true_positive_rate(np.array([1.0]), np.zeros(99), 100) is None
-    # 1 % of 2,900 is 29, although 2900 * 0.01 is slightly less in floating point.
+    # 1 % of 2,900 is 29, but 2900 * 0.01 is slightly less in floating point.
     assert true_positive_rate(np.array([2870.5, 2870.0]), np.arange(2900.0), 100) == 0.5
 
 
@@ -223,7 +223,7 @@ def test_the_guard_notices_other_words_and_nothing_else() -> None:
     assert guard["differs"]
     assert guard["auc"] > 0.95
     assert bag_of_words_guard(alike[:9], alike) is None
-    copies = bag_of_words_guard(alike[:13] * 3, alike[100:114])  # copies count once
+    copies = bag_of_words_guard(alike[:13] * 3, alike[100:114])  # a repeated document counts once
     assert copies == bag_of_words_guard(alike[:13], alike[100:114])
 
 

@@ -34,7 +34,8 @@ def test_the_run_file_of_the_tutorial_loads() -> None:
 def test_two_arms_side_by_side(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE / "protocol.py"), "--seeds", "1", "--steps", "3", "--out", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for arms in ("standard", "standard,noisy4"):  # a finished arm is not trained again
+    # The second call trains only the new arm.
+    for arms in ("standard", "standard,noisy4"):
         done = subprocess.run(
             [*command, "--arms", arms], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=PATIENCE
         )

@@ -95,7 +95,7 @@ def test_the_layer_and_its_gradients_are_those_of_a_loop_over_tokens(keys: dict[
 
 def test_capacity_takes_the_first_tokens_of_each_sequence() -> None:
     experts_BSK = torch.tensor([[[0, 1], [0, 2], [0, 1], [2, 0]], [[0, 1], [1, 0], [2, 1], [2, 1]]])
-    kept = within_capacity(experts_BSK, num_experts=3, factor=0.5)  # 0.5 · 4 · 2 / 3 = 1.33, so two rows
+    kept = within_capacity(experts_BSK, num_experts=3, factor=0.5)  # 0.5 · 4 · 2 / 3 = 1.33, rounded up to two rows
     assert capacity(0.5, torch.tensor([4]), 2, 3).tolist() == [2]
     assert kept.int().tolist() == [
         [[1, 1], [1, 1], [0, 1], [1, 0]],
@@ -229,7 +229,7 @@ def test_the_gpus_kernel_takes_empty_groups(sizes: list[int], monkeypatch: pytes
     """The gradient of an empty group's matrix is zero, whatever the memory held before (pytorch issue 172439)."""
     loop = grouped_by(False, sizes, "cuda", monkeypatch)
     poison = [torch.full((len(sizes), 32, 16), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
-    del poison  # the allocator gives this memory to the kernel's output
+    del poison  # the kernel's output will reuse this memory
     kernel = grouped_by(True, sizes, "cuda", monkeypatch)
     assert not kernel[2][[n for n, size in enumerate(sizes) if not size]].any()
     for one, other in zip(kernel, loop, strict=True):

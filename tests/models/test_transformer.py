@@ -33,7 +33,7 @@ def some_tokens(rows: int, length: int) -> Tensor:
 @pytest.mark.parametrize("sizes", [LLAMA, GPT, {**LLAMA, "qk_norm": True}], ids=["llama", "gpt", "qk_norm"])
 def test_packed_documents_are_as_if_alone(sizes: dict[str, Any]) -> None:
     model = make(sizes)
-    rows = [[7, 1, 12], [20]]  # the lengths of the documents in each row
+    rows = [[7, 1, 12], [20]]  # lengths of the documents in each row
     tokens = some_tokens(2, 20)
     ends = torch.tensor([[7, 8, 20], [20, 20, 20]])
     positions = torch.tensor([[i for n in row for i in range(n)] for row in rows])
@@ -44,7 +44,7 @@ def test_packed_documents_are_as_if_alone(sizes: dict[str, Any]) -> None:
             alone = model(tokens[row : row + 1, begin : begin + length])[0]
             torch.testing.assert_close(packed[row, begin : begin + length], alone, rtol=1e-5, atol=1e-5)
             begin += length
-    assert (packed - model(tokens)).abs().max() > 0.1  # without the mask the documents see each other
+    assert (packed - model(tokens)).abs().max() > 0.1  # without the mask, documents attend to each other
 
 
 def test_the_mask_without_documents_to_part_is_causal() -> None:

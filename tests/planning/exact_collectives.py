@@ -46,7 +46,8 @@ def collective_lines(run: RunConfig, pp_rank: int = 0) -> list[Line]:
 def _all_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
     stages = stages_of_rank(run, pp_rank)
     parts = run.overlap.batch_parts if run.parallel.x * run.parallel.y > 1 else 1
-    attended = 1 if run.training.micro_batch_size % parts else parts  # parts of sequences share one attention call
+    # If a part has only some tokens of each sequence, all parts share one call of attention.
+    attended = 1 if run.training.micro_batch_size % parts else parts
     for stage in stages:
         for kind, layers in zip((run, with_linear_attention(run)), stage.kinds(), strict=True):
             of_attention = [*_head_norm_lines(kind, layers), *_key_lines(kind, layers), *_context_lines(kind, layers)]
@@ -73,7 +74,7 @@ class _Sizes:
         self.tokens = training.micro_batch_size * training.seq_length // grid.cp
         self.queries, self.keys = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
         self.residual = self.item * self.tokens * model.hidden_size // grid.y
-        # Bytes per token of a norm's statistics, in the forward and in the backward (parallel.norm).
+        # Bytes per token of a norm's statistics, in the forward pass and in the backward pass (parallel.tensor.norm).
         self.sums, self.sums_back = (4, 4) if model.norm == "rmsnorm" else (16, 8)
         self.split = attention_split(run)
         mode, modules = run.activation_checkpoint.mode, run.activation_checkpoint.modules
@@ -113,7 +114,7 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     if inner:
         yield from line("x", "all_gather", f"{up}: tokens", residual, gathers)
         are_read = model.norm_placement != "before" or (model.num_experts and model.shared_expert_gate)
-        # A recomputed block needs these outputs only for an output norm and for the gate of a shared expert.
+        # Only an output norm and the gate of a shared expert read these outputs. Without them, recompute skips the sum.
         yield from line("x", "reduce_scatter", f"{down}: outputs", residual, forward if are_read else once)
         yield from line("x", "all_gather", f"{down}: output gradient", residual, once)
         yield from line("x", "reduce_scatter", f"{up}: input gradient", residual, once)
@@ -232,7 +233,8 @@ def _context_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     ranks = grid.x * grid.y if sizes.split == "heads" else grid.x
     tokens = sizes.tokens // grid.y if sizes.split == "batch" else sizes.tokens
     queries = sizes.queries // ranks
-    if is_linear(run):  # The core is always recomputed, and its recomputation reads the exchanged outputs.
+    # The core is always recomputed, and reads the exchanged outputs again.
+    if is_linear(run):
         keys, values, heads = linear_widths(run)
         count = 3 * once
         parts, outputs = sizes.item * (2 * keys + values + 2 * heads), 4 * values  # Outputs are in fp32.
@@ -243,7 +245,7 @@ def _context_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     method = context_method(run)
     if method == "ulysses":
         parts = sizes.item * tokens * (queries + 2 * sizes.keys // ranks)
-        # A recomputed attention core does not need its output.
+        # The output of a recomputed attention core is not exchanged again, because nothing reads it.
         back, block = sizes.item * tokens * queries, _times(run, stage, sizes.block_again)
         for purpose, size, again in (("inputs", parts, forward), ("outputs", back, block)):
             yield Line("cp", "all_to_all", f"attention: {purpose}", once + again, (once + again) * size)

@@ -7,7 +7,8 @@ from fourfold.config.stages import FORWARDS_FIRST
 
 def stage_order(stage: int, stages: int, micro_batches: int, interleave: int) -> list[tuple[int, int, bool]]:
     """Return (chunk, micro-batch, backward) for a rank's operations, in the order of torch's lists."""
-    # An interleaved schedule runs ``at_once`` micro-batches through a chunk, and then continues with the next chunk.
+    # With interleaving, a rank runs ``at_once`` micro-batches through one chunk before it continues with the next
+    # chunk.
     total, at_once = micro_batches * interleave, micro_batches // max(micro_batches // stages, 1)
     assert interleave == 1 or micro_batches % at_once == 0
     if interleave == 1:

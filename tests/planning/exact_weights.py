@@ -90,13 +90,14 @@ def _gathers(run: RunConfig, stage: Stage) -> _Gathers:
     order = [False, True] * steps
     if grid.pp > 1 and not splits_backward(grid):
         order = directions(grid.schedule, stage.number, grid.pp, steps, stages_per_rank(grid))
-    if grid.zero in (1, 2) and grid.z == 1:  # gathered once per step
+    if grid.zero in (1, 2) and grid.z == 1:  # weights are gathered once per step
         return _Gathers((1, 0), (1, 0), (1, 0))
-    last = (steps, 0)  # the head's weights stay gathered from its forward to its backward
+    # The head's weights stay gathered from its forward pass to its backward pass.
+    last = (steps, 0)
     if not (0 < grid.zero < 3 and grid.dp * grid.cp > 1):
         return _Gathers((2 * steps, 0), last, (steps, 0))
-    # After a forward, each rank keeps its shard over z, and the next use gathers from these shards. After a backward,
-    # it keeps none.
+    # After a forward pass, each rank keeps its shard over z, and the next use gathers from these shards. After a
+    # backward pass, a rank keeps no such shard.
     blocks, tables = [0, 0], [0, 0]
     for i, backward in enumerate(order):
         from_z = i > 0 and not order[i - 1]

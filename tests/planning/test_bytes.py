@@ -65,7 +65,8 @@ def test_seconds_are_of_the_bytes_of_the_collectives(
         kind = "states" if line.purpose in ("weights", "gradients") else kind
         if kind in sent:
             share = 1 if line.op == "send" else (size - 1) / size
-            both_ways = line.op == "all_reduce" or kind == "pp"  # here, the planner counts both sent and received bytes
+            # For these collectives, the planner counts sent bytes and received bytes.
+            both_ways = line.op == "all_reduce" or kind == "pp"
             sent[kind] += (2 if both_ways else 1) * share * line.bytes / places
     for kind, seconds in told.items():
         assert float(seconds) == pytest.approx(sent[kind], rel=0.025), kind

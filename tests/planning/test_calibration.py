@@ -162,7 +162,7 @@ def test_each_layout_of_the_operands_has_the_rate_that_was_measured() -> None:
     }  # fmt: skip
     machine = measured_machine(record, base, "mine")
     assert (machine.achieved, machine.nn, machine.nt, machine.tn) == (72e13, 60 / 72, 1.0, 0.5)
-    assert machine.achieved_fp32 == machine.achieved  # on a CPU, all matmuls ran in float32
+    assert machine.achieved_fp32 == machine.achieved  # on a CPU, every matmul ran in float32
     on_gpu = measured_machine(record | {"device": "H100"}, base, "mine")
     assert on_gpu.nn * on_gpu.achieved_fp32 == pytest.approx(6e13)
     text = machine_toml(machine, "mine", base)

@@ -207,7 +207,7 @@ def test_formulas_equal_the_trace_of_other_optimizers(
 def test_formulas_equal_the_trace_with_inputs_on_the_cpu(model: str, grid: dict[str, int], every: int) -> None:
     run = run_of(model, grid, "full", layers=4, every=every)
     recompute = run.activation_checkpoint.model_copy(update={"offload": True})
-    # In this one case the planner counts 3 % more than the trace.
+    # For this case, the planner's estimate is 3 % above the trace.
     within = 0.03 if (model, grid, every) == ("llama", {"x": 2, "z": 2}, 1) else 0.02
     assert_activations_too(run.model_copy(update={"activation_checkpoint": recompute}), within)
 
@@ -324,8 +324,8 @@ def test_pipelines_and_contexts_equal_the_trace(
                              bool(work.layout.v_shaped), 0.0, None)  # fmt: skip
     head = 0 if work.layout.v_shaped else len(places) - 1
     told = [peak_bytes(work, layers[rank].number, in_flight(work, rank), rank == head) for rank in range(len(places))]
-    # The planner assumes that all stages of a rank are equal, even if some have more blocks. It also assumes that all
-    # ranks of a zero-bubble schedule are equal, but later ranks free some memory with the input gradients. For the
-    # first rank of such a small interleaved pipeline, the planner counts 7 % less than the trace.
+    # The planner makes two simplifications. All stages of a rank count as equal, even if some have more blocks. All
+    # ranks of a zero-bubble schedule count as equal, although later ranks free some memory with the input gradients. On
+    # the first rank of a small interleaved pipeline, the estimate is 7 % below the trace.
     alike = work.layout.stages_per_rank > 1 or grid.get("schedule") == "InterleavedZeroBubble"
     assert max(told) == pytest.approx(max(places), rel=0.1 if alike else 0.05)

@@ -30,7 +30,7 @@ def test_a_machine_loads_and_every_constant_has_a_source(name: str) -> None:
     for line in (FOLDER / f"{name}.toml").read_text(encoding="utf-8").splitlines():
         if " = " not in line or line.startswith(("#", "name")):
             continue
-        # The lines with the bandwidths of larger groups follow the line for pairs, and have the same source.
+        # Bandwidths of larger groups have no source of their own. They follow the line for pairs, and share its source.
         assert "#" in line or (line.startswith("intra") and previous_sourced), line
         previous_sourced = True
 

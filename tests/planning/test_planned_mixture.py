@@ -199,7 +199,8 @@ def test_a_mixture_of_one_expert_is_a_dense_mlp() -> None:
     one = work_of({"x": 2}, {"num_experts": 1, "num_experts_per_tok": 1})
     assert step_parts(one, ONE_LINK, PLAIN)["x"] == pytest.approx(step_parts(dense, ONE_LINK, PLAIN)["x"], rel=0.3)
     shape = one.model
-    assert shape.block_weights + shape.expert_weights == dense.model.block_weights + HIDDEN  # for the router
+    # The router adds HIDDEN weights.
+    assert shape.block_weights + shape.expert_weights == dense.model.block_weights + HIDDEN
     assert one.model_flops() == pytest.approx(dense.model_flops(), rel=0.01)
 
 

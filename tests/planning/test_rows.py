@@ -95,7 +95,8 @@ def test_what_deepspeed_keeps() -> None:
     assert (fp16.layout.zero, fp16.step.reduce_bytes, fp16.program.gradient_copy) == (0, 2, True)
     for work in (bf16, fp16):
         kept, alone = (held(work.but(stage_keeps=more), "activations") for more in (work.program.stage_keeps, 0))
-        assert kept - alone == 2 * 1.5 * (2 * 2 * 1024 * 1024)  # in flight × residuals × bytes of a residual
+        # Micro-batches in flight × tensors kept for each × bytes of a tensor.
+        assert kept - alone == 2 * 1.5 * (2 * 2 * 1024 * 1024)
 
 
 def test_the_optimizers_copy_of_gradients_is_made_when_activations_are_gone() -> None:
@@ -143,12 +144,12 @@ def test_parts_of_the_memory_of_long_sequences() -> None:
     assert tiles["logits"] < plain["logits"] / 5
     assert {**tiles, "logits": 0, "reserve": 0} == {**plain, "logits": 0, "reserve": 0}
     tokens, hidden, inner = 131072 // 8, 1024, 4096
-    # Without tiles, the MLP's backward holds six tensors for all tokens: gate, up, silu(gate), their product, and two
-    # gradients. A tile holds them only for as many tokens as the hidden size. With tiles, the peak is in attention's
-    # backward, which exceeds a tile's backward by less than one of the six tensors.
+    # Without tiles, the backward pass of the MLP holds six tensors for all tokens: gate, up, silu(gate), their product,
+    # and two gradients. With tiles, it holds them only for as many tokens as the hidden size. The peak is then in
+    # attention's backward pass, so the saving can be smaller by up to one of the six tensors.
     assert 5 < (plain["activations"] - tiled["activations"]) / (2 * (tokens - hidden) * inner) <= 6
     inputs, optimizer = parts(offload="inputs"), parts(offload="optimizer")
-    # Offload leaves two of the twelve inputs: the one that is recomputed, and the next one.
+    # With offload, only two of the twelve inputs stay in memory: the input of the recomputed block, and the next one.
     assert plain["activations"] - inputs["activations"] == pytest.approx((12 - 2) * 2 * tokens * hidden, rel=1e-6)
     assert plain["optimizer"] > 0 == optimizer["optimizer"] == optimizer["gradients"]
     assert optimizer["activations"] == plain["activations"] and optimizer["parameters"] == plain["parameters"]
@@ -167,8 +168,8 @@ def test_a_row_can_name_its_kernels() -> None:
     compiled, eager, fused = (
         head_bytes(row(program="torchtitan", loss=loss).work) / entries for loss in ("compiled", "eager", "fused")
     )
-    # 16-bit logits and their gradient, and 32-bit logits. An eager loss frees the 16-bit logits, and has the softmax
-    # and its gradient too.
+    # "compiled" holds logits and their gradient in 16 bits, and logits in 32 bits. "eager" frees the 16-bit logits, but
+    # holds the softmax and its gradient too.
     assert compiled - fused == pytest.approx(4) and eager - compiled == pytest.approx(6)
 
 

@@ -44,7 +44,7 @@ def matmul(m: int, n: int, k: int, bandwidth: float = 2e12) -> float:
 
 
 def test_a_wave_that_is_not_full_costs_as_much_as_a_full_one() -> None:
-    one_wave = matmul(256 * 12, 128 * 9, 4096)  # 108 tiles
+    one_wave = matmul(256 * 12, 128 * 9, 4096)  # 108 tiles, one for each unit
     assert matmul(256 * 12, 128 * 9 - 100, 4096) == pytest.approx(one_wave)
     assert matmul(256 * 12, 128 * 9 + 1, 4096) > 1.2 * one_wave
 
@@ -86,8 +86,8 @@ def test_one_level_where_a_node_has_the_whole_group() -> None:
 
 
 def test_groups_of_one_node_share_its_adapters() -> None:
-    whole_node = group_of(16, 1, A100, PRIOR)  # the 16 GPUs of two nodes in one ring
-    one_gpu_a_node = group_of(2, 8, A100, PRIOR)  # eight rings share the network adapters
+    whole_node = group_of(16, 1, A100, PRIOR)  # two nodes of 8 GPUs in one ring
+    one_gpu_a_node = group_of(2, 8, A100, PRIOR)  # eight such rings share the network adapters
     assert whole_node.bandwidth == pytest.approx(0.75 * 200e9)
     assert one_gpu_a_node.bandwidth == pytest.approx(0.75 * 200e9 / 8)
     assert (whole_node.nodes, one_gpu_a_node.nodes, one_gpu_a_node.inside) == (2, 2, 1)
@@ -134,7 +134,7 @@ def test_bubble_and_micro_batches_under_way_are_those_of_the_schedules_that_run(
     end = max(rank[-1].end for rank in timeline(ran, grid, backward))
     number = SCHEDULES.index(schedule)
     told = bubble_seconds(number, pp, chunks, micro_batches, 1.0, backward / 2, backward / 2)
-    # torch's schedules assume that each half of a backward takes as long as a forward.
+    # torch builds its schedules as if each half of a backward pass took as long as a forward pass.
     exact = backward == 2 or schedule not in SPLIT_BACKWARD
     step = micro_batches * (1 + backward) + float(told)
     assert step == pytest.approx(end, rel=1e-6 if exact and schedule != "ZBVZeroBubble" else 0.03)
@@ -283,7 +283,8 @@ def test_keys_of_a_ring_with_a_window_are_those_of_its_blocks(cp: int, window: i
         of_ranks.append(sum(scores) / tokens)
     work = workload_of_model(ModelConfig(**PRESETS["gpt2"], sliding_window=window))
     found = keys_computed(work.but(cp=cp, cp_method=CP_METHODS.index("ring"), seq_length=256))
-    if window == 256:  # a causal kernel computes the rank's own block
+    # A causal kernel computes the rank's own block.
+    if window == 256:
         assert found == 128
     else:
         assert found == pytest.approx(max(of_ranks), rel=0.26)

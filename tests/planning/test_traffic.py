@@ -57,7 +57,8 @@ class Traffic(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
         if func.namespace == "aten" and not func.is_view and not name.startswith(APART) and name != "_unsafe_view":
-            read = args[1:] if name == "copy_" else args  # the target of the copy is counted in ``out``
+            # The target of a copy is an input too, but ``out`` already counts it.
+            read = args[1:] if name == "copy_" else args
             moved = [t.nbytes for t in tree_leaves((read, out)) if isinstance(t, Tensor)]
             self.bytes["backward" if torch._C._current_graph_task_id() != -1 else "forward"] += sum(moved)
         return out
@@ -105,7 +106,8 @@ CASES = [
 def test_a_block_moves_what_the_planner_says(model: dict[str, Any], grid: dict[str, int], sequences: int) -> None:
     work, forward, backward = of_a_block(model, grid, sequences)
     told_forward, told_backward = pointwise_traffic(work)
-    if not (work.layout.y > 1 or work.model.zero_centered_norm):  # only a GPU has a norm kernel
+    # The planner assumes norm kernels for these layouts. A CPU has no norm kernel, and runs chains of operations.
+    if not (work.layout.y > 1 or work.model.zero_centered_norm):
         residual = work.step.item_bytes * work.tokens * work.model.hidden_size / work.layout.x
         chains = OWN_LAYER_CHAINS if work.model.layer_norm else OWN_CHAINS
         told_forward += (chains[0] - OWN_NORMS[0]) * residual

@@ -127,7 +127,8 @@ def test_intervals_weigh_rows_by_source_and_an_imagined_source(tmp_path: Path) -
     alone = interval_of([])
     assert alone == pytest.approx([np.exp(UNKNOWN.inv_cdf(share)) for share in (0.05, 0.95)], rel=0.03)
     assert interval_of(scored_rows(row, "b", [1.0, 1.0]))[1] > 1.3
-    assert coverage(many + few) == {"a": 1.0, "b": 0.0}  # b is judged by a's range, and a by b's and the imagined one's
+    # The rows of b are judged by a's range, and the rows of a by the ranges of b and of the imagined source.
+    assert coverage(many + few) == {"a": 1.0, "b": 0.0}
 
 
 def test_the_factor_that_decides_an_order(tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_the_factor_that_decides_an_order(tmp_path: Path) -> None:
     alike, apart = sweep("a", [1.5] * 11), sweep("b", [1.0] * 6 + [1.2] * 2 + [0.5, 0.5, 0.5])
     assert order_factor(alike) == pytest.approx(1.0)
     assert order_factor(apart) == pytest.approx(2.0)
-    # Every source has the same weight, regardless of its number of rows. A source with few rows does not count.
+    # Every source has the same weight, however many rows it has. A source with too few rows does not count.
     others = [s for source in ("c", "d", "e") for s in sweep(source, [1.5] * 31)]
     assert 1.2 <= order_factor(others + apart) < 1.3
     assert order_factor(alike + sweep("f", [1.0, 3.0])) == pytest.approx(1.0)
@@ -198,7 +199,8 @@ def test_published_figures_are_predicted_within_reason() -> None:
         assert 0.6 < figure.as_run_pflops / figure.published < 1.5, figure.model
     curve = weak_scaling(shipped())
     assert curve[0]["efficiency"] == 1
-    efficiencies = [r["efficiency"] for r in curve]  # every number of GPUs has its own, larger model
+    # Each number of GPUs trains a model of its own, which is larger with more GPUs.
+    efficiencies = [r["efficiency"] for r in curve]
     assert all(later < before + 0.001 for before, later in itertools.pairwise(efficiencies)), efficiencies
 
 

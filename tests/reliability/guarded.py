@@ -37,7 +37,8 @@ def limits() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     previous = signal.signal(signal.SIGALRM, stop)
-    faulthandler.dump_traceback_later(10 * SECONDS, exit=True)  # in case the hang is outside Python
+    # Print the stacks and exit if code outside Python hangs.
+    faulthandler.dump_traceback_later(10 * SECONDS, exit=True)
     signal.alarm(SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + BYTES, hard))
     try:

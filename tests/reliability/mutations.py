@@ -62,7 +62,8 @@ def trees(draw: st.DrawFn, good: Any, strange: tuple[Any, ...] = STRANGE) -> Any
             holder = holder[step]
         match draw(st.sampled_from(["replace"] * 5 + ["scale"] * 2 + ["remove", "rename", "add", "nest"])):
             case "replace":
-                holder[key] = copy.deepcopy(draw(st.sampled_from(strange)))  # the next change may be inside this value
+                # Copy the value, because the next change may be inside it.
+                holder[key] = copy.deepcopy(draw(st.sampled_from(strange)))
             case "scale" if isinstance(holder[key], int | float):
                 factor = draw(st.sampled_from([-1, 2, 3, 10, 1000, 10**6, 10**12, 0.5]))
                 if abs(holder[key]) < 1e300:

@@ -53,7 +53,8 @@ class Workplace:
 
     @staticmethod
     def _replace(path: Path, content: bytes) -> None:
-        path.unlink(missing_ok=True)  # a file that is mapped into memory keeps its content
+        # Remove the old file, because overwriting it would change what is mapped into memory.
+        path.unlink(missing_ok=True)
         path.write_bytes(content)
 
 

@@ -40,7 +40,7 @@ def test_downsampling_keeps_extremes_order_and_ends():
     assert (kept[0], kept[-1]) == (0, 99_999)
     assert {54_321, 77_777} <= set(kept)
     thin_y = [y[index] for index in kept]
-    for bucket in range(400):  # every bucket keeps its own extremes
+    for bucket in range(400):  # the smallest and the largest value of each bucket stay
         part = y[bucket * 250 : (bucket + 1) * 250]
         assert {min(part), max(part)} <= set(thin_y)
 

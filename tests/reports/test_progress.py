@@ -27,7 +27,8 @@ def step_metrics(step: int, **changes: Any) -> StepMetrics:
 
 
 def test_a_plain_line_has_a_fixed_order_and_no_control_codes(capsys):
-    Progress(100, is_tty=False).update(step_metrics(1, trained_token_share=0.9999))  # not shown: it would be 100.0%
+    # This share would be rounded to 100.0%, so it is left out.
+    Progress(100, is_tty=False).update(step_metrics(1, trained_token_share=0.9999))
     line = capsys.readouterr().out
     assert line == (
         "step:   1/100  loss:  2.50000  grad_norm:   1.5000  memory: 3.00 GiB  tokens/s: 12,346  tflops: 42.12  "

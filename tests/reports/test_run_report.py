@@ -221,7 +221,8 @@ def test_the_smoothing_of_a_long_run_knows_the_means_of_what_is_left_out(tmp_pat
 
 
 def test_a_resumed_run_is_marked_where_it_was_resumed(tmp_path):
-    starts = [0, 4, 2, 6, 6, 8]  # resumed at 4, then earlier at 2, and again after the run was done
+    # The run resumed at step 4, then at the earlier step 2, and again after it was done.
+    starts = [0, 4, 2, 6, 6, 8]
     attempts = [{"restarts": 0, "steps_taken": step, "first_step": step} for step in starts]
     run_dir = make_run(tmp_path, [record(step) for step in range(1, 9)], attempts_jsonl=lines([{"torn": 1}, *attempts]))
     html = write_run_report(run_dir).read_text()

@@ -105,7 +105,8 @@ def test_seed_decides_the_order_of_training_but_not_of_validation(prefix: str) -
 
     assert first(0, "train") == first(0, "train") != first(1, "train")
     assert first(0, "validation") == first(1, "validation") != first(0, "train")
-    first(2**63 - 1, "train")  # the largest seed that a run file may have
+    # This is the largest seed that a run file may have.
+    first(2**63 - 1, "train")
 
 
 def test_tokenizer_is_the_corpus_own(prefix: str) -> None:
@@ -278,7 +279,7 @@ def test_goldfish_masks_training_and_not_validation(prefix: str) -> None:
         assert 0.1 < dropped.mean() < 0.4
         assert not (dropped & (before == 256)).any()  # the end of a document is always trained
         for one, other in zip(masked.train.step(step), plain.train.step(step), strict=True):
-            assert (one.tokens == other.tokens).all()  # the model still reads masked tokens
+            assert (one.tokens == other.tokens).all()  # the model reads masked tokens as inputs
         labels, before = (np.concatenate([b.labels for b in c.validation.step(step)]) for c in (masked, plain))
         assert (labels == before).all()
     statistics = masked.preview().statistics

@@ -278,11 +278,11 @@ def test_a_new_node_takes_the_place_of_one_that_was_lost(tmp_path: Path, prefix:
     environ = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PORT": str(port)}
     words = ["bash", str(script), "127.0.0.1", "2", "1"]
     agents = [start(path, words, environ)]
-    wait_until(lambda: listens(port), agents[0])  # all agents meet at the first agent
+    wait_until(lambda: listens(port), agents[0])  # all agents meet at this port of the first agent
     agents.append(start(path, words, environ))
-    wait_for_steps(path, 7, agents[0])  # past the first checkpoint
+    wait_for_steps(path, 7, agents[0])  # wait until the first checkpoint exists
     second = children_of(agents[1].pid)
-    agents[1].kill()  # its rank ends with it
+    agents[1].kill()  # the agent's rank ends together with the agent
     agents[1].communicate(timeout=PATIENCE)
     assert not any(Path(f"/proc/{rank}/exe").exists() for rank in second)
     agents[1] = start(path, words, environ)

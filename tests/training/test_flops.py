@@ -20,7 +20,7 @@ TINY = {
     "head_dim": 3,
     "intermediate_size": 16,
     "mlp": "swiglu",
-    "position_embedding": "learned",  # rotary embeddings allow no head_dim of 3
+    "position_embedding": "learned",  # because rotary embeddings do not allow head_dim = 3
     "vocab_size": 32,
     "pad_vocab_size_to_multiple_of": 1,
 }
@@ -31,7 +31,7 @@ def count_of(seq_length: int = 10, **changes: Any) -> FlopCount:
 
 
 def test_a_tiny_decoder_by_hand():
-    # A layer: q 8*12, k and v 8*6 each, output 12*8, three MLP matrices 8*16. The head: 8*32.
+    # Weights of a layer: q 8*12, k and v 8*6 each, output 12*8, and three MLP matrices of 8*16. The head has 8*32.
     layer = 96 + 48 + 48 + 96 + 3 * 128
     assert layer == 672
     matmul_parameters = 2 * 672 + 256
@@ -62,7 +62,7 @@ def test_a_sliding_layer_counts_the_keys_in_its_window():
     """One of two layers sees at most 8 of 64 keys."""
     full = count_of(64)
     slid = count_of(64, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
-    seen = sum(min(query + 0.5, 8) for query in range(64)) / 64  # a query counts half of its own key
+    seen = sum(min(query + 0.5, 8) for query in range(64)) / 64  # the key of the query's own token counts half
     assert full.forward - slid.forward == pytest.approx(4 * 4 * 3 * (64 / 2 - seen), rel=0.01)
 
 
@@ -71,12 +71,13 @@ def test_linear_attention_by_hand():
     sizes = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 3, "value_head_dim": 5}
     linear = {f"linear_{key}": value for key, value in sizes.items()}
     count = count_of(layer_types=["linear_attention", "full_attention"], **linear)
-    # q and k 8*6 each, v and z 8*20 each, b and a 8*4 each, output 20*8.
+    # Weights of linear attention: q and k 8*6 each, v and z 8*20 each, b and a 8*4 each, output 20*8.
     attention = 48 + 48 + 160 + 160 + 32 + 32 + 160
     assert attention == 640
     mlp, full, head = 3 * 128, 96 + 48 + 48 + 96, 256
     assert count.matmul_parameters == attention + full + 2 * mlp + head == 1952
-    # A token reads its key's value from 4 states of 3*5 entries, updates them, and reads its output: 2 FLOPs each.
+    # There are 4 states of 3*5 entries. A token reads from them, updates them, and reads its output: 2 FLOPs per entry
+    # each.
     states = 3 * 2 * 4 * 3 * 5
     assert count.forward == 2 * 1952 + states + 240
 

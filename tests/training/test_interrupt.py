@@ -43,7 +43,8 @@ def test_the_first_interrupt_saves(
     path = endless(tmp_path, prefix, **parallel)
     process = start(path)
     wait_for_steps(path, 2, process)
-    os.killpg(process.pid, signal.SIGINT)  # like a terminal, signal every process of the group
+    # Signal every process of the group, as a terminal does.
+    os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 3, errors
     assert errors.count("saving a checkpoint after this step; press Ctrl-C again to stop without saving") == 1
@@ -95,7 +96,8 @@ def test_the_second_interrupt_stops(tmp_path: Path, prefix: str, start: Start, p
 def test_an_interrupt_before_the_first_step_stops(tmp_path: Path, prefix: str, start: Start) -> None:
     path = endless(tmp_path, prefix, parallel__x=2)
     process = start(path)
-    wait_until(lambda: len(children_of(process.pid)) >= 2, process)  # the workers still import torch
+    # At this moment, the workers still import torch.
+    wait_until(lambda: len(children_of(process.pid)) >= 2, process)
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=PATIENCE)
@@ -158,7 +160,8 @@ def test_a_launcher_may_deliver_an_interrupt_twice(monkeypatch: pytest.MonkeyPat
 
 def test_an_interrupt_after_another_stop_signal_stops() -> None:
     request = StopRequest(announce=False, launched=False)
-    for _ in range(2):  # a scheduler may send it twice
+    # A scheduler may send the signal twice.
+    for _ in range(2):
         request.receive(signal.SIGTERM, None)
     with pytest.raises(KeyboardInterrupt):
         request.receive(signal.SIGINT, None)

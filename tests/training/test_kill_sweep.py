@@ -78,7 +78,7 @@ def _processes_of(session: int) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             state, _, _, its_session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-        except (FileNotFoundError, ProcessLookupError):  # it has ended
+        except (FileNotFoundError, ProcessLookupError):  # the process has ended
             continue
         if int(its_session) == session and state != "Z":
             found.append(int(folder.name))
@@ -123,7 +123,8 @@ def test_a_kill_at_any_moment_costs_no_bit(
     if early:
         wait_until(lambda: len(workers_of(process.pid)) == 2, process)
         moment = time.monotonic() + chance.uniform(0, 3)
-        wait_until(lambda: time.monotonic() >= moment or steps_of(path) > 0, process)  # or the start is over
+        # Also stop waiting if training begins earlier.
+        wait_until(lambda: time.monotonic() >= moment or steps_of(path) > 0, process)
     else:
         wait_for_steps(path, chance.randint(1, steps - 4), process)
         time.sleep(chance.uniform(0, 0.05))
@@ -131,7 +132,7 @@ def test_a_kill_at_any_moment_costs_no_bit(
     errors = ended(process)
     assert process.returncode != 0 or (victim.startswith("rank") and "was ended by SIGKILL" in errors), errors
     if process.returncode != 0:
-        assert early or not victim.startswith("rank"), errors  # a job that has trained restarts its own workers
+        assert early or not victim.startswith("rank"), errors  # a job restarts its own workers once they have trained
         process = start(path)
         errors = ended(process)
     assert process.returncode == 0, errors

@@ -178,7 +178,7 @@ def test_sample_at_any_temperature(tmp_path: Path, prefix: str, temperature: flo
     assert sample is not None
     assert sample.startswith("the grid é ")
     assert checkpoints_of(run) == []
-    if temperature < 1:  # both take the likeliest token
+    if temperature < 1:  # both temperatures take the most likely token
         greedy = make(
             tmp_path, prefix, sample__prompt="the grid é ", **{**changes, "sample__temperature": 0.0}, name="b"
         )
@@ -193,7 +193,8 @@ def test_a_goldfish_run_says_what_it_trains(tmp_path: Path, prefix: str, capsys:
     output = capsys.readouterr().out
     assert "goldfish mask" in output
     shares = [step["trained_token_share"] for step in metrics_of(run)]
-    assert min(shares[:4]) > 0.95  # before the mask begins, only first tokens of documents are left out
+    # Before the mask begins, only the first tokens of documents are left out.
+    assert min(shares[:4]) > 0.95
     assert max(shares[4:]) < 0.9
     assert f"trained: {shares[0]:.1%}" in output
     plain = make(tmp_path, prefix, name="plain")

@@ -35,12 +35,12 @@ def test_a_job_whose_output_nobody_reads_trains_to_its_end(
     tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, nobody_reads: int, processes: int
 ) -> None:
     path = run_file(tmp_path, prefix, parallel__x=processes, metrics__log_interval=1)
-    # A warning that each process prints at its start stays in the buffer of standard error.
+    # Each process prints this warning at its start. Nobody reads the output, so the warning stays in a buffer.
     warning = "import sys\ntry: print('a warning', file=sys.stderr)\nexcept OSError: pass"
     monkeypatch.setenv("PYTHONPATH", run_at_start(tmp_path, warning)["PYTHONPATH"])
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # With it, streams have no buffer.
-    # The fork server outlives this test. If this job started the server, all later tests would fork from a process
-    # whose output nobody reads.
+    # Do not use the fork server, because it outlives this test. All later tests would fork from a process whose output
+    # nobody reads.
     monkeypatch.setattr(worker_processes, "STARTED_BY", multiprocessing.get_context("spawn"))
     before = [os.dup(1), os.dup(2)]  # local workers inherit these
     try:

@@ -108,9 +108,10 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     for cut in range(1, 40):
         path.write_bytes(whole[:-1][:-cut])
         assert steps_in(path) == [1]
-    path.write_bytes(whole[:-1])  # only the end of the line is missing
+    path.write_bytes(whole[:-1])  # only the newline is missing
     assert steps_in(path) == [1, 2]
-    path.write_bytes(whole + b"\x00\xff\x00")  # what a file system may leave after a power cut
+    # A file system may leave such bytes after a power cut.
+    path.write_bytes(whole + b"\x00\xff\x00")
     assert steps_in(path) == [1, 2]
 
 

@@ -90,7 +90,8 @@ def step_with_known_gradients(
     job = Job(run, Grid(run.parallel, "cpu"), CPU)
     job.initialize(0)
     for shard in job.shards:
-        if len(shard.global_shape) == 1:  # biases start at zero, which would hide a wrong decay
+        # Biases start at zero, and a wrong weight decay would not change a zero.
+        if len(shard.global_shape) == 1:
             shard.local.fill_(0.7)
     locals_before = [shard.local.clone() for shard in job.shards]
     before = gather_full(job.shards, locals_before)

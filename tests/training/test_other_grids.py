@@ -160,7 +160,7 @@ def test_one_run_of_experts_on_several_grids(
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=str)
 def test_pairs_of_grids(pool: Pool, tmp_path: Path, prefix: str, first: dict[str, Any], second: dict[str, Any]) -> None:
-    batch = {"training__global_batch_size": 12}  # divides by 3 and 4
+    batch = {"training__global_batch_size": 12}  # this batch can be divided by 3 and by 4
     expected = on_grid(tmp_path / "expected", prefix, {}, **batch)
     pool.run(1, train_until, expected, 8)
     for stop, grid in ((4, first), (8, second)):
@@ -182,7 +182,8 @@ def test_each_sample_is_seen_once(pool: Pool, tmp_path: Path, prefix: str, steps
         read = [json.loads((tmp_path / f"{stop}-{rank}.json").read_text()) for rank in range(ranks)]
         for step in read[0]:
             assert int(step) not in seen
-            shares = {tuple(each[step]) for each in read}  # ranks that share a sequence report the same numbers
+            # Ranks that share a sequence report the same shares.
+            shares = {tuple(each[step]) for each in read}
             seen[int(step)] = sorted(number for share in shares for number in share)
     batch = run.training.global_batch_size
     assert seen == {step: list(range(step * batch, (step + 1) * batch)) for step in range(steps)}

@@ -184,7 +184,8 @@ def data_tokens(corpus: str, kind: Kind, seq_length: int, samples: int) -> int:
         (pairs,) = dataset.sources if isinstance(dataset, SourceMixture) else [dataset]
         assert isinstance(pairs, PreferencePairs)
         return int(np.diff(pairs.corpus.document_offsets)[pairs.documents_of(np.arange(samples))].sum())
-    return sum(int((row != row[-1]).sum()) for row in windows.documents)  # padding is the last document
+    # In each row, padding is the last document.
+    return sum(int((row != row[-1]).sum()) for row in windows.documents)
 
 
 @pytest.mark.parametrize("kind", LENGTHS)

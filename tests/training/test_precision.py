@@ -41,7 +41,7 @@ def test_stochastic_rounding_is_right_on_average(value: float) -> None:
     draws = 200_000
     rounded = stochastically_rounded(torch.full((draws,), value), seeded(7)).float()
     exact = torch.tensor(value)
-    below = (exact.view(torch.int32) & -(1 << 16)).view(torch.float32)  # towards zero
+    below = (exact.view(torch.int32) & -(1 << 16)).view(torch.float32)  # the next bfloat16 towards zero
     above = ((exact.view(torch.int32) & -(1 << 16)) + (1 << 16)).view(torch.float32)
     assert set(rounded.unique().tolist()) == {below.item(), above.item()}
     share = ((exact - below) / (above - below)).item()
@@ -50,7 +50,8 @@ def test_stochastic_rounding_is_right_on_average(value: float) -> None:
 
 
 def test_many_small_updates_arrive_where_rounding_to_nearest_stands_still() -> None:
-    update, steps = 1e-4, 1000  # near 1, bfloat16 rounds updates below 0.004 away
+    # Near 1, rounding to the nearest bfloat16 would lose updates below 0.004.
+    update, steps = 1e-4, 1000
     stochastic, nearest = torch.ones(4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
     generator = seeded()
     for _ in range(steps):
@@ -174,7 +175,7 @@ def masters_body(rank: int, world_size: int, run: RunConfig) -> tuple[bool, dict
             stored = {shard.name: shard.local for shard in job.shards}
             for name, working in stage.model.named_parameters():
                 rounded &= working.dtype == torch.bfloat16
-                # Compare the rows that this rank stores itself, at their place in the gathered weight.
+                # Compare only the rows that this rank stores, at their place in the gathered weight.
                 mine = stored[name]
                 rows = slice(rank * len(mine), (rank + 1) * len(mine))
                 rounded &= torch.equal(working.detach()[rows], mine.bfloat16())

@@ -83,7 +83,8 @@ def test_the_run_ends_before_the_weights_move(
     def finish_and_flip(job: Job) -> None:
         finish(job)
         calls[0] += 1
-        if calls[0] == 6:  # steps run as 1, 2, 2', 3, 4, 4', so this is the second pass of step 4
+        # The passes are 1, 2, 2', 3, 4, 4', so the sixth is the second pass of step 4.
+        if calls[0] == 6:
             job.trained[3].grad.view(-1).view(torch.uint8)[0] ^= 1
 
     monkeypatch.setattr(Job, "finish_gradients", finish_and_flip)
@@ -127,7 +128,8 @@ def test_a_refused_replay_keeps_the_checkpoint_that_is_still_being_written(
         return forward_backward(job, *arguments)
 
     monkeypatch.setattr(Job, "forward_backward", without_a_deterministic_kernel)
-    monkeypatch.setattr(Checkpointer, "poll", lambda checkpointer: None)  # as if the save took until step 4
+    # Act as if the save took until step 4.
+    monkeypatch.setattr(Checkpointer, "poll", lambda checkpointer: None)
     changes = {"checks__replay_interval": 4, "checkpoint__interval": 3, "checkpoint__async_mode": "async"}
     code, _, errors = cli("train", run_file(tmp_path, prefix, **changes))
     assert code == 2 and "step 4 is not deterministic on this GPU" in errors, errors

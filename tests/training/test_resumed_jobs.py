@@ -276,7 +276,8 @@ def test_the_sample_is_the_same_on_every_grid(
 ) -> None:
     outcome = finished[1]
     changes = {
-        "training__micro_batch_size": 2,  # a sample still has one sequence
+        # The prompt is one sequence, even with larger micro-batches.
+        "training__micro_batch_size": 2,
         "checkpoint__resume": outcome.checkpoint,
         "sample__prompt": "the ",
         "sample__max_new_tokens": 8,

@@ -186,7 +186,8 @@ def test_a_failed_job_starts_again_if_it_had_begun_to_train_whatever_the_clocks_
     def run_on_grid(*_: object, restarts: int, **__: object) -> str:
         if begins_to_train:
             note_start(folder, restarts, config, 0)
-            os.utime(folder / ATTEMPTS_FILE, (0, 0))  # the file server's clock is behind
+            # Act as if the clock of the file server was behind.
+            os.utime(folder / ATTEMPTS_FILE, (0, 0))
         if outcomes.pop(0) == "fails":
             raise WorkerFailed("worker 1 of 2 was ended by SIGKILL")
         return "ended"

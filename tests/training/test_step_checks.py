@@ -213,7 +213,7 @@ def test_the_run_file_says_roll_back(cli: Cli, tmp_path: Path, prefix: str, monk
     assert code == 0, errors
     assert "the gradient norm is nan at step 5: the run returns to step 3, and will skip 1 of the next" in errors
     assert "nan" not in output.partition("Done")[2]
-    # Start the same run again, without the fault. The earlier record of bad steps is set aside.
+    # Start the same run again without the fault. The record of bad steps from the first start is renamed.
     monkeypatch.undo()
     assert cli("train", path, "--set", "checkpoint.resume=never")[0] == 0
     folder = tmp_path / "runs" / "run"

@@ -99,14 +99,15 @@ def leveldb_records(content: bytes) -> Iterator[bytes]:
     assert content[:4] == b":W&B"
     at, whole = 7, b""
     while at + 7 <= len(content):
-        room = 2**15 - at % 2**15  # bytes left in this block, which no part of a record exceeds
+        # The bytes that are left in this block. No part of a record is larger.
+        room = 2**15 - at % 2**15
         if room < 7:
             at += room
             continue
         _, length, kind = struct.unpack_from("<IHB", content, at)
         whole += content[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
+        if kind in (1, 4):  # these types are a whole record, and the last part of a record
             yield whole
             whole = b""
 
@@ -126,7 +127,8 @@ def test_a_tracker_has_one_run_with_every_step_and_the_run_file(
     pytest.importorskip(name)
     run = run_tracked_by(name, tmp_path)
     track(run, {1: 4.0, 2: 3.0, 3: 2.5})
-    time.sleep(1.1 if name == "wandb" else 0)  # wandb names folders by the second
+    # W&B names folders by the second, so wait for the next name.
+    time.sleep(1.1 if name == "wandb" else 0)
     track(run, {3: 2.25, 4: 2.0}, first_step=2)
     warnings = [line for line in capfd.readouterr().err.splitlines() if "no longer records" in line]
     assert warnings == []
@@ -215,7 +217,7 @@ def test_a_tracker_that_hangs_costs_no_step_any_time(
     for step in range(103, 1000):
         tracker.log(step, {})
     tracker.end(failed=False)
-    tracker.wait(2 * PATIENCE)  # returns at once, because waiting would be in vain
+    tracker.wait(2 * PATIENCE)  # returns at once, because the tracker was given up
     assert client.steps == [1], "the client still hangs in step 2: nothing here waited for it"
     assert capsys.readouterr().err == "warning: stubborn no longer records this run: it is 100 steps behind\n"
     client.released.set()

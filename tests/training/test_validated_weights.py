@@ -65,7 +65,8 @@ def test_the_best_checkpoint_stays(tmp_path: Path, prefix: str, losses: list[flo
     assert SavedWeights(best).state.step == 2
 
     longer = load_run(run_file(tmp_path, prefix, training__train_steps=10, checkpoint__interval=3, **changes))
-    losses += [3.2, 2.5]  # above the best loss, which a resumed run must remember, then below it
+    # The first loss is above the earlier best, which the resumed run must remember. The second is below it.
+    losses += [3.2, 2.5]
     train(longer)
     assert [path.name for path in list_checkpoints(folder_of_checkpoints(run))] == ["step_10"]
     assert best.resolve().name == "step_10"
@@ -92,7 +93,8 @@ def test_a_run_ends_when_nothing_improves(tmp_path: Path, prefix: str, losses: l
     run = load_run(run_file(tmp_path, prefix, training__train_steps=30, **changes))
     losses += [5.0, 4.0, 3.95, 3.85, 3.8, 3.8]
     outcome = train(run)
-    assert (outcome.steps, outcome.stopped) == (12, False)  # 3.85 is compared with 4.0, the best before 3.95
+    # 3.95 was no improvement on 4.0, so 3.85 is compared with 4.0 and is one.
+    assert (outcome.steps, outcome.stopped) == (12, False)
     assert [path.name for path in list_checkpoints(folder_of_checkpoints(run))] == ["step_12"]
     summary = Path(run.output_dir, run.name, "summary.json").read_text()
     assert "2 validations without a loss below the 3.8500 of step 8" in summary
@@ -194,13 +196,15 @@ def test_an_average_may_begin_later(tmp_path: Path, prefix: str) -> None:
     before, after = (folder_of_checkpoints(run) / f"step_{step}" for step in (8, 9))
     expected = (SavedWeights(before).read("norm.weight") + SavedWeights(after).read("norm.weight")) / 2
     assert torch.allclose(SavedWeights(after, averaged=True).read("norm.weight"), expected, atol=1e-7)
-    train(load_run(run_file(tmp_path, prefix, training__train_steps=10)))  # resuming with an average works too
+    # Resuming with averaged weights must work too.
+    train(load_run(run_file(tmp_path, prefix, training__train_steps=10)))
 
 
 def go_back_to_the_start(rank: int, world_size: int, run: RunConfig, folder: Path) -> None:
     job = Job(run, Grid(run.parallel, "cpu"), CPU)
     job.initialize(run.training.seed)
-    Checkpointer(folder, job, CheckpointConfig()).save(1)  # as if fp16 gradients overflowed in the first step
+    # Save as if the gradients of the first step had overflowed.
+    Checkpointer(folder, job, CheckpointConfig()).save(1)
     for step in (1, 2):
         job.train_step(random_micro_batches(run, step, job.grid, CPU), step)
     load_checkpoint(folder / "step_1", job)

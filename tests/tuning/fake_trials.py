@@ -60,7 +60,7 @@ def tiny_candidates(memory: float | None = None, folder: Path | None = None) -> 
     with tempfile.TemporaryDirectory() as temporary:
         base = request(folder or Path(temporary)).base
     machine = MACHINE if memory is None else replace(MACHINE, memory=memory)
-    # As on a CPU, no layout is ruled out by its memory. The uncertainty of the predictions is the uncertainty on a GPU.
+    # Rule out no layout because of memory, as on a CPU. But let predictions be as uncertain as on a GPU.
     return replace(search_candidates(base, machine, prior_constants(), 8, LIMITS, on_gpu=False), doubt=1.0)
 
 

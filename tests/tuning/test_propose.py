@@ -48,7 +48,7 @@ def test_a_search_ends_near_the_best(candidates: Candidates, seed: int) -> None:
 
 
 def test_predictions_that_are_right_end_the_search_at_once(candidates: Candidates) -> None:
-    truth = candidates.seconds * 1.7  # a factor that all layouts share does not change their order
+    truth = candidates.seconds * 1.7  # a common factor does not change the order of the layouts
     trials = played(candidates, truth)
     assert {trial.index for trial in trials[:1]} == {int(np.argmin(truth))}
     chosen = min(trials, key=lambda trial: trial.result.seconds or np.inf)

@@ -52,7 +52,7 @@ def result_of(attempt: RunningTrial) -> TrialResult:
 
 
 def local(run: RunConfig, trial: Path, timeout: float = PATIENCE, limit: float | None = None) -> TrialResult:
-    process = LocalTrial(trial / "run.toml", trial, {"OMP_NUM_THREADS": "1"})  # leave other cores to other tests
+    process = LocalTrial(trial / "run.toml", trial, {"OMP_NUM_THREADS": "1"})  # leave the other cores to other tests
     result = result_of(attempt_of(process, run, trial, timeout, limit))
     assert process.exit_code() is not None, "nothing is left behind"
     return result
@@ -78,7 +78,7 @@ def test_a_trial_runs_no_tasks(tmp_path: Path, prefix: str) -> None:
 
 def test_a_process_beyond_its_memory_is_ended(tmp_path: Path, prefix: str) -> None:
     run, trial = tiny_trial(tmp_path, prefix)
-    result = local(run, trial, limit=2e7)  # Python with NumPy holds more
+    result = local(run, trial, limit=2e7)  # Python with NumPy needs more memory than this limit
     assert result.outcome == "out of memory"
     assert result.memory_bytes is not None and result.memory_bytes > 2e7
 

@@ -55,8 +55,8 @@ OF_GEMMA2 = {key: GEMMA2[key] for key in ("sliding_window", "layer_types", "attn
 OF_OLMO = {"qk_norm": True, "qk_norm_over": "all_heads", "zero_centered_norm": True}
 UNEVEN = {"preset": "llama-tiny", "hidden_size": 56, "head_dim": 8, "intermediate_size": 72}
 
-# Each row has the model, the grid, and what else is on. The global batch is 8 in micro-batches of 2, so most grids
-# accumulate. Labels are always masked unevenly.
+# Each row has the model, the grid, and further settings of the run file. A step has 8 sequences in micro-batches of 2,
+# so most grids accumulate gradients. The masked labels are spread unevenly over the ranks.
 CASES: dict[str, Case] = {
     "one process": (LLAMA, {}, {}),
     "x2": (LLAMA, {"x": 2}, {}),
@@ -322,7 +322,8 @@ SLOW_CASES: dict[str, Case] = {
         f"x2 {axis}2 dp2 zero {zero} {name}": (model, {"x": 2, axis: 2, "dp": 2, "zero": zero}, ONE_SEQUENCE)
         for axis in ("y", "z")
         for zero in (0, 1, 2, 3)
-        for name, model in [(("gpt", GPT), ("qwen", QWEN))[(zero + (axis == "z")) % 2]]  # alternate models
+        # Use the two models in turn.
+        for name, model in [(("gpt", GPT), ("qwen", QWEN))[(zero + (axis == "z")) % 2]]
     },
     **{
         f"x2 y2 z2 dp2 zero {zero}": (LLAMA, {"x": 2, "y": 2, "z": 2, "dp": 2, "zero": zero}, ONE_SEQUENCE)

@@ -6,7 +6,7 @@ from mutants import FULL, PACKED, SIX_HEADS, TWO_PARTS, X2, X2Y2, Y2, Mutant
 from tiny_runs import GPT
 
 PARTS = [
-    Mutant(  # AxoNN's overlap loses all weight gradients under torch's recomputation
+    Mutant(  # AxoNN has this fault with torch's recomputation: its overlap loses all weight gradients
         "weight gradients deferred to a later backward step are lost",
         "parallel.tensor.linear_steps:_Keep.backward",
         "later.start(compute)",
@@ -30,7 +30,7 @@ PARTS = [
         "torch.stack([t.unflatten(1, (self._ranks, -1)) for t in each], 2)",
         "torch.stack([t.unflatten(1, (self._ranks, -1)) for t in each], 1)",
         SIX_HEADS,
-        X2Y2,  # y shares the batch
+        X2Y2,  # y splits the batch
         {"overlap": {"batch_parts": 4}},
     ),
     Mutant(

@@ -20,7 +20,7 @@ TOKENS_AND_INPUTS = [
         "tokens are joined sequence by sequence but split rank by rank",
         "parallel.grid.communicate:_join",
         "parts.movedim(0, dim).flatten(dim, dim + 1)",
-        "parts.movedim(0, dim or parts.dim() // 4).flatten(dim, dim + 1)",  # harms only tensors of tokens
+        "parts.movedim(0, dim or parts.dim() // 4).flatten(dim, dim + 1)",  # changes only tensors of tokens
         grid=X2,
     ),
     Mutant(

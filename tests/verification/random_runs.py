@@ -177,7 +177,8 @@ def _model(draw: random.Random) -> dict[str, Any]:
     if model["qk_norm"]:
         model["qk_norm_over"] = draw.choice(("head", "all_heads"))
     if draw.random() < 0.3:
-        # With a window of one token, gradients of queries and keys are zero, and rounding has nothing to compare with.
+        # With a window of one token, the gradients of queries and keys would be zero, so rounding errors could not be
+        # compared.
         model["sliding_window"] = draw.choice((2, 5, 12, 40))
         kinds = ("sliding_attention", "full_attention")
         model["layer_types"] = [draw.choice(kinds) for _ in range(draw.choice((0, 1, 2, 3)))]

@@ -37,7 +37,7 @@ def kept(blocks: tuple[int, int], precision: str, **recompute: Any) -> int:
 def test_a_gpt_block_keeps_what_korthikanti_counts(precision: str, wide: int) -> None:
     model = tiny_run(MODEL).model
     h, a = model.hidden_size, model.num_attention_heads
-    statistics = 2 * 2 * 4 * S * B  # float32 mean and 1/σ of two norms
+    statistics = 2 * 2 * 4 * S * B  # two norms, each with a float32 mean and 1/σ
     sums = 4 * a * S * B
     assert kept((2, 3), precision) == wide * 32 * S * B * h + sums + statistics
     assert kept((2, 3), precision, mode="selective", modules=["attention"]) == wide * 32 * S * B * h + statistics

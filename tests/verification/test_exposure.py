@@ -91,8 +91,8 @@ def test_parts_of_a_micro_batch_hide_each_others_collectives(parts: int) -> None
         if name.split()[2].rstrip(":") in blocks:
             exposed = name in IN_PARTS or name == "x all_gather down: output gradient"
             assert share == (1 / parts if exposed else 0), name
-    # The recompute of a block hides the all-gather of its output gradient, although recompute leaves out the block's
-    # last matmul.
+    # Recomputing a block hides the all-gather of its output gradient, even though recompute skips the block's last
+    # matmul.
     assert recomputed["x all_gather down: output gradient"] == 0
     assert recomputed["y all_reduce up: outputs"] == 1 / parts / 2
     for name in IN_PARTS:
@@ -203,7 +203,8 @@ def test_collectives_of_one_axis_run_in_turn_and_those_of_two_axes_beside_each_o
     flights.land(1)
     flights.land(3)
     assert not +flights.waited
-    flights.land(2)  # it began when the first collective of its axis was done
+    # The second collective began only when the first one on its axis was done.
+    flights.land(2)
     assert +flights.waited == {LINE: 50}
     flights.issue(1, other, 1, 70)
     flights.land(1)
@@ -320,7 +321,7 @@ def assert_agreement(
     exposed = Counter[str]()
     for line in trace(run, machine=machine).collectives:
         assert line.exposed_seconds is not None
-        if not line.purpose.startswith("embed"):  # the planner counts them with the logits
+        if not line.purpose.startswith("embed"):  # the planner counts the embedding with the logits
             exposed[line.axis if line.axis in "xy" else "z"] += line.exposed_seconds
     predicted = predict(workload_of(run), machine, constants_for(machine)).parts
     for axis, seconds in {"x": predicted["x"], "y": predicted["y"], "z": predicted["z"] + predicted["dp"]}.items():

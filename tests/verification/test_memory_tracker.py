@@ -31,7 +31,8 @@ def tracked_peak(run: RunConfig) -> int:
                 MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(2)))
                 for _ in range(run.gradient_accumulation_steps)
             ]
-            for index in range(len(job.trained)):  # otherwise the first step creates moments after its peak
+            # Create the moments now. Otherwise the first step would create them after its peak.
+            for index in range(len(job.trained)):
                 job.optimizer.moments(index)
             tracker = MemTracker()
             tracker.track_external(*(stage.model for stage in job.stages.values()), job.optimizer.adamw)
@@ -43,7 +44,7 @@ def tracked_peak(run: RunConfig) -> int:
 
 def check_against_tracker(model: dict[str, Any], grid: dict[str, int], sections: dict[str, Any]) -> None:
     """Compare the peak of a run's trace with the peak of torch's tracker."""
-    # The tracker supports only one forward per module.
+    # A single micro-batch per rank, because the tracker supports only one forward pass per module.
     batch = 2 * grid.get("z", 1) * grid.get("dp", 1)
     training = {"micro_batch_size": 2, "seq_length": 128, "global_batch_size": batch, "device": "cpu"}
     run = tiny_run(model, grid, training=training, **sections)

@@ -66,7 +66,8 @@ def batch(vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return tokens and documents [3, 25], and which targets a mask drops [3, 24]."""
     draw = np.random.default_rng(0)
     documents = np.stack([np.repeat(np.arange(len(row) + 1), [*row, 1]) for row in LENGTHS])
-    documents[2, 24] = 0  # The last document goes on after the sequence.
+    # The last document continues after the end of the sequence.
+    documents[2, 24] = 0
     return draw.integers(vocab_size, size=(3, 25)), documents, draw.random((3, 24)) < 0.2
 
 
@@ -153,7 +154,8 @@ def largest_error() -> float:
 
 
 def test_losses_and_gradients_equal_a_second_implementation() -> None:
-    assert largest_error() < 1e-5  # The loss is computed in float32.
+    # The loss is computed in float32, so allow its rounding errors.
+    assert largest_error() < 1e-5
 
 
 @pytest.mark.parametrize("mutant", IN_THE_MODEL, ids=lambda mutant: mutant.fault)

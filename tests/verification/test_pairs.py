@@ -116,7 +116,8 @@ def run_of(settings: Settings, folder: str, precision: str = "fp32") -> RunConfi
     model = LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": s.kv_heads, "tie_word_embeddings": s.tied}
     model |= {"sliding_window": s.window, "norm_placement": s.norms}
     if s.experts:
-        # In lower precision, choose every expert. Rounding could decide between two experts with almost equal scores.
+        # In lower precision, route every token to all experts. Otherwise rounding could decide between two experts with
+        # almost equal scores.
         chosen = 2 if precision == "fp32" else 4
         model |= {"num_experts": 4, "num_experts_per_tok": chosen, "moe_intermediate_size": 48}
     grid = {name: getattr(s, name) for name in ("x", "y", "z", "dp", "cp", "pp", "zero", "schedule")}

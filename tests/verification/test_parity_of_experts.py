@@ -92,8 +92,8 @@ ONE_GROUP = {"n_group": 1, "topk_group": 1}
 def test_lower_precision_only_rounds(
     pool: Pool, model: dict[str, Any], grid: dict[str, int], precision: str, tmp_path: Path
 ) -> None:
-    # Every token goes to all experts, and no gate reaches its limit. Otherwise, rounding could change the choice of
-    # experts, or which gates are clamped, on one of the two grids.
+    # Route every token to all experts, and set a limit that no gate reaches. Otherwise rounding could change on one
+    # grid which experts are chosen or which gates are clamped.
     model = model | {"num_experts_per_tok": model["num_experts"]}
     if "swiglu_limit" in model:
         model["swiglu_limit"] = 7.0

@@ -45,7 +45,8 @@ SLOW_CASES: dict[str, Case] = {
         f"x2 {axis}2 dp2 zero {zero} {name}": (QWEN, {"x": 2, axis: 2, "dp": 2, "zero": zero}, sections | ONE_SEQUENCE)
         for axis in ("y", "z")
         for zero in (0, 1, 2, 3)
-        for name, sections in [(("muon", MUON), ("lion", LION))[(zero + (axis == "z")) % 2]]  # alternate optimizers
+        # Use the two optimizers in turn.
+        for name, sections in [(("muon", MUON), ("lion", LION))[(zero + (axis == "z")) % 2]]
     },
     **{
         f"z4 dp2 ep{ep} zero {zero} muon": (QWEN_MOE, {"z": 4, "dp": 2, "ep": ep, "zero": zero}, MUON | ONE_SEQUENCE)

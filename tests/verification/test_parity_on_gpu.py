@@ -30,7 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def parity_on_gpu(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
-    # The trainer reads properties that a simulated GPU lacks.
+    # Skip the trainer, because it reads properties that a simulated GPU lacks.
     with simulated_gpu(), patch.object(parity_module, "can_write", return_value=False):
         return parity(run, GPU, steps=1)
 

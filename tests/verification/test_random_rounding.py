@@ -17,7 +17,8 @@ def test_every_result_moves_by_at_most_one_unit_in_the_last_place() -> None:
     x = torch.rand(1000, dtype=torch.float64) + 0.5
     with rounding():
         moved = x * 2 / (2 * x) - 1
-    assert 0 < moved.abs().max() < 4.1 * EPS  # Four operations round.
+    # Each of the four operations rounds once.
+    assert 0 < moved.abs().max() < 4.1 * EPS
     assert abs(moved.mean()) < 0.2 * EPS
 
 

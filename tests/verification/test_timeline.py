@@ -51,12 +51,13 @@ def profiled_body(rank: int, world_size: int, run: RunConfig, folder: Path, late
     dist.all_gather_object(processes, os.getpid())
     for step in range(6):
         if rank == late:
-            wait_until(lambda: sleeps(processes[0]))  # rank 0 waits in the step's first collective
+            wait_until(lambda: sleeps(processes[0]))  # wait until rank 0 waits in the step's first collective
             time.sleep(LATE)
         job.train_step(random_micro_batches(run, step, grid, device), step)
         ends.append(time.perf_counter())
         timeline.after_step(step + 1)
-        assert (methods_of_torch() == before) == (step not in (1, 2, 3))  # only while steps are recorded
+        # torch's functions are replaced only while steps are recorded
+        assert (methods_of_torch() == before) == (step not in (1, 2, 3))
     timeline.close()
     return (ends[4] - ends[1]) / 3
 
@@ -157,10 +158,11 @@ def test_the_trace_shows_steps_and_the_collectives_under_way(pool: Pool, tmp_pat
     assert len(flights) == 3 * sum(line["count"] for line in record["ranks"][0]["collectives"])
     ends: dict[int, float] = {}
     for flight in sorted(flights, key=lambda each: float(each["ts"])):
-        assert ends.get(flight["tid"], 0.0) <= flight["ts"]  # else no viewer could draw them
+        assert ends.get(flight["tid"], 0.0) <= flight["ts"]  # otherwise no viewer could draw the events
         ends[flight["tid"]] = flight["ts"] + flight["dur"]
-    assert len(ends) > 1  # while one part computes, another part's collective is in flight
-    # A collective begins in the profiler's range of its call, and is over when the wait for it ends.
+    # One part's collective is in flight while another part computes.
+    assert len(ends) > 1
+    # A collective is in flight from its call, which the profiler also records, until the wait for it ends.
     (first,) = [event for event in flights if event["ts"] == min(each["ts"] for each in flights)]
     of_name = [event for event in events if event["name"].endswith(first["name"]) and event is not first]
     issued, waited = sorted((e for e in of_name if e.get("cat") == "user_annotation"), key=lambda e: e["ts"])[:2]

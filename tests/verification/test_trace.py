@@ -50,7 +50,8 @@ def block_bytes(run: RunConfig) -> dict[tuple[str, str, str], int]:
     ups = (2 if model.gated_mlp else 1) * model.intermediate_size
     residual = tokens * model.hidden_size // grid.y * size
     vectors = 2 if model.norm == "rmsnorm" else 6
-    # RMSNorm: a sum of squares, float32. LayerNorm: two sums, float64 forward and float32 backward.
+    # Bytes per token. RMSNorm sums squares in float32. LayerNorm has two sums, in float64 forward and in float32
+    # backward.
     forward_sums, backward_sums = (4, 4) if model.norm == "rmsnorm" else (16, 8)
     over_x = {
         ("x", "all_gather", "qkv: tokens"): residual,
@@ -61,7 +62,8 @@ def block_bytes(run: RunConfig) -> dict[tuple[str, str, str], int]:
         ("x", "reduce_scatter", "up: input gradient"): residual,
         ("x", "all_gather", "o_proj: output gradient"): residual,
         ("x", "reduce_scatter", "qkv: input gradient"): residual,
-        # Once per step, for this rank's shards: weights (and biases) of two norms, and biases of two projections.
+        # Once per step, for this rank's shards: the weights (and biases) of two norms, and the biases of two
+        # projections.
         ("x", "all_reduce", "gradients of norms and biases"): vectors * model.hidden_size // grid.y // grid.z * 4,
     }
     over_y = {
@@ -174,7 +176,7 @@ def recorded_body(rank: int, world_size: int, run: RunConfig) -> tuple[dict[tupl
     grid, device = Grid(run.parallel, "cpu"), torch.device("cpu")
     job = Job(run, grid, device)
     job.initialize(0)
-    # The trace has no padding. For text, it has no padding mask either.
+    # The trace assumes no padding. Batches of text do not even have a padding mask.
     masks = run.model.num_experts > 0 and run.data.format != "text"
     micro_batches = [
         replace(batch, is_data=torch.ones_like(batch.tokens, dtype=torch.bool) if masks else None)
@@ -294,7 +296,7 @@ def test_the_largest_models_are_traced_in_8_gib(preset: str, grid: dict[str, int
         }
     )
     report = trace(run)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 * 2**20  # KiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 * 2**20  # in KiB
     share = num_parameters(run.model) / (run.parallel.world_size // run.parallel.dp)
     assert share * 4 <= report.memory.parameters < share * 4 * 1.01
 
@@ -327,8 +329,8 @@ def test_a_pipeline_of_175b_has_the_memory_that_was_measured() -> None:
     for rank in report.pipeline:
         memory = rank.memory
         assert 28e9 < memory.total_peak < 34e9
-        # For each parameter of the stage, 12 bytes (fp32 weight and AdamW's moments) are sharded over 2 ranks. Each
-        # rank also has the fp16 weight and its gradient, 2 bytes each.
+        # Every parameter has 12 bytes (fp32 weight and AdamW's moments), sharded over 2 ranks. Each rank also has the
+        # full fp16 weight and its gradient, 2 bytes each.
         parameters = memory.parameters / 4 * 2
         assert memory.optimizer == 2 * memory.parameters
         assert memory.total_peak == pytest.approx((12 / 2 + 2 + 2) * parameters + memory.activations_peak, rel=0.06)

@@ -28,7 +28,8 @@ class Loki(Rival):
     def score(self, step: Step) -> Tensor:
         basis_KDd = self.bases[step.layer]
         query_BKGd = project(step.query_BKGD, basis_KDd) * step.scaling
-        # A cache would store the projected keys. Computing them here gives the same numbers.
+        # An efficient implementation would cache the projected keys. Projecting them in every step gives the same
+        # numbers.
         return combine_heads(torch.matmul(query_BKGd, project(step.key_BKSD, basis_KDd).transpose(-1, -2)))
 
     def select(self, step: Step, worth_BKS: Tensor | None) -> Tensor:

@@ -40,7 +40,7 @@ class TopP(Rival):
     def select(self, step: Step, worth_BKS: Tensor | None) -> Tensor:
         assert worth_BKS is not None
         sorted_BKS, order_BKS = worth_BKS.sort(-1, descending=True)
-        # A key is needed if the keys before it hold less than p.
+        # Keep a key if the keys with larger weights add up to less than p.
         before_BKS = sorted_BKS.cumsum(-1) - sorted_BKS
         is_kept_BKS = before_BKS < self.p * worth_BKS.sum(-1, keepdim=True)
         if self.cap is not None:

@@ -150,7 +150,8 @@ def test_a_block_of_attention_is_dense_attention(mask: str, kv_heads: int) -> No
         out, lse = attend_block(q, k, v, causal, given, SCORES)
     torch.testing.assert_close(out, expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, expected_lse.detach(), rtol=1e-5, atol=1e-6)
-    if mask == "rows that see nothing":  # the next tests check gradients with more keys
+    # Rows without keys have no gradient to compare. The next tests check gradients with more keys.
+    if mask == "rows that see nothing":
         assert (out[0, :, 3:6] == 0).all()
         assert (lse[0, :, 3:6] == -torch.inf).all()
         return
@@ -175,7 +176,8 @@ def test_a_block_of_capped_attention_is_dense_attention(mask: str, rows: int, mo
         out, lse = attend_block(q, k, v, causal, given, capped)
         gradients = attend_block_backward(grad, q, out, lse, k, v, causal, given, capped)
     torch.testing.assert_close(out, expected.detach(), rtol=1e-5, atol=1e-6)
-    if mask == "rows that see nothing":  # softmax has no gradient there
+    # Without any key, softmax has no gradient.
+    if mask == "rows that see nothing":
         return
     expected.backward(grad)
     for got, tensor in zip(gradients, (q, k, v), strict=True):
@@ -205,7 +207,8 @@ def test_parts_merge_to_the_whole(mask: str) -> None:
     the merged results."""
     (q, k, v, grad), _, given, seen = case_of(mask, kv_heads=2)
     if given is not None:
-        seen[..., 0] = True  # the ring's first block has a key for every query
+        # In the ring's first block, every query sees a key.
+        seen[..., 0] = True
     for tensor in (q, k, v):
         tensor.requires_grad_()
     expected, expected_lse = dense(q, k, v, seen)

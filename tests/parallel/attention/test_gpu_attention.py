@@ -94,8 +94,10 @@ def test_trace_and_planner_count_repeated_heads() -> None:
         ((1, 8192, 8192, 32, 8, 128), None, 134_217_728 + 1_048_576 + 134_217_728),
         ((1, 8192, 8192, 32, 32, 128), None, 134_217_728 + 1_048_576),
         ((1, 8192, 8192, 32, 8, 128), 3, 4 * 8576 * 32 * 129 + 134_217_728),
-        ((2, 33, 66, 4, 2, 100), None, 4 * 256 * 4 * 129 + 4 * 2 * 66 * 4 * 104),  # 104 features, which sum as 128
-        ((1, 128, 128, 1, 1, 136), None, 4 * 128 * 193),  # above 128, features sum in multiples of 64
+        # The kernel pads 100 features to 104, and sums them as 128.
+        ((2, 33, 66, 4, 2, 100), None, 4 * 256 * 4 * 129 + 4 * 2 * 66 * 4 * 104),
+        # Above 128, the kernel sums multiples of 64 features.
+        ((1, 128, 128, 1, 1, 136), None, 4 * 128 * 193),
     ],
 )
 def test_flash_backward_allocates_by_torchs_rule(shape: tuple[int, ...], documents: int | None, expected: int) -> None:

@@ -31,7 +31,7 @@ def moved(rank: int, world_size: int, sizes: dict[str, int], name: str, per_node
     numbers: list[Any] = [None] * whole.size
     dist.all_gather_object(numbers, group.rank(), whole.group)
     assert sorted(numbers) == list(range(whole.size))
-    # Shard c of the gathered tensor belongs to the rank with number c. Its values name the rank.
+    # Rank c fills its shard with its own number, so the gathered tensor shows which rank each shard comes from.
     expected = torch.zeros(whole.size, LENGTH)
     for number, member in zip(numbers, members, strict=True):
         expected[number] = member

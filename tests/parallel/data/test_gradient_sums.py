@@ -29,7 +29,7 @@ def gradients(run: RunConfig) -> tuple[dict[str, torch.Tensor] | None, set[torch
     for shard in job.shards:
         shard.local.copy_(shard.local.bfloat16())
     job.publish()
-    # Join micro-batches of one sequence, so that the same labels count at every micro-batch size.
+    # Draw micro-batches of one sequence and join them. Then the labels are the same for every micro-batch size.
     size, one = run.training.micro_batch_size, {"micro_batch_size": 1}
     each = random_micro_batches(
         run.model_copy(update={"training": run.training.model_copy(update=one)}), 0, job.grid, CPU

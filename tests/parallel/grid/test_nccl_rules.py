@@ -92,9 +92,10 @@ def test_nothing_names_a_feature_that_only_gloo_has() -> None:
 def test_axes_of_one_rank_and_of_the_same_ranks_have_no_communicator_of_their_own(pool: Pool) -> None:
     assert pool.run(1, groups_of, {}) == [{"world": 10}]
     counts = pool.run(4, groups_of, {"dp": 2, "x": 2})
-    # There are three groups: dp (also used as dp_cp, dp_z, and dp_cp_z), x (also used as y_x), and single ranks.
+    # Three groups are enough: one for dp, dp_cp, dp_z, and dp_cp_z, one for x and y_x, and one for axes with a single
+    # rank.
     assert all(sorted(each.values()) == [2, 4, 4] and "world" not in each for each in counts)
-    # The rings of cp have a group of their own.
+    # Ring attention over cp has a group of its own.
     assert all(sorted(each.values()) == [1, 1, 2, 6] for each in pool.run(4, groups_of, {"cp": 2, "pp": 2}))
 
 

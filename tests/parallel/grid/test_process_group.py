@@ -69,7 +69,8 @@ def meet_in_rounds(rank: int, world_size: int, port: int) -> list[float]:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     sums = []
     for restarts in range(2):
-        count = restarts if rank == 0 else 0  # rank 1's node was replaced, so its agent counts from 0
+        # The node of rank 1 was replaced, so its agent counts from 0 again.
+        count = restarts if rank == 0 else 0
         place = Place(rank, rank, world_size, world_size, "torchrun", count)
         start_process_group(place, f"tcp://127.0.0.1:{port}", torch.device("cpu"), timedelta(seconds=PATIENCE))
         one = torch.ones(1)

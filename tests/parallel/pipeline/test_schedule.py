@@ -23,7 +23,7 @@ CASES = [
     for schedule in SCHEDULES
     for pp in (2, 4)
     for m in (1, pp, 2 * pp, 4 * pp, 3 * pp + 1)
-    # Leave out what fourfold.config.layout refuses.
+    # Leave out the combinations that fourfold.config.layout refuses.
     if not (schedule == "DualPipeV" and m < 2 * pp)
     if not (schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and m % max(1, m // pp))
 ]

@@ -56,7 +56,8 @@ def test_times_on_a_gpu_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
     device = Device()
     monkeypatch.setattr(Event, "device", device, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(time, "perf_counter", lambda: 7.0)  # the host issues everything at the same time
+    # The host issues all operations at the same moment, so only the device's times differ.
+    monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
     stopwatch = Stopwatch(torch.device("cuda"))
     forward, backward, received = Op("F", 0, 0), Op("B", 0, 0), Op("RECV_B", 0, 0)
     with stopwatch.span(forward):

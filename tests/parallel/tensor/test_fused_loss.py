@@ -120,4 +120,5 @@ def test_the_loss_is_fused_where_triton_can_run(monkeypatch: pytest.MonkeyPatch)
 def test_loss_kernels_compile_for_a_gpu() -> None:
     """No GPU is needed to compile down to the machine code of an H100 and an MI300. The kernels fit in registers."""
     printed = output_of(Path(__file__).with_name("compile_loss_kernels.py"))
-    assert len(printed.splitlines()) == 2 * 2 * 3 * 2  # kernels, targets, dtypes, with and without a cap
+    # There are two kernels, two kinds of targets, three dtypes, and two settings of the cap.
+    assert len(printed.splitlines()) == 2 * 2 * 3 * 2

@@ -182,7 +182,7 @@ FORBIDDEN = {
 
 def test_nobody_calls_stock_functions_that_are_silently_wrong() -> None:
     allowed = {
-        # These references are plain torch on one process on purpose.
+        # The references use torch's own functions on purpose, on one process.
         Path("verification", "one_process.py"): set(FORBIDDEN),
         Path("verification", "stochastic_rounding.py"): {"clip_grad_norm_"},
         Path("data", "hub.py"): {"state_dict"},  # the state of a dataset
