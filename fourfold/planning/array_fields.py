@@ -1,5 +1,5 @@
-"""Define dataclasses whose fields are scalars or arrays. With arrays, one call predicts many *cases*. A case is one
-entry of all arrays, such as one layout."""
+"""Define dataclasses whose fields are scalars or arrays. If the arrays have n entries, one call predicts n *cases*,
+such as n layouts."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Find the unique rows of a table, given as columns [n] of nonnegative integers.
 
     Returns:
-        The index of the first occurrence of each unique row, and for every row [n], the position of its unique row in
-        that list.
+        The indices of the unique rows (the first occurrence of each), and an array [n] that says for every row which of
+        these unique rows it equals.
     """
     codes, numbers = np.zeros(np.shape(columns[0]), dtype=np.int64), 1
     for column in columns:

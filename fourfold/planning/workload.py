@@ -72,8 +72,8 @@ class Layout(ArrayFields):
 
     @property
     def shards(self) -> Number:
-        """Return the number of ranks among which a weight's tile is divided. It is z, or z · dp · cp if ``zero`` shards
-        weights or states too. (The tensor axes x and y cut a weight into tiles.)"""
+        """Return the number of ranks that share the entries of a weight's tile. It is z, or z · dp · cp if ``zero``
+        shards weights or states too. (The tensor axes x and y cut a weight into tiles.)"""
         return self.z * np.where(self.zero > 0, self.dp * self.cp, 1)
 
     @property
@@ -195,9 +195,11 @@ class Workload(ArrayFields):
 
     @property
     def block_weights(self) -> Number:
-        """Return the number of weight entries in the matrices of a block without experts, as a mean over the blocks. It
-        is x · y times the number on one rank. So projections to latents count x times, because each rank of x holds a
-        copy of them."""
+        """Return the number of weight entries in the matrices of a block without experts, as a mean over the blocks.
+
+        This is x · y times the number on one rank. So projections to latents count x times, because each rank of x
+        holds a copy of them.
+        """
         return self.model.block_weights + (self.layout.x - 1) * self.model.hidden_size * self.model.latents
 
     @property

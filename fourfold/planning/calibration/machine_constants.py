@@ -16,12 +16,12 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
 
 LONG = 32768
-"""Number of tokens per sequence from which on a context is long. Attention then takes much of the step."""
+"""A context counts as long from this number of tokens per sequence on. Attention then takes much of the step."""
 FAR = 2.0
 """A workload is far from the measured rows if one of its features is above all rows, or below all rows, by more than
 this factor."""
 WAITING = 0.05
-"""Fraction of a step in which the device waits for the host, from which on a batch is small."""
+"""A batch counts as small if the device waits for the host for more than this fraction of a step."""
 
 
 @cache
@@ -48,7 +48,8 @@ def kind_of_extrapolation(machine: Machine) -> str | None:
 
 
 def kind_of_step(work: Workload, waiting: float) -> str:
-    """Return which interval applies to a step: mixture, long context, small batch, or dense (all other steps).
+    """Return which prediction interval applies to a step: the interval for "mixture", "long context", "small batch", or
+    "dense" (all other steps).
 
     Args:
         work: A single workload.
@@ -62,15 +63,18 @@ def kind_of_step(work: Workload, waiting: float) -> str:
 
 
 def shipped_interval(machine: Machine, kind: str, work: Workload) -> tuple[float, float] | None:
-    """Return two factors. With a probability of 90 %, the measured seconds of a step are between the first factor and
-    the second factor, each times the predicted seconds.
+    """Return the 90 % prediction interval of a step time, as factors on the predicted seconds.
 
-    A workload that is far from all measured rows gets the wide interval of an unknown source.
+    The measured seconds are between the first and the second factor times the predicted seconds with a probability of
+    90 %. A workload that is far from all measured rows gets the wide interval of an unknown source.
 
     Args:
-        machine: The machine. Return None if its file has fitted constants.
+        machine: The machine.
         kind: The kind of step (``kind_of_step``).
         work: A single workload.
+
+    Returns:
+        The two factors. None if the machine's file has fitted constants.
     """
     extrapolation = kind_of_extrapolation(machine)
     if extrapolation is None:
@@ -82,9 +86,8 @@ def shipped_interval(machine: Machine, kind: str, work: Workload) -> tuple[float
 
 
 def shipped_order_factor() -> float:
-    """Return the ratio of two predicted times that is large enough to trust their order. Above this ratio, the measured
-    times have the same order with a probability of 95 % (``order_factor`` in
-    docs/validation_page/error_intervals.py)."""
+    """Return the ratio of two predicted times from which on their order can be trusted: the measured times then have
+    the same order with a probability of 95 % (``order_factor`` in docs/validation_page/error_intervals.py)."""
     return float(_table()["order"]["factor"])
 
 

@@ -29,12 +29,13 @@ GPT_VOCABULARY = 51200
 FLOAT8 = ("fp8", "mxfp8")
 BYTES_OF = {"fp32": 4, "bf16": 2, "int8": 1}
 ERRATA = {("V1", "recompute", "full"): "none"}
-"""Values that contradict a publication's own measurements, by source, column, and value, and the values that are used
-instead.
+"""Corrections of the sources. Each maps a source, a column, and a value that contradicts the source's own measurements
+to the value that is used instead.
 
-vTrain's configurations of one node (V1) ask for full recompute. But then A100s would run matmuls at 1.3 times the best
-rate that was ever measured on them, at every pipeline size. vTrain's own simulator does not recompute the last stage,
-which is the only one in half of the rows."""
+The single-node configurations of vTrain (V1) ask for full recompute. With full recompute, the measured times would mean
+that A100s run matmuls at 1.3 times the best rate that was ever measured on them. Also, vTrain's own simulator does not
+recompute the last stage, and half of these rows have only one stage.
+"""
 OF_EXPERTS = ("experts", "experts_per_token", "expert_ffn_hidden")
 
 
@@ -255,7 +256,7 @@ def _layout(measured: MeasuredRow, machine: Machine) -> dict[str, Any]:
 
 
 def _shares_optimizer(measured: MeasuredRow) -> bool:
-    """Return whether the run uses DeepSpeed's BF16_Optimizer, which shards its states at every ZeRO stage and
+    """Return whether the run uses DeepSpeed's BF16_Optimizer. It shards optimizer states even at ZeRO stage 0, and
     all-reduces gradients."""
     traits = PROGRAMS[measured.program]
     return traits.deepspeed and measured.precision == "bf16" and measured.sharding in ("none", "zero1")
@@ -334,10 +335,10 @@ def _deepspeed(measured: MeasuredRow, traits: Traits) -> dict[str, Any]:
 
 
 def _divided(work: Workload, measured: MeasuredRow) -> Workload:
-    """Set ``end_layers``, the number of layers that the embedding and the head each count as.
+    """Set ``end_layers``, the number of layers that the embedding counts as when layers are divided into stages. The
+    head counts as the same number.
 
-    Each counts as one layer if the row says so. Each also counts as one layer if the stages can have equal numbers of
-    layers only in this way.
+    They count as one layer if the row says so, or if the layers cannot be divided evenly in any other way.
     """
     layers, chunks = work.model.num_hidden_layers, work.layout.pp * work.layout.stages_per_rank
     if chunks > layers + 2:

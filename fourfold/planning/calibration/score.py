@@ -209,8 +209,11 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def memory_of(scored: Sequence[Scored]) -> Statistics:
-    """Score the predicted memory. In addition to the relative errors, there are two fractions: how many out-of-memory
-    rows were predicted to run out of memory (OOM recall), and how many fitting rows were predicted to fit."""
+    """Score the predicted memory.
+
+    The scores are the relative errors, the fraction of out-of-memory rows that were predicted to run out of memory (OOM
+    recall), and the fraction of fitting rows that were predicted to fit.
+    """
     errors = [s.memory_gb / s.row.memory_gb - 1 for s in scored if s.row.memory_gb is not None]
     out = [s.p_oom > 0.5 for s in scored if s.row.out_of_memory]
     fitting = [s.p_oom <= 0.5 for s in scored if s.row.ran]

@@ -88,9 +88,12 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
 
 
 def mlp_backward(work: Workload) -> tuple[Number, Number]:
-    """Return the peak bytes of the MLP's backward pass, not counting the tensors that the forward pass has saved. The
-    first number is for weights that are sharded over data-parallel ranks. The second is for replicated weights, whose
-    gradients are in fp32 from the start."""
+    """Return the peak bytes of the MLP's backward pass, not counting the tensors that the forward pass has saved.
+
+    Returns:
+        The bytes if weights are sharded over data-parallel ranks, and the bytes if weights are replicated. Gradients of
+        replicated weights are in fp32 from the start.
+    """
     model, layout, step = work.model, work.layout, work.step
     p = tensor_bytes(work)
     weight = model.hidden_size * model.mean_inner / (layout.x * layout.y)
@@ -108,9 +111,15 @@ def is_replicated(work: Workload) -> Flag:
 
 
 def kept_weights(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes of weights in the step's dtype that a rank holds between forward and backward if ``zero`` is 1
-    or 2 and z > 1. Otherwise they are 0. A rank holds only its shard over z (docs/parallelism.md). The first number is
-    for one block with its experts, and the second is for embedding and head."""
+    """Return the bytes of weights that a rank holds between the forward pass and the backward pass, in the step's
+    dtype.
+
+    With ``zero`` 1 or 2 and z > 1, a rank holds its shard over z (docs/parallelism.md). In all other cases, the bytes
+    are 0.
+
+    Returns:
+        The bytes of one block with its experts, and the bytes of embedding and head.
+    """
     model, layout = work.model, work.layout
     keeps = (layout.zero > 0) & (layout.zero < 3) & (layout.z > 1)
     entry = np.where(keeps, work.step.item_bytes / (layout.x * layout.y * layout.z), 0)
@@ -124,17 +133,19 @@ class BlockBytes(ArrayFields):
     """Bytes of one micro-batch. Within a search, they depend on x, y, cp, the context-parallel method, ep, the
     micro-batch size, the number of batch parts, and whether weight gradients are deferred.
 
-    - whole, selective, full: bytes that a block saves without, with selective, and with full recompute.
+    - whole, selective, full: bytes that a block saves for its backward pass if it recomputes nothing, recomputes
+      selectively, or recomputes fully.
     - backward, backward_replicated: the two peaks of ``mlp_backward``, or the peaks of the experts' backward if they
       are higher.
     - attention_backward: ``attention_backward``.
     - mlp_again, core_again: tensors that selective recompute computes again, in the MLP (``mlp_made_again``) and inside
       attention.
     - head, head_kept: peak of head and loss, and the tensors that they hold until their backward pass.
-    - summed_experts: what a block has in memory in addition to the gradients of its experts' weights when these
-      gradients are summed. By then, the block has freed what the experts had saved, so this can be negative.
-    - linear_core: tensors that the core of linear attention saves if its block is recomputed as a whole. Otherwise, the
-      core is recomputed on its own, and ``attention_backward`` includes these tensors.
+    - summed_experts: what a block has in memory while the gradients of its experts' weights are summed, not counting
+      these gradients. By then, the tensors that the experts saved are freed. They are subtracted, so the number can be
+      negative.
+    - linear_core: tensors that the core of linear attention saves in a block with full recompute. In all other blocks,
+      the core is recomputed on its own, and ``attention_backward`` includes these tensors.
     - dense: the bytes of blocks with a dense MLP, if some blocks of an MoE model have one.
     - linear: the bytes of blocks with linear attention, if some blocks have it. The other fields are for blocks with
       softmax attention.
@@ -235,9 +246,11 @@ def _bytes_of_one_kind(work: Workload) -> BlockBytes:
 
 
 def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
-    """Return the bytes of a block with experts, either in addition to an MLP (shared expert) or instead of an MLP. The
-    backward pass of a shared expert comes first. It frees the tensors that the shared expert has saved. The gradient of
-    the shared expert's input stays in memory until the experts' gradient is added to it."""
+    """Return the bytes of a block with experts, in addition to an MLP (the shared expert) or instead of one.
+
+    The backward pass of a shared expert comes first. It frees the tensors that the shared expert has saved. The
+    gradient of the shared expert's input stays in memory until the gradient of the experts' input is added to it.
+    """
     p = tensor_bytes(work)
     freed = work.model.mlps * p.gathered + 2 * mlp_made_again(work) + kept_by_shared_gate(work)
     residual = p.residual + np.where(work.model.shared_expert_intermediate_size > 0, p.residual - freed, 0)
@@ -258,9 +271,16 @@ def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
 def peak_bytes(
     work: Workload, layers: Number, in_flight: Number, has_head: Flag = True, block: BlockBytes | None = None
 ) -> Number:
-    """Return the peak bytes of activations on a rank whose ``layers`` blocks hold activations of ``in_flight``
-    micro-batches. They include the step's inputs and the weights of ``kept_weights``. In an MoE model,
-    ``work.model.sparse`` is the fraction of these blocks that have experts."""
+    """Return the peak bytes of activations on a rank, including the step's inputs and the weights of ``kept_weights``.
+
+    Args:
+        work: The workload. In an MoE model, ``work.model.sparse`` is the fraction of the rank's blocks that have
+            experts.
+        layers: Number of blocks on the rank.
+        in_flight: Number of micro-batches whose activations the rank holds.
+        has_head: Whether the rank has the head.
+        block: The bytes of a block, if they are already computed.
+    """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     block = block_bytes(work) if block is None else block
     of_block, of_tables = kept_weights(work)
@@ -282,9 +302,11 @@ def peak_bytes(
 
 def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_block: Number) -> tuple[Number, Number]:
     """Return the bytes that a rank's blocks save for a micro-batch, and the largest number of bytes that the backward
-    pass of one block adds. During the backward pass of a block, its full weights are gathered, and the memory of
-    weights already counts them. So the weights that the block holds in between (``kept_weights``, on average
-    ``of_block`` bytes) are subtracted here."""
+    pass of one block adds.
+
+    ``of_block`` are the bytes of weights that a block holds before its backward pass (``kept_weights``). They are
+    subtracted, because the backward pass gathers the block's full weights, and the memory of weights counts those.
+    """
     if block.dense is None:
         return block.kept(work, layers), block.in_backward(work, layers) - of_block
     share = dense_share(work)

@@ -24,8 +24,12 @@ from fourfold.planning.workload import Workload
 
 def kept_by_core(work: Workload) -> tuple[Number, Number]:
     """Return the bytes that attention saves for its backward pass: the tensors between qkv and o_proj, except the
-    attention kernel's output. The first number is without recomputation of attention. The second is with it: only the
-    outputs of the projections are saved."""
+    attention kernel's output.
+
+    Returns:
+        The bytes if attention is not recomputed, and the bytes if it is. A recomputed attention saves only the outputs
+        of the projections.
+    """
     model, layout, step = work.model, work.layout, work.step
     p, split = tensor_bytes(work), attention_over_y(work)
     ranks = layout.x * np.where(split == "heads", layout.y, 1)
@@ -62,9 +66,12 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
 
 
 def kept_latents(work: Workload, tokens: Number) -> Number:
-    """Return the bytes that latent attention saves in addition to ``tokens``, the gathered input that other kinds of
-    attention save. It saves the rank's shard of the input, its latents, and the gathered latents, but no gathered
-    input."""
+    """Return the additional bytes that latent attention saves. Other kinds of attention save the gathered input
+    (``tokens`` bytes).
+
+    Latent attention saves this rank's shard of the input, its latents, and the gathered latents instead of the gathered
+    input.
+    """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens / layout.y
     arrived = np.where(layout.y > 1, model.latents, model.q_latent + model.kv_latent) / layout.x
@@ -79,9 +86,11 @@ def kept_latents(work: Workload, tokens: Number) -> Number:
 
 
 def attention_backward(work: Workload) -> Number:
-    """Return the peak bytes of attention's backward pass, not counting the tensors that the forward pass has saved. By
-    then, the backward pass of the MLP has freed the tensors that the block has saved for it, so their bytes are
-    subtracted."""
+    """Return the peak bytes of attention's backward pass, not counting the tensors that the forward pass has saved.
+
+    The backward pass of the MLP comes first, and has freed the tensors that were saved for it. So their bytes are
+    subtracted.
+    """
     model, p = work.model, tensor_bytes(work)
     # A ring sums gradients in 32 bits: of the queries, of the rank's own keys and values, and of the keys and values
     # that currently pass by.
@@ -98,10 +107,12 @@ def attention_backward(work: Workload) -> Number:
 
 
 def _capped_backward(work: Workload) -> Number:
-    """Return the additional peak bytes of attention's backward pass with soft-capped scores. At the peak, five fp32
-    tensors have an entry per score: the softmax weight, the derivative of the soft-cap, the soft-capped value, the
-    gradient of the softmax weight, and a result computed from that gradient. Keys, values, and their gradients are
-    expanded to all query heads. The gradients of queries, keys, and values are summed in fp32."""
+    """Return the additional peak bytes of attention's backward pass with soft-capped scores.
+
+    At the peak, five fp32 tensors have an entry per score: the softmax weight, the derivative of the soft-cap, the
+    soft-capped value, the gradient of the softmax weight, and a result computed from that gradient. Keys, values, and
+    their gradients are expanded to all query heads. The gradients of queries, keys, and values are summed in fp32.
+    """
     item, p, scores = work.step.item_bytes, tensor_bytes(work), capped_scores(work)
     of_heads = scores.heads * scores.keys * work.model.head_dim * (2 * item + 2 * 4)
     sums = 4 / item * (p.queries + 2 * p.keys)

@@ -88,8 +88,8 @@ UP, DOWN = Linear("up", "x", True, "y", False), Linear("down", "y", False, "x", 
 
 
 class Recording:
-    """The recorded events of consecutive blocks: all events of the forward pass, and the backward's events of each
-    autograd node."""
+    """Records the events of consecutive blocks: the events of the forward pass in order, and for each autograd node the
+    events of its backward pass."""
 
     def __init__(self, kind: Kind, blocks: int, again: bool = False) -> None:
         """Start a recording.
@@ -100,8 +100,7 @@ class Recording:
         self.forward: list[Event] = []
         self.backward: list[list[Event]] = []
         self.first_read = 0
-        """Index of the node in ``backward``. Of all nodes that read saved tensors, the backward pass runs this node
-        first."""
+        """Index in ``backward`` of the node that is the first to read saved tensors in the backward pass."""
         run_batch_parts((self._through(part, blocks) for part in range(kind.batch_parts)), runs_ahead=not kind.y)
 
     def _through(self, part: int, blocks: int) -> Steps[None]:
@@ -109,8 +108,8 @@ class Recording:
             yield from self._block((block, part), is_last=block == blocks - 1)
 
     def _block(self, place: tuple[int, int], is_last: bool) -> Steps[None]:
-        """Record the events of one part in one block, and yield where
-        ``parallel.overlap.batch_parts.BlockInParts.steps`` yields."""
+        """Record the events of one part in one block. Yield at the same points as
+        ``parallel.overlap.batch_parts.BlockInParts.steps``."""
         kind = self._kind
         waits_for_up = kind.x and not kind.parallel_residual
         self._norm(place, kind.norms_before, "attention", again=kind.norms_again)
@@ -143,8 +142,8 @@ class Recording:
         hides: Linear | None = None,
         before_gather: bool = False,
     ) -> Steps[None]:
-        """Record the events of one part in a linear layer, and yield where
-        ``parallel.tensor.linear_steps.linear_steps`` yields."""
+        """Record the events of one part in a linear layer. Yield at the same points as
+        ``parallel.tensor.linear_steps.linear_steps``."""
         kind, name = self._kind, layer.name
         reads, writes = (getattr(kind, axis) for axis in (layer.reads, layer.writes))
         from_input, summed = (_issue(name, layer.reads, place, what) for what in ("tokens", "input gradient"))

@@ -16,11 +16,12 @@ from fourfold.planning.workload import Workload
 def batch_part_time(work: Workload, machine: Machine, constants: Constants) -> dict[str, Number]:
     """Return the seconds of each event (``batch_part_events``), by name. All blocks must be dense.
 
-    A layer's name alone is its matmul in the forward pass (``up``). With ``_input_gradient`` or ``_weight_gradient``,
-    it is a matmul of its backward pass. With an axis (``up_x``), it is one of its collectives over this axis.
-    ``half_up`` is the matmul of either gate or up, and ``up_y`` is the sum of one of the two. ``keys_y`` is the
-    collective of keys and values if the y ranks share the queries. Within a block, every all-gather and every sum over
-    x takes the same time.
+    The name of a layer, such as ``up``, is its matmul in the forward pass. ``up_input_gradient`` and
+    ``up_weight_gradient`` are the matmuls of its backward pass. ``up_x`` is one of its collectives over x. ``half_up``
+    is the matmul of either gate or up, and ``up_y`` is the sum of one of the two. ``keys_y`` is the collective of keys
+    and values if the y ranks share the queries.
+
+    Within a block, every all-gather and every sum over x takes the same time.
     """
     part = work.but(micro_batch_size=work.layout.micro_batch_size / work.active_parts)
     model, layout, rates, item = work.model, work.layout, Rates(work, machine, constants), work.step.item_bytes

@@ -188,12 +188,12 @@ def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
 
 
 def _matmuls(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
-    """Return the seconds of the forward pass, the input gradients, and the weight gradients of a block's linear layers
-    (with q, k, v joined, and gate and up joined).
+    """Return the seconds of a block's linear layers: the forward pass, the input gradients, and the weight gradients.
+    The matmuls of q, k, and v are joined, and so are the matmuls of gate and up.
 
-    Latent attention has two layers instead of the layer for q, k, and v: one projects a rank's own tokens to latents,
-    and one projects latents to heads. The second layer consists of matrices with different input widths, so the mean
-    width that gives the exact FLOPs is used.
+    In latent attention, two layers replace the layer for q, k, and v. The first projects a rank's own tokens to
+    latents, and the second projects latents to heads. The matrices of the second layer have different input widths, so
+    their mean width is used, which gives the exact FLOPs.
     """
     model, layout = work.model, work.layout
     mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Avoid a division by 0.
@@ -242,12 +242,11 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
 
 
 def _copied(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes that fourfold copies in forward and backward to change the memory layout of tensors around
-    collectives.
+    """Return the bytes that fourfold copies in forward and backward, because collectives need another memory layout.
 
-    - With x > 1 and several sequences, the inputs and outputs of attention are copied, because the tokens of a sequence
-      are not contiguous on a rank. If the y ranks share sequences or queries, the residual stream is copied before and
-      after attention instead.
+    - With x > 1 and several sequences, the tokens of a sequence are not contiguous on a rank, so the inputs and outputs
+      of attention are copied. If the y ranks share sequences or queries, the residual stream is copied before and after
+      attention instead.
     - With y > 1, features are copied into one buffer for one collective.
     - Batch parts are joined at the end. If each part holds tokens of all sequences, the parts are also joined before
       attention and split after it.
@@ -284,9 +283,9 @@ def _over_x(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
 
 
 def _gathers(model: ModelShape) -> Number:
-    """Return how many tensors a block gathers over x in its forward pass, in units of the residual stream.
+    """Return how many tensors of the size of the residual stream a block gathers over x in its forward pass.
 
-    With latent attention, it gathers latents instead of hidden states.
+    With latent attention, the block gathers latents instead of hidden states, so the number need not be a whole one.
     """
     return model.read_by_heads / model.hidden_size + model.mlps
 

@@ -83,11 +83,12 @@ def rows_of(work: Workload) -> Rows:
 
 
 def states_of_experts(work: Workload) -> Workload:
-    """Return a workload whose weights are only the experts' weights. Its y is y · ep.
+    """Return a workload whose weights are only the experts' weights. With it, the formulas for dense weights give the
+    sizes for the experts.
 
-    With this workload, the formulas for dense weights (split over x · y, sharded over z, replicated over dp · cp) give
-    the sizes for the experts. Its z is the number of ranks that shard the same experts, and its dp is the number of
-    replicas of each expert.
+    These formulas split weights over x · y, shard them over z, and replicate them over dp · cp. So the workload's y is
+    y · ep, its z is the number of ranks that shard the same experts, and its dp is the number of replicas of each
+    expert.
     """
     model, layout, step = work.model, work.layout, work.step
     over_x = np.asarray(work.program.experts_over_x, bool)
@@ -111,8 +112,8 @@ def _shards_and_copies(work: Workload) -> tuple[Number, Number]:
 
 
 def kept_by_experts(work: Workload, selective: bool) -> Number:
-    """Return the mean number of bytes per block that router, dispatch, and experts save for the backward pass of a
-    micro-batch.
+    """Return the bytes that router, dispatch, and experts save for the backward pass of a micro-batch, as a mean over
+    all blocks.
 
     The router saves its input and its scores in fp32. The experts save their input rows, gate, up, silu(gate), and
     silu(gate) · up. The dispatch saves the rows that return from the experts, for the gradients of the router's
@@ -135,8 +136,8 @@ def kept_by_experts(work: Workload, selective: bool) -> Number:
 
 
 def choices_kept(work: Workload) -> Number:
-    """Return the mean number of bytes per block of the tokens' choices of experts, in 64 bits. Full recompute saves
-    them, because fourfold's recomputation reuses them."""
+    """Return the bytes of the chosen expert indices (64 bits each), as a mean over all blocks. A block with full
+    recompute saves them, because fourfold's recomputation must choose the same experts."""
     model = work.model
     chosen = model.num_experts_per_tok
     return np.where(work.program.is_fourfold, model.sparse * 8 * work.tokens / work.layout.x * chosen, 0.0)
@@ -151,25 +152,27 @@ def kept_by_shared_gate(work: Workload) -> Number:
 
 
 def experts_made_again(work: Workload) -> Number:
-    """Return the mean number of bytes per block of the experts' activation, which selective recompute computes
-    again."""
+    """Return the bytes of the experts' activation that selective recompute computes again, as a mean over all
+    blocks."""
     return work.model.sparse * _activated(work, rows_of(work))
 
 
 def _activated(work: Workload, rows: Rows) -> Number:
-    """Return the bytes that the experts of one block save of silu(gate) and silu(gate) · up."""
+    """Return the bytes of silu(gate) and silu(gate) · up that the experts of one block save."""
     program, inner = work.program, work.step.item_bytes * rows.on_rank * rows.inner
     product = np.where(program.keeps_float8_inputs, inner / 2, inner)
     return product + np.where(fuses_gate(work), 0, inner)
 
 
 def backward_of_experts(work: Workload) -> tuple[Number, Number]:
-    """Return the peak bytes of the backward pass of a block's experts. The first number is for weights that are sharded
-    over data-parallel ranks, and the second is for replicated weights.
+    """Return the peak bytes of the backward pass of a block's experts.
 
-    The peak is the larger of two sets of tensors, which are never in memory at the same time: the gradients of gate, of
-    up, and of their product (and one more tensor if the gate is clamped), or the gradients of the rows, once in the
-    order of arrival and once sorted by expert.
+    Two sets of tensors are never in memory at the same time, and the larger one sets the peak. The first set is the
+    gradients of gate, of up, and of their product (and one more tensor if the gate is clamped). The second set is the
+    gradients of the rows, once in the order of arrival and once sorted by expert.
+
+    Returns:
+        The bytes if weights are sharded over data-parallel ranks, and the bytes if weights are replicated.
     """
     rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
     inner, hidden = item * rows.on_rank * rows.inner, item * rows.on_rank * model.hidden_size / layout.y
@@ -179,7 +182,7 @@ def backward_of_experts(work: Workload) -> tuple[Number, Number]:
 
 
 def weights_of_experts(work: Workload) -> Number:
-    """Return the number of weights of a block's experts on a rank, while they are gathered."""
+    """Return the number of entries in the weights of a block's experts that a rank gathers."""
     model, layout = work.model, work.layout
     every = 3 * model.num_experts * model.hidden_size * model.moe_intermediate_size
     return every / (layout.x * layout.y * layout.ep)
@@ -187,9 +190,12 @@ def weights_of_experts(work: Workload) -> Number:
 
 def sums_of_one_shard(work: Workload) -> Number:
     """Return the bytes that a block needs while FSDP2 sums the gradients of experts that no other rank shards (z = ep
-    and ``zero`` = 0): a copy of the gradients in ``reduce_dtype`` and the gradients in the step's dtype, minus the
-    gathered weights, which FSDP2 has just freed. If there are replicas, FSDP2 then frees the gradients, and divides the
-    copy, which makes a second copy. In all other cases, the bytes are -inf."""
+    and ``zero`` = 0). In all other cases, return -inf.
+
+    At first, there are the gradients in the step's dtype and a copy in ``reduce_dtype``, and FSDP2 has just freed the
+    gathered weights. If there are replicas, FSDP2 then frees the gradients and divides the copy, which makes a second
+    copy.
+    """
     layout, step = work.layout, work.step
     z, copies = _shards_and_copies(work)
     divided = np.where(copies > 1, 2 * step.reduce_bytes - step.item_bytes, 0)

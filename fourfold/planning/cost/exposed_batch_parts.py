@@ -31,8 +31,8 @@ KEY = (
 def waits(
     events: Sequence[Event], shares: Sequence[Number], times: Mapping[str, Number], slowed: Number
 ) -> dict[str, Number]:
-    """Return the mean number of seconds per block that a step waits for collectives, by axis
-    (``verification.exposure``).
+    """Return for each axis the seconds per block that a step waits for its collectives (``verification.exposure``), as
+    a mean over the blocks.
 
     Collectives over the same axis run one after another. Collectives over different axes run concurrently.
 
@@ -40,7 +40,8 @@ def waits(
         events: The events of the blocks.
         shares: The fraction of all blocks that each of these blocks represents.
         times: Seconds of the events, by their ``what``.
-        slowed: Fraction of the hidden time of a collective by which it slows down the concurrent computation.
+        slowed: How much a hidden collective slows down the computation that hides it, as a fraction of the hidden
+            seconds.
     """
     now: Number = 0.0
     computed: Number = 0.0

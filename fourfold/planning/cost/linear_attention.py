@@ -27,8 +27,9 @@ def kinds_of_attention(work: Workload) -> tuple[Workload, Workload]:
     """Return two workloads: one whose blocks all have softmax attention, and one whose blocks all have linear
     attention.
 
-    The output gate of linear attention is as wide as its values, so values have the role of queries. The number of
-    heads stays the same, because the y ranks share both kinds of attention in the same way.
+    In the second workload, the field ``queries`` is the width of the values, because the output gate of linear
+    attention is as wide as its values. The number of heads stays the same, because the y ranks share both kinds of
+    attention in the same way.
     """
     model = work.model
     has = np.greater(model.linear, 0)
@@ -42,8 +43,8 @@ def kinds_of_attention(work: Workload) -> tuple[Workload, Workload]:
 
 
 class PerToken(NamedTuple):
-    """A quantity of the core of linear attention per token, summed over all heads. Each field multiplies one width of
-    the core (``of``)."""
+    """A quantity of the core of linear attention, such as bytes, per token and summed over all heads. Each field is a
+    number per unit of one width of the core, and ``of`` multiplies it by this width."""
 
     keys: float
     queries_of_heads: float

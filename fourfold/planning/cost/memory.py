@@ -234,9 +234,12 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
 
 
 def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, higher: Number) -> Number:
-    """Return the bytes of gathered weights or of 16-bit copies when the most memory is in use: in the backward pass of
-    a block, or in the head, whose activations need ``higher`` more bytes. In the head, fourfold has two copies of the
-    head's own weight (the weight, and the buffer that received it), but no weights of blocks."""
+    """Return the bytes of gathered weights or of 16-bit copies at the moment of peak memory.
+
+    This moment is in the backward pass of a block, or in the head, whose activations need ``higher`` more bytes. In the
+    head, fourfold has two copies of the head's own weight (the weight, and the buffer that received it), but no weights
+    of blocks.
+    """
     in_block = _weights_in_block(work, layers, tables, block, block.kept(work, 1) + np.maximum(higher, 0))
     both = 2 * work.step.item_bytes * tables.own_head / (work.layout.x * work.layout.y)
     if has_experts(work):
@@ -247,8 +250,8 @@ def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, 
 
 
 def _weights_in_block(work: Workload, layers: Number, tables: Tables, block: BlockBytes, freed: Number) -> Number:
-    """Return the bytes of gathered weights or of 16-bit copies in the backward pass of a block, and of a block's
-    unsharded gradients while they are summed, minus the bytes that the pass has ``freed`` by then."""
+    """Return the bytes of gathered weights or of 16-bit copies in the backward pass of a block. Include the block's
+    unsharded gradients while they are summed, and subtract the bytes that the pass has ``freed`` by then."""
     gathered = np.minimum(1 + work.program.prefetch + work.parts_cross_blocks, layers)
     if block.dense is None:
         held = _gathered(work, layers, tables, work.model, work.model, gathered, 0)
@@ -276,9 +279,11 @@ def _gathered(
 
 
 def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: Number) -> Number:
-    """Return the bytes of gathered weights: ``gathered`` entries of blocks, and embedding and head. The backward pass
-    does not gather the embedding, because the embedding's gradient does not depend on its weight. If weights are
-    gathered once per step, the head is gathered last, and FSDP2 keeps its buffer until the next gather."""
+    """Return the bytes of gathered weights: ``gathered`` entries of blocks, and embedding and head.
+
+    The backward pass does not gather the embedding, because the embedding's gradient does not depend on its weight. If
+    weights are gathered once per step, the head is gathered last, and FSDP2 keeps its buffer until the next gather.
+    """
     layout, step, program = work.layout, work.step, work.program
     item = np.where(program.autocast, step.weight_bytes, step.item_bytes) / (layout.x * layout.y)
     every = item * (layers * work.block_weights + tables.every)

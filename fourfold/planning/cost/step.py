@@ -32,8 +32,8 @@ from fourfold.planning.workload import Workload
 PARTS = (
     "compute", "recompute", "x", "y", "z", "cp", "ep", "dp", "pp", "bubble", "logits", "launch", "optimizer", "other",
 )  # fmt: skip
-"""Parts of a step. x, y, z, cp, ep, dp, and pp are exposed communication over this axis of the grid. If weights are
-sharded over z · dp · cp, the part z is the time that this traffic would take over z alone, and the part dp includes its
+"""Parts of a step. x, y, z, cp, ep, dp, and pp are the exposed communication over this axis of the grid. If weights are
+sharded over z · dp · cp, the part z is the time that this traffic would take over z alone, and the part dp is the
 remaining time."""
 
 
@@ -227,8 +227,8 @@ def _mean_layers(work: Workload) -> Number:
 
 
 def _bubble(work: Workload, block: BlockTime, layer: _Layer, ends: _Ends) -> Number:
-    """Return the seconds that an average rank is idle: the bubble of the schedule if all stages are equal, plus the
-    time that it waits for the slowest rank."""
+    """Return the seconds that an average rank is idle. They are the bubble that the schedule has with equal stages, and
+    the time that the rank waits for the slowest rank."""
     layout, micro_batches, layers = work.layout, work.micro_batches, _mean_layers(work)
     share = (ends.head + ends.embedding) / layout.pp
     weights = layers * block.weight_gradients + block.head / (3 * layout.pp)
@@ -280,11 +280,10 @@ def _entries_stepped(work: Workload) -> Number:
 
 
 def _seconds_for_a_weight(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the mean seconds per micro-batch that a rank's memory traffic for weights and gradients takes, divided by
-    the number of weight entries before any split.
+    """Return the seconds that the memory traffic of weights and gradients takes in a micro-batch, per weight entry.
 
-    If a rank holds unsharded gradients, it casts or copies the first micro-batch's gradient, and adds later gradients
-    to it.
+    The seconds are a mean over the micro-batches of a step. Entries are counted before any split. If a rank holds
+    unsharded gradients, it casts or copies the first micro-batch's gradient, and adds later gradients to it.
     """
     step, program = work.step, work.program
     item, reduced = step.item_bytes, step.reduce_bytes

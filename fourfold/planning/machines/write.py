@@ -59,9 +59,9 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
     """Return a machine from a microbenchmark's record. Values that the microbenchmark could not measure come from
     ``base``.
 
-    The planner multiplies each rate by a constant, which is a prior times the machine's factor. The microbenchmark has
-    measured rates that kernels and collectives really reach, so these constants must be 1, and the factors are 1 /
-    prior.
+    The microbenchmark measures rates that kernels and collectives really reach. The planner would multiply these rates
+    by constants, each a prior times the machine's factor. So the factors are set to 1 / prior, which makes all
+    constants 1.
     """
     from fourfold.planning.machines.constants import PRIORS
 
@@ -96,8 +96,8 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
 
 
 def _links(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Return the bandwidth for each group size, and the latencies. They come from a straight line through the times of
-    the smallest and the largest all-gather."""
+    """Return the bandwidth for each group size, and the latencies. Both follow from a straight line through the times
+    of the smallest and the largest all-gather."""
     values: dict[str, float] = {}
     per_node, latencies = measured["gpus_per_node"], {}
     for count, times in ((int(c), t) for c, t in measured["all_gather"].items()):

@@ -17,8 +17,8 @@ from fourfold.planning.workload import SCHEDULES
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A layout that differs from the best one by one ``change``. ``slower`` is the relative increase of the step time.
-    If the layout is refused, ``slower`` is None and ``reason`` says why."""
+    """A layout that differs from the best layout by one ``change``. ``slower`` says by which fraction its step takes
+    longer. If the layout is refused, ``slower`` is None and ``reason`` says why."""
 
     change: str
     slower: float | None

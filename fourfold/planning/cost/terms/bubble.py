@@ -56,9 +56,11 @@ def _zero_bubble(
 ) -> Number:  # fmt: skip
     """Return the bubble of the interleaved zero-bubble schedule.
 
-    Each of the p − 1 gaps lasts 1/v of the largest of F + I − W, F, and I. If there are fewer than p micro-batches, a
-    part of the missing micro-batches' work is added. All micro-batches follow the first one, so a step takes at least
-    as long as the first micro-batch takes through all stages and back, plus the later micro-batches' work in one stage.
+    There are p − 1 gaps. A gap lasts 1/v of the largest of F + I − W, F, and I. If there are fewer than p
+    micro-batches, a part of the missing micro-batches' work is added.
+
+    A step takes at least as long as the first micro-batch takes through all stages and back, plus the later
+    micro-batches' work in one stage, because these follow the first one.
     """
     gap = np.maximum(np.maximum(forward + inputs - weights, inputs), forward)
     missed = missing * ((stages_per_rank - 1) * forward + np.minimum(inputs, weights))
@@ -71,8 +73,8 @@ def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number
     """Return the bubble of the V-shaped zero-bubble schedule.
 
     With 2·pp or more micro-batches, there are p − 1 gaps, each over half of a rank's layers. The length of a gap
-    depends on the longest of F, I, and W, and on their differences. With fewer micro-batches, the first micro-batch's
-    way down and up the V sets the bubble, minus the work that later micro-batches do in the meantime.
+    depends on the longest of F, I, and W, and on their differences. With fewer micro-batches, the bubble is the time of
+    the first micro-batch down and up the V, minus the work that later micro-batches do in the meantime.
     """
     longest = np.maximum(np.maximum(forward, inputs), weights)
     steady = (pp - 1) * np.maximum(np.maximum(longest, 2 * (inputs - weights)), 2 * forward - weights)
