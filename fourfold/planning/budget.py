@@ -11,7 +11,10 @@ from fourfold.planning.machines.machine import Machine
 
 RESTART_SECONDS = 600.0
 """Assumed seconds from a failure to the next training step: detecting the failure, starting a new job, and loading the
-checkpoint. (With automatic restarts, Llama 3 spent more than 90 % of the time training, arXiv 2407.21783.)"""
+checkpoint.
+
+Llama 3, which restarted automatically, spent more than 90 % of the time training (arXiv 2407.21783).
+"""
 CHECKPOINT_BANDWIDTH = 1e9
 """Bytes per second that each GPU writes to storage, if the machine file has no ``checkpoint_bandwidth``."""
 

@@ -68,9 +68,11 @@ class PlanRecord:
 
     @property
     def is_own_drawn(self) -> bool:
-        """Return whether charts show the run file's layout. They show it if it has a prediction for the requested
-        number of GPUs, and if its step takes at most ``TALLEST`` times as long as a step of the best layout. A longer
-        bar would make all other bars too small to read."""
+        """Return whether charts show the run file's layout.
+
+        They show it if it has a prediction for the requested number of GPUs, unless its step takes more than
+        ``TALLEST`` times as long as the best layout's step. A longer bar would make all other bars too small to read.
+        """
         own = self.own
         return own is not None and own.gpus == self.request.gpus and own.seconds <= TALLEST * self.plan.best.seconds
 

@@ -86,8 +86,11 @@ def shipped_interval(machine: Machine, kind: str, work: Workload) -> tuple[float
 
 
 def shipped_order_factor() -> float:
-    """Return the ratio of two predicted times from which on their order can be trusted: the measured times then have
-    the same order with a probability of 95 % (``order_factor`` in docs/validation_page/error_intervals.py)."""
+    """Return the ratio of two predicted times above which their order can be trusted.
+
+    Above this ratio, the measured times have the same order with a probability of 95 % (``order_factor`` in
+    docs/validation_page/error_intervals.py).
+    """
     return float(_table()["order"]["factor"])
 
 

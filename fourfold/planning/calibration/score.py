@@ -151,8 +151,11 @@ def _errors_by_source(scored: Sequence[Scored]) -> dict[str, Any]:
 
 
 def errors_of(scored: Sequence[Scored]) -> Statistics:
-    """Return the number of rows, the median, mean, and largest absolute relative error of their step times, the mean
-    signed error (bias), and the fraction of rows inside the 90 % interval. Every row must have a step time."""
+    """Return the errors of the rows' step times, by name. Every row must have a step time.
+
+    The entries are the number of rows, the median, the mean, and the largest absolute relative error, the mean signed
+    error (bias), and the fraction of rows inside the 90 % interval.
+    """
     if not scored:
         return {"count": 0, **dict.fromkeys(("median_abs_error", "mean_abs_error", "max_abs_error", "bias",
                                              "inside_interval"))}  # fmt: skip

@@ -1,5 +1,7 @@
-"""Compute the bytes of activations on one rank: what each block saves for the backward pass, and the peak of a step. x,
-y, z, and cp are the axes of the grid."""
+"""Compute the bytes of activations on one rank: what each block saves for the backward pass, and the peak of a step.
+
+x, y, z, and cp are the axes of the grid.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,12 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     """Return the bytes that one block saves for the backward pass of a micro-batch, either without recompute or with
     selective recompute.
 
-    The layers of ``fourfold.parallel`` make autograd save these tensors: the inputs of both norms, the gathered tokens
-    (once for q, k, and v, and once for gate and up), the inputs and outputs of the attention kernel, and the MLP's
-    gate, up, silu(gate), and silu(gate) · up (for GELU, its input and output).
+    The layers of ``fourfold.parallel`` make autograd save these tensors:
+
+    - the inputs of both norms
+    - the gathered tokens, once for q, k, and v, and once for gate and up
+    - the inputs and outputs of the attention kernel
+    - the MLP's gate, up, silu(gate), and silu(gate) · up (for GELU, its input and output)
     """
     model, layout, program = work.model, work.layout, work.program
     p = tensor_bytes(work)

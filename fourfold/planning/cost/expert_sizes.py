@@ -11,8 +11,8 @@ from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.workload import Workload
 
 BYTES_OF_A_CHOICE = 44.0
-"""Bytes that are saved per token and chosen expert: the expert, the position of the choice among the rows, and the
-inverse of that position (64 bits each), and the router's weights (20 bytes)."""
+"""Bytes that are saved per token and chosen expert: three 64-bit indices (the expert, the position of the choice among
+the rows, and the inverse of that position), and 20 bytes for the router's weights."""
 BYTES_OF_AN_ORDER = 32.0
 """Bytes that are saved per received row to sort rows by expert: a permutation and its inverse in 64 bits, both for the
 forward and for the backward pass."""

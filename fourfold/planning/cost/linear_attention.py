@@ -96,9 +96,9 @@ def core_seconds(work: Workload, rates: Rates) -> tuple[Number, Number]:
     """Return the seconds of the core of one block with linear attention, in forward and backward, or 0 for softmax
     attention. The time of the recomputation is not included.
 
-    Per token and head, the matmuls inside a chunk have 5 · D + 3 · E multiply-adds per token of the chunk (D and E are
-    the widths of a key head and of a value head). The matmuls with the state have 3 · D · E. The backward pass has two
-    matmuls for each matmul.
+    Let D be the width of a key head, and E the width of a value head. Per token and head, the matmuls with the state
+    have 3 · D · E multiply-adds. The matmuls inside a chunk have 5 · D + 3 · E multiply-adds for each token of the
+    chunk. The backward pass has two matmuls for each matmul.
     """
     if not has_linear(work):
         return 0.0, 0.0

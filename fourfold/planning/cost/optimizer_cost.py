@@ -25,10 +25,12 @@ STEPS = 5
 """Number of Newton-Schulz iterations."""
 
 MOVED_BYTES = {"adamw": 34.0, "muon": 68.0, "lion": 78.0}
-"""Bytes that the optimizer step moves through memory per weight entry. AdamW is one kernel: it reads and writes the
-fp32 weight and two moments (24), reads the gradient for the norm and for the update (8), and writes the 16-bit copy
-(2). For Muon and Lion, the count includes every operation that reads or writes a weight, its moment, its gradient, or
-its update."""
+"""Bytes that the optimizer step moves through memory per weight entry.
+
+AdamW is one kernel. It reads and writes the fp32 weight and two moments (24 bytes), reads the gradient for the norm and
+for the update (8), and writes the 16-bit copy (2). For Muon and Lion, the count includes every operation that reads or
+writes a weight, its moment, its gradient, or its update.
+"""
 
 AVERAGE_BYTES = 4
 """Bytes per weight entry of the moving average."""

@@ -80,8 +80,8 @@ def _split(
 ) -> tuple[Number, ...]:  # fmt: skip
     """Return the values of a ``StageSplit`` as one row.
 
-    A rank between the first and the last is skipped if an earlier rank has at least as many blocks of each kind,
-    because an earlier rank also holds at least as many micro-batches.
+    Earlier ranks hold at least as many micro-batches as later ranks. So a rank between the first and the last is
+    skipped if an earlier rank also has at least as many blocks of each kind.
     """
     ranks = blocks_of_ranks(int(layers), int(dense), int(pp), int(stages_per_rank), bool(v_shaped), ends, counts)
     fullest, between = {ranks[0]}, []

@@ -50,8 +50,8 @@ class _Layer(NamedTuple):
     launch: Number = 0.0
     z: Number = 0.0
     z_first: Number = 0.0
-    """Additional seconds for the rank's first block: no earlier block hides its weight gather in the forward pass, and
-    no later computation hides its gradient scatter at the end of the backward pass."""
+    """Additional seconds for the rank's first block. No earlier block hides its weight gather in the forward pass. No
+    later computation hides its gradient scatter at the end of the backward pass."""
 
     @property
     def total(self) -> Number:
@@ -242,8 +242,8 @@ def _bubble(work: Workload, block: BlockTime, layer: _Layer, ends: _Ends) -> Num
 
 
 def _slowest_rank(work: Workload, layer: _Layer, ends: _Ends) -> Number:
-    """Return the seconds of one micro-batch on the slowest rank: the rank with the most blocks, the rank with the head
-    (the last, or the first in V-shaped schedules), or the first rank."""
+    """Return the seconds of one micro-batch on the slowest rank. This is the rank with the most blocks, the rank with
+    the head, or the first rank. (The head is on the last rank, or on the first in V-shaped schedules.)"""
     split, v_shaped = split_of(work), work.layout.v_shaped
     at_the_end = np.where(v_shaped, 0.0, ends.head)
     at_the_start = np.where(v_shaped, ends.head, 0.0)

@@ -70,10 +70,11 @@ def _share(part: Number, whole: Number) -> Number:
 def weight_traffic_seconds(
     work: Workload, machine: Machine, constants: Constants, weights: Number, gathers: int
 ) -> Number:
-    """Return the seconds per micro-batch to gather ``weights`` for the forward pass (and again for the backward pass if
-    ``gathers`` is 2), and to scatter their gradients, if nothing hides them.
+    """Return the seconds per micro-batch to gather ``weights`` and to scatter their gradients, if nothing hides this
+    traffic.
 
-    What occurs once per step is not included (``WeightTraffic.gradients``).
+    The weights are gathered for the forward pass, and again for the backward pass if ``gathers`` is 2. Traffic that
+    occurs once per step is not included (``WeightTraffic.gradients``).
     """
     layout, step = work.layout, work.step
     item, weights = step.item_bytes, weights / (layout.x * layout.y)

@@ -21,18 +21,19 @@ def bubble_seconds(
 ) -> Number:
     """Return the seconds per step in which a rank is idle while the pipeline fills and drains.
 
-    ``forward``, ``inputs``, and ``weights`` are the seconds that one micro-batch takes in all layers of the rank: for
-    the forward pass (F), the input gradients (I), and the weight gradients (W).
+    ``forward`` (F), ``inputs`` (I), and ``weights`` (W) are the seconds of one micro-batch in all layers of the rank:
+    for the forward pass, the input gradients, and the weight gradients. Let p be ``pp`` and v be ``stages_per_rank``.
 
-    With p = ``pp`` and v = ``stages_per_rank``, the bubble is (p − 1)(F + I + W) for 1F1B and GPipe, and 1/v of that
-    for Interleaved1F1B and LoopedBFS (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). If there are fewer than p
-    micro-batches, each missing micro-batch adds (v − 1)/v · (F + I + W). Zero-bubble schedules fill the bubble with
-    weight gradients, as far as there are enough of them (Qi et al. 2024, arXiv 2401.10241, table 2). For DualPipeV, the
-    result is an upper bound.
+    - 1F1B and GPipe: the bubble is (p − 1)(F + I + W).
+    - Interleaved1F1B and LoopedBFS: the bubble is (p − 1)(F + I + W) / v (Narayanan et al. 2021, arXiv 2104.04473,
+      section 2.2). If there are fewer than p micro-batches, each missing micro-batch adds (v − 1)/v · (F + I + W).
+    - Zero-bubble schedules fill the bubble with weight gradients, as far as there are enough of them (Qi et al. 2024,
+      arXiv 2401.10241, table 2).
+    - DualPipeV: the result is an upper bound.
 
-    tests/planning/test_terms.py compares these step times with a simulation of torch's schedules. They are equal,
-    except for ZBVZeroBubble, and for zero-bubble schedules in which F, I, and W differ. There, the step times differ by
-    at most 3 %.
+    tests/planning/test_terms.py compares these step times with a simulation of torch's schedules. They differ by at
+    most 3 % for ZBVZeroBubble, and for zero-bubble schedules in which F, I, and W differ. For all other schedules, they
+    are equal.
     """
     missing = np.maximum(pp - micro_batches, 0)
     whole = forward + inputs + weights
@@ -59,8 +60,8 @@ def _zero_bubble(
     There are p − 1 gaps. A gap lasts 1/v of the largest of F + I − W, F, and I. If there are fewer than p
     micro-batches, a part of the missing micro-batches' work is added.
 
-    A step takes at least as long as the first micro-batch takes through all stages and back, plus the later
-    micro-batches' work in one stage, because these follow the first one.
+    The first micro-batch goes through all stages and back, and the later ones follow it. So a step takes at least as
+    long as this, plus the later micro-batches' work in one stage.
     """
     gap = np.maximum(np.maximum(forward + inputs - weights, inputs), forward)
     missed = missing * ((stages_per_rank - 1) * forward + np.minimum(inputs, weights))

@@ -47,9 +47,9 @@ KERNELS_OF_AN_EXPERT, BACKWARD_KERNELS_OF_AN_EXPERT = 2.0, 4.0
 """Number of matmuls per expert if each matmul is launched separately (Transformer Engine's GroupedLinear), in
 forward and backward."""
 PARAMETERS_OF_AN_EXPERT, BACKWARD_PARAMETERS_OF_AN_EXPERT = 2.0, 6.0
-"""Host time per expert to handle its two weights as separate parameters, in units of a launch: views and saved tensors
-in forward, and gradient buffers and the hooks of data parallelism in backward. (On H100s, a block of Megatron-LM takes
-0.15 to 0.19 ms longer per additional expert on a rank.)"""
+"""Host time per expert to handle its two weights as separate parameters, in units of a launch. The forward pass handles
+views and saved tensors. The backward pass handles gradient buffers and the hooks of data parallelism. (On H100s, a
+block of Megatron-LM takes 0.15 to 0.19 ms longer per additional expert on a rank.)"""
 FLOAT8_KERNELS = 3.0
 """Number of additional launches per expert matmul in 8 bits: one launch rounds an input, and two launches reorder
 scales."""
