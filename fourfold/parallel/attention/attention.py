@@ -28,12 +28,12 @@ OVER_Y: dict[AttentionSplit, OverY] = {"heads": "features", "batch": "batch", "s
 class SharedAttentionCore(AttentionCore, Tiled):
     """The attention core, for this rank's share of the work.
 
-    ``split`` says what the ranks of the tensor axis y split: "heads", the sequences of the "batch", or the queries of
-    each "sequence". The axis x always splits the heads. ``method`` says how the ranks of the context axis cp share
-    attention: "ring" or "ulysses".
+    ``split`` says what the ranks of the tensor axis y split: the heads ("heads"), the sequences of a batch ("batch"),
+    or the queries of each sequence ("sequence"). The axis x always splits the heads. ``method`` says how the ranks of
+    the context axis cp share attention: "ring" or "ulysses".
 
-    The key-value heads may not be divisible by the number of ranks that split the query heads. In this case, these
-    ranks gather the key-value heads, and sum the heads' gradients.
+    If the number of key-value heads is not divisible by the number of ranks that split the query heads, these ranks
+    gather the key-value heads, and sum the heads' gradients.
     """
 
     def __init__(

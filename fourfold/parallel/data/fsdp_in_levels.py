@@ -91,10 +91,12 @@ class SumInLevels(Allocation):
 
 
 class SumOfOneShard(Allocation):
-    """The buffers of gradients whose shard group has only one rank, for FSDP2's ``set_custom_reduce_scatter``.
+    """Allocates the buffers of gradients whose shard group has only one rank, for FSDP2's
+    ``set_custom_reduce_scatter``.
 
-    FSDP2 then sends nothing, but it would copy the gradients from the buffer for the input to the buffer for the
-    output. It allocates the two buffers in this order. Both are the same tensor here, so the copy needs no memory.
+    For such a group, FSDP2 sends nothing and only copies the gradients from its input buffer to its output buffer. This
+    class returns the same tensor for both buffers, so that the copy needs no memory. FSDP2 allocates the input buffer
+    first, and then the output buffer.
     """
 
     _input: Tensor | None = None

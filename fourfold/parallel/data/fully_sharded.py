@@ -311,8 +311,8 @@ def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], dep
     OAG).
 
     Set explicitly what each unit prefetches in the backward pass. By default, FSDP2 would prefetch the unit that ran
-    before this unit in the forward pass, and that may have been for another micro-batch. If a unit has nothing to
-    prefetch, let it prefetch the root: its weights are still gathered, so this costs nothing.
+    before this unit in the forward pass, but that may have been for another micro-batch. A unit with nothing to
+    prefetch prefetches the root. This costs nothing, because the root's weights are still gathered.
     """
     layers, nothing = [_fsdp(block) for block in units.blocks], [_fsdp(model)]
     for unit in model.modules():

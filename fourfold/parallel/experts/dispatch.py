@@ -54,9 +54,9 @@ class Dispatch:
             sizes_E: Number of rows that this rank's tokens send to each expert.
 
         Returns:
-            Blocks of e counts each, one count per expert of an ep rank. First come the rows that this rank sends, with
-            one block per receiving ep rank. Then come the rows that each x rank receives: for each x rank, one block
-            per sending ep rank.
+            Blocks of e counts each, one for each expert of an ep rank. The first blocks are the rows that this rank
+            sends, with a block for each receiving ep rank. The next blocks are the rows that each x rank receives, with
+            a block for each sending ep rank.
         """
         mine = sizes_E.view(self.ep.size, -1)
         received = all_to_all(mine, self.ep, COUNTS) if self.ep.size > 1 else mine

@@ -59,8 +59,8 @@ class Parts:
     """Number of ranks whose tokens are joined in the sequence dim of attention's inputs: the size of x if y splits the
     batch, and otherwise 1. ``JoinedAttention`` needs this number to put the tokens in order."""
     run_ahead: bool
-    """Whether a part may run several steps while another part waits. False with y > 1, because most collectives could
-    then hide behind the matmuls of only one part."""
+    """Whether a part may run several steps while another part waits. This is False with y > 1, because most collectives
+    would then have only one part's matmuls to hide behind."""
 
     def dim(self, x_BTh: Tensor) -> int | None:
         """Return which dim to divide: 0 for sequences, 1 for tokens, or None if neither can be divided."""

@@ -209,8 +209,10 @@ def copies_as_one(shards: Sequence[LocalShard], is_tied: bool) -> list[LocalShar
 
 
 class EmbeddingCopies:
-    """Sums the gradients of an embedding that has one copy in the first stage and one in the last stage, because it is
-    tied to the head or because prediction layers read it."""
+    """Sums the gradients of an embedding that has two copies, one in the first stage and one in the last stage.
+
+    The last stage has a copy if the embedding is tied to the head, or if prediction layers read the embedding.
+    """
 
     def __init__(self, copies: Sequence[LocalShard], grid: Grid, run: RunConfig) -> None:
         """Find the rank that holds the other copy.
