@@ -39,9 +39,11 @@ from fourfold.verification.transformers_reference import transformers_logits
 from fourfold.verification.uneven_experts import skew_router_biases
 
 OF_GRADIENTS = 4.0
-"""Divisor of ``amplification`` for gradients in preference training (section [dpo]). Without it, the limit for
-gradients would be too high, because the errors of the preference pairs of a step partly cancel. If a gradient exceeds
-the lower limit, parity runs the reference with random rounding to measure how large the error may be."""
+"""Divisor of ``amplification`` for gradients in preference training (section [dpo]).
+
+In a gradient, the errors of a step's preference pairs partly cancel, so the full amplification would allow too large an
+error. If a gradient exceeds the lower limit, parity measures with random rounding how large the error may be.
+"""
 
 
 class Comparison:
@@ -190,13 +192,13 @@ class Comparison:
         """Return how far float32 rounding errors can move the weights, by tensor name. Tensors that Muon updates have
         no entry.
 
-        Lion limits its updates to ±1, and the limit hides the rounding errors of most entries. Chance decides which
-        entries show their errors, on the grid and on one process. So the value for Lion is the deviation of one process
-        without this limit.
+        Lion limits each update to ±1, which hides most rounding errors. The errors that remain are in other entries on
+        the grid than on one process, by chance. So the value for Lion is the deviation of one process without this
+        limit.
 
-        AdamW hides rounding errors too: if a gradient is far above eps, the size of the update does not depend on the
-        size of the gradient. If a gradient is far below eps, AdamW multiplies its rounding error by lr / eps. So the
-        value for AdamW is ``update_noise``, which assumes this factor for all entries.
+        AdamW hides rounding errors in gradients that are far above eps, because the size of the update does not depend
+        on the size of such a gradient. If a gradient is far below eps, AdamW multiplies its rounding error by lr / eps.
+        So the value for AdamW is ``update_noise``, which assumes this factor for all entries.
         """
         one, exact = (reference.uncut_weights() for reference in self.references)
         return {**self.update_noise, **largest_differences(one, exact)}

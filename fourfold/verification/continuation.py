@@ -49,12 +49,13 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
 
     There are one, two, or four sizes. If the run is small, the only size is the size of the run itself.
 
-    With Muon and several ranks per stage, every layer is traced, because each matrix is updated by only one rank.
+    Every layer is traced in two cases, because the cost is then not linear in the number of layers:
+
+    - With Muon and several ranks per stage, each matrix is updated by only one rank.
+    - With ``timed`` and replicated weights, the step waits for the sums of gradients over the replicas only at its end.
 
     Args:
-        timed: Whether the trace also has seconds. If weights are replicated, the step waits only at its end for the
-            sums of gradients over the replicas. The time of this wait is not linear in the number of layers, so every
-            layer is traced.
+        timed: Whether the trace also has seconds.
     """
     target, grid = point_of(run, pp_rank), run.parallel
     pipelines = [target]

@@ -24,8 +24,8 @@ only rounding errors of float64, so its relative error means nothing. An example
 def amplification(run: RunConfig) -> float:
     """Return the factor by which a run amplifies the rounding errors of float32, at least 1.
 
-    The factor is 1 except in preference training (section [dpo]). This subtracts log-probabilities of whole answers,
-    which are large numbers, and multiplies the difference by beta.
+    The factor is 1, except in preference training (section [dpo]). The DPO loss subtracts log-probabilities of whole
+    answers, which are large numbers, and multiplies the difference by beta.
     """
     return max(1.0, run.dpo.beta * run.training.seq_length * math.log(run.model.vocab_size))
 

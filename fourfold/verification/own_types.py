@@ -180,10 +180,10 @@ def _sums_in_another_dtype(
 
     There are two checks:
 
-    - Every rank must send its gradients in this dtype.
-    - If ``reduce_dtype`` is the low-precision dtype, it must represent the sums exactly. Otherwise it must not, because
-      float32 sums have more bits. The check is skipped if it would fail for the float32 sums of one process too, for
-      example because each has only one summand.
+    - Every rank must send its gradients in ``reduce_dtype``.
+    - If ``reduce_dtype`` is the low-precision dtype, this dtype must represent all sums exactly. If ``reduce_dtype`` is
+      float32, some sums must have more bits than the low-precision dtype. The check is skipped for float32 if the sums
+      of one process do not have more bits either, for example because each sum has only one summand.
 
     Norms, biases, and tied embeddings are ignored, because their sums over other axes may have another dtype.
     """

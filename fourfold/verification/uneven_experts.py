@@ -14,9 +14,9 @@ OUTWEIGHS_SCORES = 4.0
 def skew_router_biases(job: Job) -> None:
     """Set the biases of the job's routers. Every process must call this.
 
-    With these biases, every layer has one expert that its router never chooses. If each token goes to several experts,
-    every layer also has one expert that its router always chooses. Neighboring layers have different such experts. With
-    LoRA, the biases stay zero, because checkpoints of LoRA do not save them.
+    With these biases, every router has one expert that it never chooses. If each token goes to several experts, every
+    router also has one expert that it always chooses. Both are different experts in neighboring layers. With LoRA, the
+    biases stay zero, because checkpoints of LoRA do not save them.
     """
     experts = job.run.model.num_experts
     for shard in job.shards if not job.run.lora.rank else ():
