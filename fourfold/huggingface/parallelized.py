@@ -75,8 +75,9 @@ class Parallelized(nn.Module):
         In a step of several micro-batches, pass ``num_items_in_batch`` (``count(labels)`` summed over all
         micro-batches), as in transformers. The loss is then divided by this number.
 
-        Packed documents (``position_ids`` that start again) do not attend to each other. transformers separates them
-        only without a cache, so the cache is off if you pass labels or if gradients are enabled.
+        Documents are packed if the ``position_ids`` of a row start again. Packed documents do not attend to each other.
+        transformers separates them only without a cache, so the cache is off if you pass labels or if gradients are
+        enabled.
 
         Args:
             args: Arguments of the model, with the sequences of this process.

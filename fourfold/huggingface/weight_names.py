@@ -41,8 +41,10 @@ class TensorPiece:
 
     def runs(self, rows: slice) -> Iterator[tuple[slice, slice]]:
         """Divide ``rows`` of the decoder's parameter into runs whose rows are evenly spaced in the Hugging Face tensor.
-        For each run, yield two slices: its rows relative to the start of ``rows``, and the same rows in the Hugging
-        Face tensor (with a step above 1 if the rows are interleaved)."""
+
+        Yield two slices for each run. The first has the run's rows, relative to the start of ``rows``. The second has
+        the same rows in the Hugging Face tensor. Its step is above 1 if the rows are interleaved.
+        """
         size, pairs = self.rows // self.groups, self.paired_rows
         if size == 1:
             first, last = (self.first + row * self.stride for row in (rows.start, rows.stop - 1))

@@ -64,12 +64,12 @@ def check_replayable(config: GoldfishConfig) -> None:
 def replay_mask(config: GoldfishConfig, exempt: tuple[int, ...], tokens: Tokens, shift: int = 0) -> MaskReplay:
     """Return the mask of a document.
 
-    The first h tokens of a document are special. The strategy "hash" keeps all of them. With "hash-table", the previous
-    document determines which of them are dropped.
+    The first h tokens of a document are special. The strategy "hash" drops none of them. With "hash-table", the
+    document before this one determines which of them are dropped, so their mask is unknown.
 
     Args:
-        shift: The largest number of tokens that were cut off the start of a copy. A cut copy begins later, so its own
-            first h tokens are special. The mask of the document's first ``shift`` + h tokens is then unknown.
+        shift: The largest number of tokens that were cut off the start of a copy. In a cut copy, the first h tokens
+            that remain are special. So the mask of the document's first ``shift`` + h tokens is unknown.
     """
     windows = Windows(tokens[None], np.zeros((1, len(tokens)), dtype=np.int64), np.zeros(1, dtype=np.int64))
     dropped = ~Goldfish(config, exempt)(windows)[0]
@@ -140,8 +140,8 @@ def near_duplicates(
     """Measure how often a noisy copy of a document trains a token that the document's own mask drops, and compare this
     with ``near_duplicate_law``.
 
-    A copy counts only if its noise left the token unchanged. Drawing the noise again needs the tokenizer's vocabulary.
-    Return None without a tokenizer or without noisy canaries.
+    A copy counts only at tokens that the noise left unchanged. To find these tokens, the noise is drawn again, which
+    needs the tokenizer's vocabulary. Return None without a tokenizer or without noisy canaries.
     """
     if tokenizer is None:
         return None

@@ -28,9 +28,9 @@ variant's record."""
 def rank_table(record: Record) -> None:
     """Print the result of a calibration, one row per layer.
 
-    There are two kinds of keys: before and after the rotary embedding. For each kind, a row has the mean and the
-    maximum of Rank@90 over the heads, and the recall. (Rank@90 is the number of dimensions that explain 90 % of the
-    variance of the keys.) The last cell names the kind that Loki uses to rank keys.
+    A row has two kinds of components: of the keys before their rotary embedding, and of the keys after it. For each
+    kind, the row has the recall, and the mean and the maximum of Rank@90 over the heads. Rank@90 is the number of
+    dimensions that explain 90 % of the variance of the keys. The last cell names the kind that Loki uses to rank keys.
     """
     header = [*(f"{kind}-rotary: mean (max)" for kind in record["ranks"]), *(f"recall, {k}" for k in record["recall"])]
     rows = []

@@ -84,9 +84,11 @@ def _longest_word(cells: Iterable[str]) -> int:
 
 
 def _fitted(widths: list[int], stages: Sequence[Sequence[int]], room: int) -> list[int]:
-    """Shrink the widest columns until all columns together have at most ``room`` characters. ``stages`` has lists of
-    minimum widths. If the columns do not fit with one list, the next list is used. The last minimum width is one
-    character."""
+    """Shrink the widest columns until all columns together have at most ``room`` characters.
+
+    ``stages`` has lists of minimum widths. They are tried one after another, until the columns fit. If none of them is
+    narrow enough, columns shrink to one character.
+    """
     for least in (*stages, [1] * len(widths)):
         while sum(widths) > room and any(width > low for width, low in zip(widths, least, strict=True)):
             widest = max((width, number) for number, width in enumerate(widths) if width > least[number])[1]

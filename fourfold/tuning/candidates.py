@@ -71,8 +71,11 @@ class Candidates:
     @cached_property
     def features(self) -> np.ndarray:
         """Return each layout as a point [n, features]. The Euclidean distance between two points measures how different
-        the layouts are. The distance is 1 if one size differs by a factor of two, or if one other knob has another
-        value."""
+        the layouts are.
+
+        If two layouts differ only in one size, by a factor of two, their distance is 1. If they differ only in one
+        other knob, their distance is also 1.
+        """
         columns = []
         for name, values in self.knobs.items():
             if name in SIZES:

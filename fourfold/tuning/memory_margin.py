@@ -17,10 +17,10 @@ SHIFTS = np.linspace(-1.5, 1.5, 301)
 """The values that log(needed bytes / predicted bytes) may have. The model assumes one value for all layouts of a
 search."""
 APART = 0.03
-"""How much single layouts differ from the value that they share: the standard deviation of the difference."""
+"""Standard deviation of the difference between the value of a single layout and the value that all layouts share."""
 RARELY, FAR_OFF = 0.02, 8
-"""With the probability ``RARELY``, the planner's memory prediction is far off. The standard deviation of its error is
-then ``FAR_OFF`` times as large."""
+"""With the probability ``RARELY``, the planner's memory prediction is far off, and the standard deviation of its error
+is ``FAR_OFF`` times as large."""
 NEVER = 1e-9
 """Lower bound on the probability of a trial's outcome. It limits the damage of a trial that failed for a reason other
 than memory."""

@@ -57,8 +57,9 @@ class LokiBasis:
     tokens: int
     """Number of calibration tokens."""
     recall: dict[str, list[float]] = field(default_factory=dict)
-    """Recall of each layer, by kind. It is measured with a ranking that uses a quarter of the dims: the fraction of the
-    truly best quarter of the keys that this ranking finds. Empty for a random basis."""
+    """Recall of each layer, by kind: how well the components rank held-out keys. A ranking with a quarter of the dims
+    chooses a quarter of the keys. The recall is the fraction of the truly best quarter that it chooses. Empty for a
+    random basis."""
 
     @property
     def layers(self) -> int:

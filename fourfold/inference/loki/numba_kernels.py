@@ -36,8 +36,8 @@ NAN_BITS = np.uint32(0x7F800000)
 LAST_RANK = np.uint32(0xFFFFFFFF)
 
 NEAR = 256
-"""Number of keys in a block. Four query heads at a time multiply a block, and it stays in the first-level cache
-meanwhile."""
+"""Number of keys in a block. A block stays in the first-level cache while the query heads are multiplied with it, four
+heads at a time."""
 
 AHEAD = 6
 """Number of rows to prefetch ahead. Chosen rows are scattered, so the processor cannot predict them."""

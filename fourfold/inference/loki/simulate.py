@@ -20,7 +20,7 @@ from fourfold.inference.loki.select import NEVER, choose_keys, combine_heads, ke
 from fourfold.inference.loki.settings import LokiConfig
 
 CHUNK_SCORES = 1 << 24
-"""Number of scores in memory at any time."""
+"""Largest number of scores in memory at a time."""
 
 
 @dataclass
