@@ -28,10 +28,11 @@ _ALWAYS_USED = ("role", "content")
 class ChatTemplate:
     """A transformers tokenizer with its own chat template, or with your template.
 
-    The tokens are the same as from transformers' `apply_chat_template` for the whole conversation. A template can mark
-    the assistant's text with {% generation %}. In a template without these marks, each answer is the text that the
-    template adds to the rendered prompt, up to the token that ends the answer. A token then belongs to the answer if
-    its first character does.
+    The tokens are the same as from transformers' `apply_chat_template` for the whole conversation.
+
+    A template can mark the assistant's text with {% generation %}. In a template without these marks, an answer is the
+    text that the template adds after the rendered prompt, up to the token that ends the answer. A token then belongs to
+    the answer if its first character does.
 
     Keys of a message:
         - `weight`: 0 leaves an answer out of training.

@@ -59,9 +59,9 @@ class Sampling:
     def settings(self, model: Any) -> dict[str, Any]:
         """Return the settings in effect, with transformers' names.
 
-        Some of them come from the model's generation_config.json: the texts that stop generation and, if the
-        temperature is above 0, the settings that change probabilities (``SCORE_KEYS``). Temperature 0 takes the most
-        likely token, so these settings must not apply.
+        The texts that stop generation come from the model's generation_config.json. If the temperature is above 0, the
+        settings that change probabilities (``SCORE_KEYS``) come from this file too. Temperature 0 takes the most likely
+        token, so these settings must not apply.
         """
         theirs = model.generation_config.to_diff_dict()
         stops = {key: theirs[key] for key in ("stop_strings",) if theirs.get(key)}

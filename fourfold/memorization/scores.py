@@ -99,8 +99,7 @@ def likely_tokens(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling
 
 
 def _log_p(scaled_mN: Tensor, scaled_mV: Tensor, sampling: AttackSampling) -> Tensor:
-    """Return ln p of N tokens after top-k and top-p, in this order, [m, N]. It is -inf for tokens that top-k or top-p
-    excludes.
+    """Return ln p of N tokens after top-k and then top-p, [m, N]. It is -inf for tokens that top-k or top-p excludes.
 
     Args:
         scaled_mN: The tokens' logits, divided by the temperature.

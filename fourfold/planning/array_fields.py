@@ -74,8 +74,8 @@ def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Find the unique rows of a table, given as columns [n] of nonnegative integers.
 
     Returns:
-        The indices of the unique rows (the first occurrence of each), and an array [n] that says for every row which of
-        these unique rows it equals.
+        The index of each unique row's first occurrence, and for every row [n] the number of the unique row that it
+        equals.
     """
     codes, numbers = np.zeros(np.shape(columns[0]), dtype=np.int64), 1
     for column in columns:

@@ -72,8 +72,8 @@ class Layout(ArrayFields):
 
     @property
     def shards(self) -> Number:
-        """Return the number of ranks that share the entries of a weight's tile. It is z, or z · dp · cp if ``zero``
-        shards weights or states too. (The tensor axes x and y cut a weight into tiles.)"""
+        """Return the number of ranks that share the entries of a weight's tile, the part that the tensor axes x and y
+        give to a rank. It is z, or z · dp · cp if ``zero`` shards weights or states too."""
         return self.z * np.where(self.zero > 0, self.dp * self.cp, 1)
 
     @property
@@ -204,8 +204,8 @@ class Workload(ArrayFields):
 
     @property
     def table_weights(self) -> Number:
-        """Return the number of weight entries of the embedding and the head on a rank that holds one or both, not yet
-        divided by x · y. If the two are tied or if pp > 1, the rank holds one weight matrix. Otherwise it holds two."""
+        """Return the number of weight entries of the embedding and the head, on a rank that holds one or both, before x
+        and y split them. If the two are tied or if pp > 1, the rank holds one weight matrix. Otherwise it holds two."""
         both = np.equal(self.layout.pp, 1) & ~np.asarray(self.model.tie_word_embeddings, bool)
         return self.model.padded_vocab_size * self.model.hidden_size * np.where(both, 2, 1)
 

@@ -72,9 +72,9 @@ def _matches(group: ParameterGroup, name: str) -> bool:
 class ShardedOptimizer:
     """AdamW or Lion for all parameters, or Muon for matrices and AdamW for everything else.
 
-    It updates the plain local tensors behind FSDP2's parameters. Updating the parameters themselves, which are
-    DTensors, would be slow: each operation would be dispatched in Python, and would need a sharding strategy in the
-    first step.
+    It updates the plain local tensors behind FSDP2's parameters. To update the parameters themselves, which are
+    DTensors, would be slow. Python would dispatch each operation, and each operation would need a sharding strategy in
+    the first step.
     """
 
     def __init__(self, shards: Sequence[LocalShard], run: RunConfig, grid: Grid) -> None:

@@ -14,8 +14,8 @@ from fourfold.training.corpora import Corpora
 from fourfold.training.optimizer import learning_rate
 
 JUMP = 0.01
-"""Warn about a jump of the learning rate if the rates of the old and the new schedule differ by more than this fraction
-of the larger rate."""
+"""A jump of the learning rate causes a warning if the rates of the old and the new schedule differ by more than this
+fraction of the larger rate."""
 
 _EFFECTS = {
     "training data": "text that was trained before it may be trained again",

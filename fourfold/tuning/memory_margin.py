@@ -81,7 +81,7 @@ def needs_as_much(candidates: Candidates, index: int) -> np.ndarray:
     """Return an array [n] that is True for layouts that certainly need at least as much memory as the layout at
     ``index``.
 
-    None of the knobs of such a layout saves memory compared with the layout at ``index``. Its micro-batches are not
+    Compared with the layout at ``index``, such a layout has no knob that saves memory. Its micro-batches are not
     smaller. Its axes that divide weights or activations are not larger. It does not shard, recompute, or offload more.
     """
     knobs = candidates.knobs

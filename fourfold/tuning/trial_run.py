@@ -23,8 +23,8 @@ RUN_FOLDER = "run"
 LEFT_OUT = ("checkpoint", "validation", "audit", "evaluation", "sample", "metrics", "checks")
 """Sections of the run file that a trial drops, because they add work outside the steps."""
 HOPELESS, LEAST_STEPS = 1.5, 3
-"""A trial is ended early if every step after the first takes more than ``HOPELESS`` times as long as the best trial's
-step. It must have taken ``LEAST_STEPS`` steps."""
+"""A trial is ended early if it has taken ``LEAST_STEPS`` steps, and every step after the first took more than
+``HOPELESS`` times as long as the best trial's step."""
 
 
 def trial_run(run: RunConfig, folder: Path, steps: int) -> RunConfig:

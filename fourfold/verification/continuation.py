@@ -104,8 +104,8 @@ def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]
     If more than three stages follow the rank, return two shorter pipelines, with two and with three stages after the
     rank. Otherwise keep the number of stages, and reduce only the number of micro-batches.
 
-    Ranks in the middle of the pipeline get the same small pipelines if their stages begin at the same position in the
-    pattern of layers. They then share one trace.
+    Two ranks in the middle of the pipeline share one trace if their stages begin at the same position in the pattern of
+    layers, because this function returns the same pipelines for both.
     """
     behind = target.pp - 1 - target.pp_rank
     if behind <= 3 or target.micro_batches < behind + 3:

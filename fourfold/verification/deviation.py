@@ -17,8 +17,9 @@ from fourfold.parallel.state import Part
 from fourfold.verification.parity_report import Deviation
 
 ROUNDING = 1e-12
-"""A tensor counts as zero if its norm is at most this fraction of the norm of all tensors together. It then contains
-only rounding errors of float64, so its relative error means nothing. An example is the gradient of a key bias."""
+"""A tensor counts as zero if its norm is at most this fraction of the norm of all tensors together. Such a tensor
+contains only rounding errors of float64, so its relative error means nothing. An example is the gradient of a key
+bias."""
 
 
 def amplification(run: RunConfig) -> float:

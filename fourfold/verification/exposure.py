@@ -71,8 +71,8 @@ class Flights:
         still in flight, the step waits for it first.
 
         Args:
-            key: Identifies the collective when the step waits for it: the storage of its result, or its line. Both
-                levels of a two-level gather have the same result, so the step waits for both at once.
+            key: The storage of the result, or the line. The step waits for all collectives with the same key at once.
+                Both levels of a two-level gather have the same key, because they have the same result.
         """
         if any(flight.line == line for flight in self._flying.get(key, ())):
             self.land(key)

@@ -37,8 +37,8 @@ LEARNING_RATE = 1e-3
 """Learning rate for parity. It is large, so that a missing update or a missing weight decay shows in the weights."""
 
 ADAM_EPS = 1e-3
-"""Adam's eps for parity. Adam divides by √v + eps. If a gradient is nearly zero and eps is small, rounding noise alone
-moves the weight by a full step, in a different direction on each machine."""
+"""Adam's eps for parity. Adam divides by √v + eps. With a small eps, a gradient that is only rounding noise would move
+its weight by a full step, in a different direction on each machine."""
 
 LION_EPS = 1e-4
 """Lion's eps for parity. Between -eps and eps, Lion's update is linear instead of a sign. Rounding noise is far smaller

@@ -15,7 +15,7 @@ def skew_router_biases(job: Job) -> None:
     """Set the biases of the job's routers. Every process must call this.
 
     With these biases, every router has one expert that it never chooses. If each token goes to several experts, every
-    router also has one expert that it always chooses. Both are different experts in neighboring layers. With LoRA, the
+    router also has one expert that it always chooses. These experts differ between neighboring layers. With LoRA, the
     biases stay zero, because checkpoints of LoRA do not save them.
     """
     experts = job.run.model.num_experts

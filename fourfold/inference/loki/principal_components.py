@@ -119,8 +119,8 @@ def _compare(
     components: dict[str, Components],
     held: Sequence[Sequence[int]],
 ) -> dict[str, list[float]]:
-    """Return the recall of each kind of components in each layer, for a ranking with a quarter of the dims that chooses
-    a quarter of the keys."""
+    """Return the recall of each kind of components in each layer. The recall is measured for a ranking with a quarter
+    of the dims, which chooses a quarter of the keys."""
     config = LokiConfig(min_k=1, min_seq=0)
     probes = {kind: [Probe() for _ in attentions] for kind in components}
 

@@ -305,8 +305,8 @@ def _merge(partial, maxima, sums, out, parts, G: tl.constexpr, D: tl.constexpr, 
 
 @triton.jit
 def _search(histograms, ks, heads, rows, row, LEVELS: tl.constexpr):
-    """Return the leading bits of the k-th largest sort key, from the histograms so far, and how many of the k chosen
-    keys have these bits."""
+    """Return the leading bits of the k-th largest rank, as far as the histograms determine them. Also return how many
+    of the k chosen keys have these bits."""
     wanted = tl.load(ks + row // heads)
     known = tl.full([], 0, tl.uint32)
     n = tl.arange(0, BINS)

@@ -75,9 +75,9 @@ def _flat(action: Any) -> list[Op]:
 def with_transfers(ops: Sequence[Sequence[Op]], grid: ParallelConfig) -> list[list[Op]]:
     """Insert sends and receives between the computations.
 
-    This function simulates all ranks together. After each operation whose result another rank needs, it adds a send to
-    the list of the first rank, and a receive to the list of the other rank. So any two ranks list their transfers in
-    the same order, and cannot deadlock.
+    This function simulates all ranks together. If another rank needs the result of an operation, the function adds a
+    send to the list of the rank that computed it, and a receive to the other rank's list. So any two ranks list their
+    transfers in the same order, and cannot deadlock.
     """
     whole: list[list[Op]] = [[] for _ in ops]
 

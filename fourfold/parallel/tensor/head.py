@@ -134,8 +134,8 @@ def loss_and_gradients(
         weights_BS: a factor for each token's gradient. The sum of the losses does not include it.
 
     Returns:
-        The sum of the losses of this y rank's tokens, the gradient of this x rank's input [B, T, h], and the gradient
-        of the weight tile. A gradient that is not wanted is None.
+        Three values: the sum of the losses of this y rank's tokens, the gradient of this x rank's input [B, T, h], and
+        the gradient of the weight tile. A gradient that is not wanted is None.
     """
     x_Nh, labels_N = x_BSh.flatten(0, 1), labels_BS.flatten()
     wants_dx, wants_dw = wanted

@@ -1,11 +1,11 @@
 """Compute the matmuls of a linear layer and of its LoRA adapter.
 
-An adapter adds s · (x Aᵀ) Bᵀ to the output, with s = α/r, A [r, in], and B [out, r]. Each rank adds it to its part of
-x Wᵀ before the collective that sums the outputs. So an adapter needs no collective of its own.
+An adapter adds s · (x Aᵀ) Bᵀ to the output, with s = α/r, A [r, in], and B [out, r]. Each rank adds its part of this
+product to its part of x Wᵀ, before the collective that sums the outputs. So an adapter needs no collective of its own.
 
-A is split like the columns of the weight, and B like the rows of the weight. Each rank computes only a part of each
-gradient. The gradient of A is summed over the axis that splits the rows of the weight. The gradient of B is summed over
-the axis that splits the columns.
+A is split like the columns of the weight, and B like the rows of the weight. Each rank computes only a part of the
+gradients of A and B. The gradient of A is summed over the axis that splits the rows of the weight. The gradient of B is
+summed over the axis that splits the columns.
 """
 
 from __future__ import annotations

@@ -12,9 +12,11 @@ from fourfold.planning.program_flags import OTHER_PROGRAM, OWN_PROGRAM, Program
 
 Overlap = Literal["none", "backward", "pieces"]
 ZERO3_HOOKS = 530
-"""Host time that DeepSpeed's ZeRO-3 hooks add per block, in units of one kernel launch. It follows from a measurement:
-with full recompute, a block of Qwen-1.8B takes 11 ms with 256 tokens as well as with 2,048 tokens, so the host sets the
-time."""
+"""Host time that DeepSpeed's ZeRO-3 hooks add per block, in units of one kernel launch.
+
+With full recompute, a block of Qwen-1.8B takes 11 ms both with 256 tokens and with 2,048 tokens. So the time of the
+host sets the block's time.
+"""
 
 ZERO3_MODULES = 6
 """Number of all-gathers per block and pass with DeepSpeed's ZeRO-3. Its hooks gather the weights of each module (two

@@ -110,8 +110,12 @@ def predict_left_out(
     """Predict the rows of each source (or machine) with constants fitted to the rows of all other sources (or
     machines).
 
-    If ``known_source`` is false, every row is predicted as if its source were new, even if the fit has rows of this
-    source on another machine. ``fits`` are the results of ``left_out_fits``, if they are already known.
+    Args:
+        rows: Measured rows.
+        by: "source" or "machine".
+        known_source: If False, predict every row as if its source were new. By default, a prediction for a machine may
+            use the rows that the same source has on other machines.
+        fits: The results of ``left_out_fits``, if they are already known.
     """
     scored: list[Scored] = []
     for name, fitted in (fits or left_out_fits(rows, by)).items():

@@ -309,8 +309,8 @@ def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_
     """Return the bytes that a rank's blocks save for a micro-batch, and the largest number of bytes that the backward
     pass of one block adds.
 
-    ``of_block`` are the bytes of weights that a block holds before its backward pass (``kept_weights``). They are
-    subtracted, because the backward pass gathers the block's full weights, and the memory of weights counts those.
+    In its backward pass, a block's full weights are gathered, and the memory of weights already counts them. So the
+    bytes of weights that the block holds before (``of_block``, from ``kept_weights``) are subtracted here.
     """
     if block.dense is None:
         return block.kept(work, layers), block.in_backward(work, layers) - of_block

@@ -272,8 +272,8 @@ def _activation(work: Workload, rates: Rates) -> Number:
 
 
 def _over_x(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
-    """Return the seconds of communication over x: in the forward pass, in the backward pass, and the part of the
-    backward pass that can overlap with weight gradients."""
+    """Return the seconds of communication over x in the forward pass, the seconds in the backward pass, and how many of
+    the latter can overlap with weight gradients."""
     residual = work.step.item_bytes * work.tokens * work.model.hidden_size / work.layout.y
     one = gather_seconds(residual, 1, group)
     gathers = _gathers(work.model) * one
@@ -291,8 +291,8 @@ def _gathers(model: ModelShape) -> Number:
 
 
 def _over_y(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
-    """Return the seconds of communication over y: in the forward pass, in the backward pass, and the part of the
-    backward pass that can overlap with weight gradients."""
+    """Return the seconds of communication over y in the forward pass, the seconds in the backward pass, and how many of
+    the latter can overlap with weight gradients."""
     model, layout = work.model, work.layout
     item = work.step.item_bytes * work.tokens / layout.x
     qkv, queries = model.projected + model.latents, model.values

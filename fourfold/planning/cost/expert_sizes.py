@@ -1,5 +1,5 @@
-"""Compute the sizes of an MoE layer's experts on one rank: the number of rows, the workload that describes the experts'
-weights, and the bytes of activations."""
+"""Compute the sizes of an MoE layer's experts on one rank: the number of rows, the number of weights, and the bytes of
+activations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ BYTES_OF_A_CHOICE = 44.0
 """Bytes that are saved per token and chosen expert: three 64-bit indices (the expert, the position of the choice among
 the rows, and the inverse of that position), and 20 bytes for the router's weights."""
 BYTES_OF_AN_ORDER = 32.0
-"""Bytes that are saved per received row to sort rows by expert: a permutation and its inverse in 64 bits, both for the
-forward and for the backward pass."""
+"""Bytes that are saved per received row to sort rows by expert. The forward and the backward pass each save a
+permutation and its inverse, in 64 bits."""
 
 
 def fuses_gate(work: Workload) -> Flag:
@@ -144,8 +144,8 @@ def choices_kept(work: Workload) -> Number:
 
 
 def kept_by_shared_gate(work: Workload) -> Number:
-    """Return the bytes that the gate of one block's shared expert saves: its input in fp32, and the output of the
-    shared expert, which the gate multiplies."""
+    """Return the bytes that the gate of one block's shared expert saves: the gate's input in fp32, and the output of
+    the shared expert."""
     model, layout = work.model, work.layout
     residual = work.tokens / layout.x * model.hidden_size / layout.y
     return np.where(model.shared_expert_gate, (4 + work.step.item_bytes) * residual, 0)
@@ -167,9 +167,10 @@ def _activated(work: Workload, rows: Rows) -> Number:
 def backward_of_experts(work: Workload) -> tuple[Number, Number]:
     """Return the peak bytes of the backward pass of a block's experts.
 
-    Two sets of tensors are never in memory at the same time, and the larger one sets the peak. The first set is the
-    gradients of gate, of up, and of their product (and one more tensor if the gate is clamped). The second set is the
-    gradients of the rows, once in the order of arrival and once sorted by expert.
+    The peak is the larger of two numbers of bytes, because these tensors are never in memory at the same time:
+
+    - the gradients of gate, of up, and of their product, and one more tensor if the gate is clamped
+    - the gradients of the rows, once in the order of arrival and once sorted by expert
 
     Returns:
         The bytes if weights are sharded over data-parallel ranks, and the bytes if weights are replicated.

@@ -99,8 +99,8 @@ def _matmuls(work: Workload, rows: Rows, rates: Rates) -> tuple[Number, Number, 
 
 
 def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
-    """Return the bytes that the operations between the experts' matmuls move through memory: in the forward pass, in
-    the backward pass, and by the activation in the forward pass."""
+    """Return the bytes that the operations between the experts' matmuls move through memory. The three numbers are for
+    the forward pass, for the backward pass, and for the activation in the forward pass."""
     model, step, program = work.model, work.step, work.program
     item, hidden = step.item_bytes, model.hidden_size / work.layout.y
     scores = 4 * work.tokens / work.layout.x * model.num_experts

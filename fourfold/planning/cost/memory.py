@@ -175,8 +175,11 @@ def _is_gradual(work: Workload) -> Flag:
 
 
 def _weights_freed_by_the_end(work: Workload, layers: Number) -> Number:
-    """Return the bytes of gathered weights that the backward pass frees before it reaches the rank's first block. This
-    happens only in a step with one micro-batch whose weights were gathered once. Otherwise the bytes are 0."""
+    """Return the bytes of gathered weights that the backward pass frees before it reaches the rank's first block.
+
+    The backward pass frees them only if the step has one micro-batch and its weights were gathered once. In all other
+    cases, return 0.
+    """
     if not np.any(_is_gradual(work)):
         return 0.0
     # FSDP2 frees its copies of experts even if no other rank shards them.
@@ -202,8 +205,11 @@ def _freed_entries(work: Workload, entries: Number) -> Number:
 
 
 def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...]:
-    """Return the bytes of parameters, gradients, optimizer states, and copies that the optimizer makes of gradients.
-    They are for all weights except experts, on a rank with ``tables`` weight entries of embedding and head."""
+    """Return the bytes of parameters, of gradients, of optimizer states, and of the copies of gradients that the
+    optimizer makes.
+
+    The bytes are for all weights except experts, on a rank that has ``tables`` weight entries of embedding and head.
+    """
     layout, step, program = work.layout, work.step, work.program
     entries = (layers * work.block_weights + tables) / (layout.x * layout.y)
     copies, shards, item = layout.dp * layout.cp, layout.shards, step.item_bytes

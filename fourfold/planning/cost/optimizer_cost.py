@@ -116,8 +116,8 @@ def _of_latents(model: ModelShape) -> list[tuple[Number, Number]]:
 
 
 def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the seconds that Muon takes on a rank to orthogonalize its share of a stage's matrices, and to send and
-    receive them. They are 0 for other optimizers.
+    """Return the seconds in which a rank orthogonalizes its share of a stage's matrices for Muon, and sends and
+    receives them. Return 0 for other optimizers.
 
     A rank orthogonalizes full matrices, so the time is at least the time of the largest matrix.
     """

@@ -15,8 +15,8 @@ UNUSABLE = 0.06
 """Memory overhead, as a fraction of the bytes that a step allocates. PyTorch's allocator rounds blocks up and fragments
 memory, and libraries allocate workspaces. (Megatron-LM's own estimate adds 5 %.)"""
 FRAGMENTED = 0.09
-"""``UNUSABLE`` without expandable segments: the allocator can release only segments that are not in use at all, so most
-of what it caches stays unusable (PyTorch, "CUDA semantics": memory management)."""
+"""``UNUSABLE`` without expandable segments. The allocator can then release only segments that are not in use at all, so
+most of its cached memory stays unusable (PyTorch, "CUDA semantics": memory management)."""
 CACHED = 0.14
 """``UNUSABLE``, plus the blocks that the allocator caches until memory runs low. The value is fitted to the measured
 rows that come with fourfold, with ``UNUSABLE`` as prior (docs/planner_validation.py)."""
@@ -45,7 +45,7 @@ def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Numb
 
 def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
     """Return the smallest memory in which a step still runs, in bytes, if ``peak_memory`` has predicted ``predicted``
-    bytes. It is below the peak, because PyTorch frees cached blocks before it runs out of memory."""
+    bytes. This memory is smaller than the peak, because PyTorch frees cached blocks before it runs out of memory."""
     runtime = runtime_bytes(work, machine)
     allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + CACHED)
     unusable: Number = np.where(work.program.expandable_segments, UNUSABLE, FRAGMENTED)

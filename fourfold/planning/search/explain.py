@@ -130,8 +130,8 @@ def _beside(values: Sequence[Any], here: Any) -> Sequence[Any]:
 
 
 def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
-    """Return the changes from the current pipeline to the previous and to the next entry of ``space.PIPELINES``. Each
-    change comes with a text that describes it."""
+    """Return the changes from the current pipeline to the previous and to the next entry of ``space.PIPELINES``, each
+    with a text that describes the change."""
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in PIPELINES]
     now = (here["schedule"], here["stages_per_rank"])
     if here["pp"] == 1 or now not in pipelines:

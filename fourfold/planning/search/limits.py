@@ -22,8 +22,8 @@ CHOICE_OF: dict[str, tuple[str, Callable[[Any], str]]] = {
     "cp_method": ("cp_methods", str),
     "batch_parts": ("batch_parts", str),
 }
-"""Maps the name of each choice to the field of ``SearchLimits`` that it restricts, and to a function that returns an
-entry of this field as text."""
+"""Maps the name of each choice to two values: the field of ``SearchLimits`` that the choice restricts, and a function
+that returns an entry of this field as text."""
 CHOICES = {
     name: tuple(dict.fromkeys(map(text_of, getattr(EVERYTHING, field)))) for name, (field, text_of) in CHOICE_OF.items()
 }

@@ -14,13 +14,14 @@ def exchange_seconds(
     size: Number, copies: Number, once: Flag, ranks: Number, stride: Number, machine: Machine, constants: Constants
 ) -> Number:
     """Return the seconds of an all-to-all of tokens over ``ranks`` ranks, with a distance of ``stride`` ranks between
-    neighbors. Each rank sends each of its tokens ``copies`` times.
+    neighbors. With one rank, the time is 0.
 
-    A rank's tokens have ``size`` bytes in total, and all destination ranks are equally likely. Each rank gets an equal
-    share of its node's adapters. The adapters work concurrently with the links inside the node, and the slower of the
-    two sets the time. With one rank, the time is 0.
+    Each rank sends each of its tokens ``copies`` times. All destination ranks are equally likely. Each rank gets an
+    equal share of its node's adapters. The adapters and the links inside the node work concurrently, so the slower of
+    them sets the time.
 
     Args:
+        size: Bytes of all tokens of a rank.
         once: Whether a token with several copies on one node is sent only once over the network, and once to each rank
             on that node (DeepEP, github.com/deepseek-ai/DeepEP). Otherwise it is sent once per copy.
     """

@@ -27,9 +27,9 @@ the tensors are gate, up, their product, and the sigmoid."""
 FUSED_INNER_PASSES = 2.5
 """Passes over tensors of the MLP's inner width if bias, activation, and gate are fused."""
 BACKWARD = 1.5
-"""Ratio of passes in the backward pass to passes in the forward pass, 3 / 2. The backward of a norm reads the output's
-gradient and the input, and writes the input's gradient, while its forward has one read and one write. The backward of a
-sum moves nothing."""
+"""Ratio of passes in the backward pass to passes in the forward pass, 3 / 2. A norm's forward pass has one read and one
+write. Its backward pass reads the output's gradient and the input, and writes the input's gradient. The backward pass
+of a sum moves nothing."""
 
 # The constants from here to OWN_BIASES are for fourfold's operations in 16 bits, each for the forward pass and the
 # backward pass. tests/planning/test_traffic.py counts the passes. It leaves out fused operations and norm kernels,
@@ -38,9 +38,12 @@ OWN_SUMS = 6.0, 6.0
 """Passes over the residual stream: two residual sums, and the sums of their gradients (two reads and one write
 each)."""
 OWN_NORMS = 4.0, 10.0
-"""Passes over the residual stream by two norms of one kernel each. The forward pass reads and writes the stream once
-per norm. In the backward pass, the gradients of the input and of the weight each read the input and the output's
-gradient, and one of them writes its result."""
+"""Passes over the residual stream by two norms of one kernel each.
+
+In the forward pass, a norm reads and writes the stream once. In the backward pass, it computes the gradient of its
+input and the gradient of its weight. Each computation reads the input and the output's gradient, and the first one
+writes its result.
+"""
 OWN_CHAINS = 10.0, 48.0
 """Passes over the residual stream by two RMSNorms that are chains of operations (``parallel.tensor.norm``) with a
 sum over y in between."""
@@ -73,8 +76,8 @@ SORT_PASSES = 4.0
 """Passes over the rows of a rank's experts if it has several experts: sort the rows by expert, and restore their
 order."""
 PLACING_PASSES = 2.0
-"""Passes over the rows of a rank's experts that replace ``SORT_PASSES`` and ``ROW_PASSES`` if the exchange delivers
-rows in the right order and sums the rows that return."""
+"""Passes over the rows of a rank's experts if the exchange delivers rows in the right order and sums the rows that
+return. They replace ``SORT_PASSES`` and ``ROW_PASSES``."""
 PADDING_PASSES = 4.0
 """Passes over the rows of a rank's experts if matmuls run in 8 bits: pad the rows of each expert to a multiple of the
 tile size, and remove the padding."""
@@ -148,8 +151,8 @@ def expert_bytes(
     scores: Number, sent: Number, here: Number, inner: Number, *,
     is_own: Flag, fused: Flag, in_8: Flag, in_place: Flag, several: Flag, biased: Flag,
 ) -> tuple[Number, Number, Number]:  # fmt: skip
-    """Return the bytes that a router and its experts move between their matmuls: in the forward pass, in the backward
-    pass, and by the activation in the forward pass.
+    """Return the bytes that a router and its experts move between their matmuls. The three numbers are for the forward
+    pass, for the backward pass, and for the activation in the forward pass.
 
     Args:
         scores: Bytes of the router's scores.
