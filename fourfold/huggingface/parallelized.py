@@ -117,8 +117,8 @@ class Parallelized(nn.Module):
             return
         if self._separates_documents is None:
             self._separates_documents = separates_documents(self.module, positions.device)
-        # Most models keep packed documents apart if they get neither a mask nor a cache. Then skip the check below,
-        # because it would wait for the GPU in every step.
+        # Most models keep packed documents apart if they get neither a mask nor a cache. In this case, skip the check
+        # below, because it would wait for the GPU in every step.
         if self._separates_documents and mask is None and kwargs.get("use_cache") is False:
             return
         again = positions[..., 1:] <= positions[..., :-1]

@@ -127,7 +127,7 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: Par
                     _write_configs(model, shards[0].local.dtype, unfinished)
                     write_tensor_files(unfinished, [entry for s in shards for entry in _entries(s, layout, gather)])
         except ValueError as error:
-            # Convert ValueErrors of transformers. UserError is also a ValueError.
+            # transformers raises ValueErrors, so convert them. A UserError is a ValueError too, and keeps its message.
             raise UserError(str(error)) from None
         finally:
             # Rank 0 gathers tensors while it writes them. All other ranks take part here, and so does rank 0 after an

@@ -251,7 +251,7 @@ def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[Token
     fields = scorer.score(list(inputs))
     if fields is None:
         return None
-    # "sampled" may be -inf, because the attacker's sampling never draws some tokens.
+    # Do not check "sampled". It may be -inf, because the attacker's sampling never draws some tokens.
     excluded = FIELDS.index("sampled")
     if not all(np.isfinite(np.delete(each, excluded, 0)).all() for each in fields):
         raise UserError("the model's probabilities are not numbers (NaN or infinite): its weights are damaged")

@@ -67,7 +67,8 @@ def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: di
         with torch.inference_mode(False):
             recipe.basis_KDd = recipe.basis_KDd.to(hidden_states.device)
     state.release()
-    cache = keywords.get("cache", keywords.get("past_key_values"))  # Before 5.24: past_key_values.
+    # Before version 5.24, transformers used the name past_key_values.
+    cache = keywords.get("cache", keywords.get("past_key_values"))
     if isinstance(cache, Cache):
         attention = cast(AttentionModule, module)
         is_loki = attention.config._attn_implementation == NAME

@@ -67,7 +67,8 @@ def _summed_softmax(scores_BKG_S: Tensor) -> Tensor:
     # Skip this test on a GPU, because the host would have to wait.
     if scores_BKG_S.device.type == "cpu":
         worth_BK_S = torch.softmax(scores_BKG_S, -1, dtype=torch.float32).sum(2)
-        if not worth_BK_S[..., :1].isnan().any():  # A single NaN or infinity would spread over its whole row.
+        # One column is enough for this test, because a NaN or an infinity spreads over its whole row.
+        if not worth_BK_S[..., :1].isnan().any():
             return worth_BK_S
     broken_BKG_S = ~(scores_BKG_S < ALWAYS)
     worth_BK_S = torch.softmax(scores_BKG_S.masked_fill(broken_BKG_S, NEVER), -1, dtype=torch.float32).sum(2)

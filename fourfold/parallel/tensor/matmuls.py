@@ -41,8 +41,8 @@ class Matmuls:
 def adapter_tiles(weight: Tile) -> tuple[Tile, Tile]:
     """Return the tiles of A and B, given the tile of the weight."""
     if weight.y == 1:
-        # If x does not split the weight's rows, every x rank holds all of B. It computes B's gradient from its own
-        # tokens, so sum the gradient over x too.
+        # If x does not split the weight's rows, every x rank holds all of B. Each of them computes B's gradient from
+        # its own tokens, so sum the gradient over x too.
         over_b = ("y",) if weight.x == 0 else ("x", "y")
         return Tile(y=1, partial_over=("x",)), Tile(x=weight.x, partial_over=over_b)
     return Tile(x=1, partial_over=("y",)), Tile(y=0, partial_over=("x",))

@@ -59,8 +59,8 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     # (as in Megatron-LM).
     shares = np.asarray(program.regather, bool) | (np.asarray(program.recomputes_gathers, bool) & selective)
     tokens = np.where(shares, p.residual, p.gathered)
-    # The output projection saves its input, which was gathered over y. The attention kernel also saves its output,
-    # which is this rank's shard of that input, so both count.
+    # The output projection saves its input after the gather over y. The attention kernel saves its output, which is
+    # this rank's shard before the gather. Both count.
     gathers = (layout.y > 1) & ~shares
     out = np.where(gathers, p.whole_queries, p.queries) * model.values / model.queries
     # With Ulysses, the kernel's output is exchanged over cp before the projection reads it. The exchanged output is
@@ -73,8 +73,8 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     core = core + np.where(model.linear == 1, 0, outputs) * p.queries
     # In parallel blocks, the norms of attention and MLP read the same tensor, so it counts once.
     read = np.where(model.parallel_residual, 1, model.norms) * p.residual
-    # 8-bit matmuls save their inputs in 8 bits, which halves ``every``. The attention kernel saves its output in 16
-    # bits, so the 8-bit copy that the output projection saves is added.
+    # 8-bit matmuls save their inputs in 8 bits, so ``every`` is halved. The input of the output projection is saved
+    # twice: in 8 bits by the projection, and in 16 bits by the attention kernel.
     every = (1 + model.mlps) * tokens + np.where(model.has_latents, kept_latents(work, tokens), 0)
     inputs = np.where(in_8, every / 2 + p.queries / 2, every)
     stream = read + model.norms * p.statistics + inputs + out
@@ -190,8 +190,8 @@ class BlockBytes(ArrayFields):
         own = self._in_backward(work, layers)
         if self.linear is None:
             return own
-        # During the backward pass of the last block with linear attention, the blocks after it have already freed what
-        # they saved. In a pipeline, a rank's last block may have linear attention itself, so nothing is freed before.
+        # When the backward pass reaches the last block with linear attention, the blocks after it have freed what they
+        # saved. In a pipeline, a rank's last block may have linear attention, so count nothing as freed.
         freed = self._kept(work, np.where(work.layout.pp > 1, 0, np.minimum(work.model.after_linear, layers - 1)))
         return np.where(work.model.linear > 0, np.maximum(own, self.linear.in_backward(work, layers) - freed), own)
 
@@ -208,11 +208,11 @@ class BlockBytes(ArrayFields):
         backward = np.maximum(backward, self.attention_backward + core_again)
         if has_experts(work):
             backward = np.maximum(backward, self.summed_experts + sums_of_one_shard(work))
-        # The input of the next recomputed block is already being copied back from host memory.
+        # The input of the next recomputed block counts too, because it is already being copied back from host memory.
         several = np.ceil(layers / layout.recompute_every) > 1
         again = again + np.where(full & layout.offload & several, self.full, 0)
-        # The backward pass runs the blocks after the last recomputed block first. When it reaches the recomputed
-        # block, it has freed everything that they saved.
+        # The backward pass runs the blocks after the last recomputed block first. When it reaches the recomputed block,
+        # everything that those blocks saved is freed.
         freed = (layers - 1) % layout.recompute_every * self.whole
         return backward + np.maximum(again - freed, 0)
 
@@ -293,8 +293,8 @@ def peak_bytes(
     kept = kept + np.where(layout.pp > 1, program.stage_keeps, 0) * block.full
     seq = step.seq_length
     inputs = 16 * layout.micro_batch_size * seq * work.micro_batches + 4 * seq * model.head_dim * model.rope
-    # If embedding and head share a weight, the head's contribution to its gradient waits until the embedding's
-    # contribution is computed.
+    # If embedding and head share a weight, the head's part of its gradient stays in memory until the embedding's part
+    # is computed.
     tied = np.asarray(model.tie_word_embeddings, bool) & (layout.pp == 1)
     waiting = np.where(tied, step.item_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y), 0)
     weights = layers * of_block + of_tables

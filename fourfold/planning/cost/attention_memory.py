@@ -33,18 +33,18 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     model, layout, step = work.model, work.layout, work.step
     p, split = tensor_bytes(work), attention_over_y(work)
     ranks = layout.x * np.where(split == "heads", layout.y, 1)
-    # In float32, as under a mask, fourfold's attention repeats each key-value head for all query heads that share it.
+    # In float32 and under a mask, fourfold's attention repeats each key-value head for all query heads that share it.
     repeated = np.asarray(work.program.is_fourfold, bool) & (step.item_bytes == 4) & (model.keys != model.queries)
     gathered = repeated | (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
-    # The sum over y writes q, k, and v into one buffer, and attention saves v. If v is neither gathered nor copied, it
-    # is a view of the buffer, so the full buffer stays in memory.
+    # The sum over y writes q, k, and v into one buffer, and attention saves v. Unless v is gathered or copied, it is a
+    # view of the buffer, so the full buffer stays in memory.
     one_buffer = (layout.y > 1) & ~np.asarray(model.attention_bias, bool) & ~gathered & ~copies_heads(work)
     read = np.where(split == "sequence", p.whole_queries, np.where(repeated, p.queries, p.keys))
     gate = p.queries * model.output_gate
     qkv = p.queries + np.where(one_buffer, 2 * p.keys + model.rotated * (p.queries + read) + gate, 2 * read)
-    # For norms of queries and keys, autograd saves the input in float32, and the normalized values: in float32 if the
-    # norm multiplies by 1 + weight, and in the step's dtype otherwise. A norm over several ranks is fourfold's own
-    # autograd function, which saves only its input in the step's dtype.
+    # A norm of queries or keys saves two tensors. The first is its input in float32. The second is the normalized
+    # values, in float32 if the norm multiplies by 1 + weight, and otherwise in the step's dtype. A norm over several
+    # ranks is fourfold's own autograd function, and saves only its input, in the step's dtype.
     over_ranks = np.asarray(model.joint_head_norms, bool) & (layout.x * layout.y > 1)
     # Latent attention copies queries, keys, and values to join the channels of each head. It also saves its padded
     # output.
@@ -99,8 +99,8 @@ def attention_backward(work: Workload) -> Number:
     held = p.queries * (1 + model.output_gate) + np.where(caps_scores(work), _capped_backward(work), in_kernel)
     if has_linear(work):
         held = np.where(model.linear == 1, p.queries + saved_by_core(work) + GRADIENTS.of(work), held)
-    # By now, the inputs of the MLP's norms and of attention's output norm have also been freed. If weight gradients are
-    # deferred, nothing has been freed, because they still need these tensors.
+    # By now, the inputs of the MLP's norms and of attention's output norm have been freed too. With deferred weight
+    # gradients, nothing has been freed, because these gradients still need the tensors.
     norms = (model.norms / 2 + np.asarray(model.output_norms, bool)) * p.residual
     freed = np.where(work.layout.split_backward, 0, p.gathered + norms + 2 * mlp_made_again(work))
     return p.residual + held - freed

@@ -155,8 +155,9 @@ def _at_the_peak(
     gradual = _is_gradual(work)
     if not np.any(gradual):
         return np.True_, activations
-    # At the end of the backward pass, the embedding's gradient is also in memory in the step's dtype. If gathered
-    # weights are freed after use, the head's gathered weight is not in memory, although the weights count it.
+    # At the end of the backward pass, the embedding's gradient is in memory in the step's dtype too. If gathered
+    # weights are freed after use, the head's gathered weight is no longer in memory. ``weights`` counts it, so subtract
+    # it.
     at_ends = tables.embedding - np.where(_is_resharded(work), tables.head, 0)
     # ``gradients`` already includes the sum of the experts' gradients, so do not count it twice.
     if has_experts(work):

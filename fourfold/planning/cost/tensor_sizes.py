@@ -45,8 +45,9 @@ def tensor_bytes(work: Workload) -> TensorBytes:
     token = work.step.item_bytes * work.tokens
     at_once = np.where(program.tiled_mlp, np.minimum(model.hidden_size / work.tokens, 1), 1)
     split = attention_over_y(work)
-    # A group is the query heads that share a key-value head. A rank that has complete groups, or a part of one group,
-    # holds each of its key-value heads once. Any other rank holds a copy of the key-value head for each query head.
+    # A group is the query heads that share a key-value head. If a rank has complete groups, or a part of one group, it
+    # holds each of its key-value heads once. Otherwise it holds one copy of a key-value head for each of its query
+    # heads.
     heads = model.queries / model.head_dim / (layout.x * np.where(split == "heads", layout.y, 1))
     group = model.queries / model.keys
     kv_heads = np.where(heads % group == 0, heads / group, np.where(heads < group, 1, heads))
