@@ -13,10 +13,11 @@ from fourfold.run_file.load import make_run
 from fourfold.verification.batches import RandomSamples
 
 LLAMA = {"preset": "llama-tiny"}
-"""GQA 8/4, untied, vocabulary 257 (odd, padded to 384)."""
+"""8 query heads share 4 key-value heads. The embedding is not tied, and the vocabulary has an odd size (257, padded to
+384)."""
 
 GPT = {"preset": "gpt-tiny", "vocab_size": 301}
-"""Tied, biases, learned positions, LayerNorm."""
+"""Tied embedding, biases, learned positions, LayerNorm."""
 
 QWEN = {
     "preset": "llama-tiny",
@@ -25,7 +26,7 @@ QWEN = {
     "attention_bias": True,
     "tie_word_embeddings": True,
 }
-"""QK-norm, attention biases, tied, GQA 8/2."""
+"""QK-norm, attention biases, tied embedding. 8 query heads share 2 key-value heads."""
 
 OLMO = QWEN | {"attention_bias": False, "qk_norm_over": "all_heads"}
 """QK-norm over all heads."""
@@ -49,7 +50,7 @@ GEMMA = {
     "scale_embeddings": True,
     "tie_word_embeddings": True,
 }
-"""Norm weights counted from one, embeddings scaled, gated GELU, tied, one key-value head."""
+"""Norm weights counted from one, scaled embeddings, a gated GELU, a tied embedding, and one key-value head."""
 
 SLIDING = {"preset": "llama-tiny", "sliding_window": 5}
 """As in Mistral, every layer has a sliding window."""

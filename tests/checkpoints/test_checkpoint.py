@@ -1,4 +1,5 @@
-"""Checkpoints: bit-identical resume on any grid, complete or absent, and damage reported in one sentence."""
+"""Resuming is bit-identical on any grid, a checkpoint is either complete or absent, and damage is reported in one
+sentence."""
 
 from __future__ import annotations
 

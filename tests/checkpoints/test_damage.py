@@ -51,7 +51,7 @@ def shard_of(path: Path) -> Path:
 
 
 def change_state(**changes: Any) -> Callable[[Path], object]:
-    """Change the state as another program would have written it, with valid checksums."""
+    """Change keys of the saved state and recompute the checksums, as if another program had written the state."""
 
     def change(path: Path) -> None:
         state = json.loads((path / STATE_FILE).read_text())
@@ -76,7 +76,7 @@ def change_model(**changes: Any) -> Callable[[Path], object]:
 
 
 def make_pipe(file: Path) -> None:
-    """Replace the file by a pipe. A reader would wait for a writer."""
+    """Replace the file by a named pipe. Reading it would wait forever for a writer."""
     file.unlink()
     os.mkfifo(file)
 
@@ -216,7 +216,7 @@ def test_damage_is_reported(saved: Path, tmp_path: Path, damage: Callable[[Path]
 
 @pytest.mark.usefixtures("alone")
 def test_a_shard_without_a_tensor_is_reported(saved: Path, tmp_path: Path) -> None:
-    """Sizes and checksums agree with each other, but not with the tensors in the files."""
+    """Sizes and checksums are right, but a tensor has another name in the file than in the layout."""
     path = tmp_path / "step_1"
     shutil.copytree(saved, path)
     content = shard_of(path).read_bytes()

@@ -248,8 +248,8 @@ def test_a_terminal_of_no_width_is_one_of_the_default_width(cli: Cli, monkeypatc
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_layouts_are_readable(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    """Every layout has one line. Its choices are in columns, except choices that all rows share if there is little
-    room."""
+    """Every layout has one line, with its choices in columns. If there is little room, a choice that is the same in all
+    rows is printed only once."""
     monkeypatch.setenv("COLUMNS", str(columns))
     model = ("plan", "--model", "olmoe-1b-7b", "--machine", "dgx-h100", "--gpus", 16, "--global-batch", 64, "--top", 4)
     limits = ("--limit", "pp=2", "--limit", "schedule=1F1B,Interleaved1F1B", "--limit", "y=1")

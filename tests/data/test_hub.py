@@ -1,4 +1,4 @@
-"""Datasets named hf:…, here a folder of Parquet files: `prepare` reads what the files contain."""
+"""`prepare` reads datasets named hf:…, which are local folders of Parquet files in these tests."""
 
 from __future__ import annotations
 

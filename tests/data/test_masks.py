@@ -83,7 +83,7 @@ def test_longest_run() -> None:
 
 @dataclass
 class AsSamples:
-    """Samples with the windows of a test."""
+    """Stands for a corpus's samples, and always returns the windows that a test gives it."""
 
     windows: Windows
     seq_length: int = 1000

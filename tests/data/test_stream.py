@@ -130,7 +130,7 @@ def test_any_order_gives_the_same_samples() -> None:
 
 
 def test_reading_the_beginning_again_keeps_all_positions() -> None:
-    """A resumed run measures its masks on the beginning of the stream."""
+    """A resumed run reads the beginning of the stream again, because it measures its masks there."""
     whole, again = streamed(Listed(TEXTS)), streamed(Listed(TEXTS))
     expected = whole.read(np.arange(40, 48))
     again.go_to(10, [whole.positions(10, range(36, 40))[0]])

@@ -56,7 +56,8 @@ def check_options(words: list[str]) -> None:
 
 @pytest.mark.parametrize(("k", "h"), [(4, 13), (50, 50)])
 def test_passages_without_a_gap_are_counted_and_obey_the_law(k: int, h: int) -> None:
-    """The tokens are random, so no text repeats. The published code does not reach the law for k = 50 and h = 50."""
+    """The tokens are random, so no text repeats. The published code leaves more passages without a gap than the law
+    says, for k = 50 and h = 50."""
     tokens = np.random.default_rng(0).integers(2, 8192, (64, 4097))
     documents = np.broadcast_to(np.arange(4097) // 1000, tokens.shape)
     windows = Windows(tokens, documents, np.arange(64))

@@ -1,4 +1,4 @@
-"""Find which rows of a parameter each tensor in the files has, with transformers' own table."""
+"""Transformers' own table tells which rows of a parameter each tensor in the files holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ UP = "model.layers.0.mlp.experts.gate_up_proj"
 
 
 def test_the_converters_of_transformers_get_two_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The converters only copy values, on every process."""
+    """Every process runs transformers' converters to find where rows go. Two columns are enough for this, so the
+    converters copy little."""
     model, sizes, convert = make("olmoe"), {}, core_model_loading.revert_weight_conversion
 
     def recorded(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,8 +11,9 @@ from triton.compiler import ASTSource
 from fourfold.inference.loki import triton_kernels
 
 TARGETS = [(GPUTarget("cuda", 90, 32), "cubin", 99 * 1024), (GPUTarget("hip", "gfx942", 64), "hsaco", 64 * 1024)]
-"""An H100 with warps of 32 threads, and an MI300 with wavefronts of 64: machine code, and a block's shared memory.
-NVIDIA's limit is for compute capability 8.6 and 8.9, which have the least."""
+"""GPUs to compile for, each with its kind of machine code and the shared memory of a block. The GPUs are an H100, whose
+warps have 32 threads, and an MI300, whose wavefronts have 64. NVIDIA's number is for compute capabilities 8.6 and 8.9,
+which have the least shared memory."""
 
 ALIGNED = [["tt.divisibility", 16]]
 SIZES = {"GP": 16, "PP": triton_kernels.MOST_SPLITS, "MASKED": True, "ENDS": True, "LEVEL": 2}
@@ -25,8 +26,8 @@ TYPES = {
 
 
 def compile_all(dtype: torch.dtype, width: int, d: int, group: int) -> None:
-    """Compile kernels for groups of heads of this width that rank by d dims. Sizes and pointers are aligned, as at run
-    time."""
+    """Compile kernels for heads of this width that rank keys by d dims, with ``group`` query heads per key-value head.
+    Sizes and pointers are aligned, as at run time."""
     name_of_type = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     tensors = dict.fromkeys(("query", "proxy", "key", "value", "out"), f"*{name_of_type}")
     for name in ("_score", "_rank", "_refine", "_count", "_collect", "_attend", "_merge"):

@@ -33,9 +33,10 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start_parent(body: str, folder: Path, saves: bool = False) -> tuple[subprocess.Popen[str], list[int]]:
-    """Start a process that runs the body in two workers. Return this parent process and the workers' process ids, as
-    soon as the workers exist. The parent may not know the ids yet. In that case, a signal ends the parent, unless the
-    workers save when they are stopped.
+    """Start a process that runs the body in two workers. As soon as the workers exist, return this parent process and
+    the workers' process ids.
+
+    The parent itself may not know the ids yet. A signal that comes so early ends the parent, unless ``saves`` is true.
     """
     code = (
         "import launch_bodies; from fourfold.launch.local_workers import run_workers;"

@@ -143,7 +143,7 @@ def test_all_ranks_take_the_layouts_of_the_first(pool: Pool, tmp_path: Path) -> 
 
 
 def rounded_body(rank: int, world_size: int, runs: list[RunConfig]) -> list[dict[str, Tensor]]:
-    """Return the weights after a step with stochastic rounding, independent of their memory order."""
+    """For each run, return the weights after a step with stochastic rounding."""
     found = []
     for run in runs:
         with forced_layouts(run):

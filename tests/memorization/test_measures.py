@@ -141,7 +141,7 @@ def test_exposure() -> None:
 
 
 def longest_common_subsequence(a: list[int], b: list[int]) -> int:
-    """Follow the definition: the longest subsequence of one that is also a subsequence of the second."""
+    """Follow the definition: the longest subsequence of ``a`` that is also a subsequence of ``b``."""
     for size in range(len(a), 0, -1):
         for chosen in itertools.combinations(a, size):
             rest = iter(b)
@@ -229,7 +229,7 @@ def test_the_guard_notices_other_words_and_nothing_else() -> None:
 
 @pytest.mark.slow
 def test_the_guard_seldom_cries_wolf() -> None:
-    """It raises a false alarm about one time in twenty, also with few documents."""
+    """The guard raises a false alarm about one time in twenty, also with few documents."""
     draws = [[RANDOM.integers(0, 60, 40) for _ in range(40)] for _ in range(100)]
     assert sum(bag_of_words_guard(draw[:26], draw[26:])["differs"] for draw in draws) <= 12
 

@@ -53,7 +53,8 @@ def weight_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
 
 
 def _expert_weight_lines(run: RunConfig, tiles: Tiles, gathers: _Gathers, item: int, reduced: int) -> Iterator[Line]:
-    """Yield the same for experts that ep divides. The groups are the ranks that have the same experts."""
+    """Yield the gathers and sums of the experts' weights, if ep divides the experts. Each group consists of ranks that
+    have the same experts."""
     grid, shards, steps = run.parallel, expert_shards(run), run.gradient_accumulation_steps
     of_z, (from_all, from_z) = max(grid.z // grid.ep, 1), gathers.block
     padded = sum(part.chunk(shards) for part in tiles.experts) * shards

@@ -75,9 +75,9 @@ EVERY = [(model, grid, mode) for grid in GRIDS for model in models_on(grid) for 
 
 
 def in_some_pair(case: Case) -> bool:
-    """Choose cases such that every pair of model, grid, and mode occurs in some case. Modes alternate along grids and
-    models. If a grid has fewer models than there are modes, its last model has two modes.
-    """
+    """Return whether a case belongs to the covering set: any model and grid, any model and mode, and any grid and mode
+    occur together in some case. Modes alternate along grids and models. If a grid has fewer models than there are
+    modes, its last model has two modes."""
     model, grid, mode = case
     models = models_on(grid)
     ahead = (MODES.index(mode) - GRIDS.index(grid) - models.index(model)) % len(MODES)

@@ -87,8 +87,8 @@ MORE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 def totals(lines: list[Line] | list[Collective]) -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Return count and bytes by axis, operation, and purpose. The group of ranks with the same experts may be an axis
-    and then has the axis's name. So all traffic of weights is added up."""
+    """Return count and bytes by axis, operation, and purpose. Traffic of weights is added up over all axes, because the
+    trace and the formulas may give different names to the group of ranks with the same experts."""
     found: dict[tuple[str, str, str], tuple[int, int]] = {}
     for line in lines:
         key = ("data" if line.purpose in OF_WEIGHTS else line.axis, line.op, line.purpose)

@@ -141,7 +141,7 @@ def test_a_norm_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_sum_of_gate_is_hidden() -> None:
-    """Only the fraction of the time that overlapped communication still costs (the constant ``exposed``) remains."""
+    """The sum of gate costs only the fraction ``exposed`` of its time, like all overlapped communication."""
     machine, constants = load_machine("dgx-h100"), prior_constants()
     work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq_length=8192, global_batch_size=1, y=4)
     block = block_time(work, machine, constants)

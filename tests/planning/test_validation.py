@@ -43,7 +43,7 @@ from validation_page.published_runs import figures, weak_scaling  # noqa: E402
 
 
 def table_of(path: Path, sources: dict[str, float]) -> Path:
-    """Write rows of several sources. ``sources`` says how many times as long as predicted a step takes."""
+    """Write rows of several sources. ``sources`` gives the ratio of measured to predicted step time for each source."""
     texts, slower = [], []
     for source, factor in sources.items():
         for i in range(8):
@@ -59,7 +59,7 @@ def table_of(path: Path, sources: dict[str, float]) -> Path:
 
 
 def test_rows_of_a_calibrated_machine_are_predicted_with_its_own_constants(tmp_path: Path) -> None:
-    """The score without fitted constants does not use them."""
+    """The score without fitted constants (``machine_only``) does not use the machine's own constants."""
     found = {}
     for matmul in (0.2, 0.4):
         machine = replace(load_machine("dgx-a100"), efficiency=(("matmul", matmul),))
@@ -118,7 +118,8 @@ def scored_rows(row: Row, source: str, ratios: list[float]) -> list[Scored]:
 
 
 def test_intervals_weigh_rows_by_source_and_an_imagined_source(tmp_path: Path) -> None:
-    """Many rows of a source hardly count more than a few rows. Without rows, the imagined source is left."""
+    """Many rows of a source hardly count more than a few rows. Without any rows, the interval is that of the imagined
+    source."""
     row = read_rows([table_of(tmp_path / "t.csv", {"a": 1.0})])[0][0]
     many, few = scored_rows(row, "a", [0.9] * 5000 + [1.1] * 5000), scored_rows(row, "b", [2.0] * 100)
     low, high = interval_of(many)

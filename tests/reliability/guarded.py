@@ -29,7 +29,7 @@ class TookTooLong(BaseException):
 
 @contextlib.contextmanager
 def limits() -> Iterator[None]:
-    """Stop the block after `SECONDS`, and refuse it more than `BYTES`."""
+    """Stop the block after `SECONDS`, and let it allocate no more than `BYTES`."""
 
     def stop(signal_number: int, frame: object) -> NoReturn:
         raise TookTooLong

@@ -43,7 +43,8 @@ class Kind:
 
 
 def one_file(name: str, tree: Callable[[bytes], Any] | None = None, write: Callable[[Any], str] = as_json) -> Any:
-    """Damage one file, as a tree if it is one."""
+    """Return a strategy that damages one file. If ``tree`` can parse the file, values of its tree are damaged.
+    Otherwise, bytes are."""
 
     def damage(folder: Path) -> st.SearchStrategy[Changes]:
         good = (folder / name).read_bytes()

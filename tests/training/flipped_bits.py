@@ -20,9 +20,9 @@ from fourfold.training.replay import Replay
 from fourfold.verification.batches import random_micro_batches
 
 KINDS = ("activation", "gradient of an activation", "gradient of a weight", "summed gradient", "weight", "stale weight")
-"""Places of a flip: a block's output, the output's gradient, a weight's gradient before or after it is summed over
-ranks, a weight that changes between the passes, or a weight that differs from its copies on other ranks in both
-passes."""
+"""Where a bit flips: in a block's output, in the gradient of that output, or in a weight's gradient before or after the
+sum over ranks. "weight": a weight changes between the two passes. "stale weight": a weight differs from its copies on
+other ranks in both passes."""
 
 
 class Trial(NamedTuple):

@@ -182,7 +182,7 @@ def test_signals_that_are_ignored_stay_so() -> None:
 
 
 def test_a_run_that_does_not_resume_by_itself_says_how(tmp_path: Path, prefix: str) -> None:
-    """Checkpoints of later steps than the record are from an earlier attempt."""
+    """The checkpoint of step 90 is ignored: the record ends at step 5, so an earlier attempt must have saved it."""
     run = load_run(run_file(tmp_path, prefix, checkpoint__resume="never"))
     folder = tmp_path / "runs" / "run"
     for step in (2, 90):

@@ -51,7 +51,7 @@ def test_tuned_products_round_as_others_do(pool: Pool, grid: dict[str, int], tmp
 
 
 def alone(run: RunConfig) -> RunConfig:
-    """Return the run on one process, with products as they are stored."""
+    """Return the run on one process, without tuned matmul layouts."""
     training = run.training.model_copy(update={"tuned_products": "off"})
     return run.model_copy(update={"parallel": ParallelConfig(), "training": training})
 

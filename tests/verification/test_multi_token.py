@@ -48,7 +48,7 @@ def filled(run: RunConfig) -> Transformer:
 
 
 def losses_of_the_model(model: Transformer) -> Tensor:
-    """Return the sums of the losses of packed documents, [1 + D]."""
+    """Return the losses that the model computes from packed documents, each summed over tokens: [1 + D]."""
     tokens, documents, dropped = batch(model.config.vocab_size)
     labels = tokens[:, 1:].copy()
     labels[(documents[:, 1:] != documents[:, :-1]) | dropped] = IGNORE_INDEX
@@ -72,7 +72,8 @@ def batch(vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def losses_of_documents(weights: Weights, run: RunConfig) -> Tensor:
-    """Return the same sums. Each document runs alone, without masks, and layer k reads its first n − k tokens only."""
+    """Compute the losses of ``losses_of_the_model`` a second time. Each document runs alone, without masks, and layer k
+    reads only its first n − k tokens."""
     tokens, documents, dropped = batch(run.model.vocab_size)
     total = torch.zeros(3, dtype=torch.float64)
     for row in range(3):

@@ -20,9 +20,12 @@ from fourfold.verification.parity_report import ParityReport
 
 
 class Settings(NamedTuple):
-    """One layout of at most 8 processes. ``accumulate`` means four micro-batches a step, not one. ``per_node`` is the
-    number of shards. ``experts`` is the number of ranks that share the experts, or 0 for dense MLPs. ``window`` is a
-    number of tokens, or 0. ``norms`` is their placement."""
+    """One layout of at most 8 processes.
+
+    ``accumulate`` means four micro-batches per step instead of one. ``per_node`` is ``overlap.shards_per_node``.
+    ``experts`` is the number of ranks that share the experts, or 0 for dense MLPs. ``window`` is a number of tokens, or
+    0 for no window.
+    """
 
     x: int
     y: int

@@ -175,7 +175,7 @@ of_axes = st.lists(st.tuples(st.sampled_from("xz"), spans), max_size=6)
 
 
 def moments(some: list[Span]) -> set[float]:
-    """Return the microseconds in a window from 0 to 30 that these spans cover, each by its beginning."""
+    """Return all microseconds from 0 to 29 that begin inside one of these spans."""
     return {moment for start, end in some for moment in range(int(start), int(end)) if 0 <= moment < 30}
 
 

@@ -79,7 +79,7 @@ def test_windows_and_caps_are_those_of_dense_attention(
 
 
 def dense_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks_N: Tensor) -> Tensor:
-    """Attention in a window of 5 tokens, with one more column of scores and no value for it."""
+    """Compute attention in a window of 5 tokens. The sinks add one column to the scores, but no value."""
     mask = causal_within(documents_of(ENDS, q.shape[1]), 5)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))

@@ -141,8 +141,8 @@ def test_workspaces_of_matmuls_follow_torchs_rule() -> None:
 
 
 def test_the_peak_is_the_same_if_the_heads_gradient_is_added_in_place() -> None:
-    """CUDA adds it in place. A cast of the whole gradient needs as much memory as a product that is added
-    afterwards."""
+    """CUDA adds a chunk's product to the gradient in place, and a CPU adds it afterwards. The peak is the same, because
+    the later cast of the whole gradient needs as much memory as the separate product."""
     run = tiny_run(LLAMA | {"vocab_size": 4096}, training={"precision": "bf16", "device": "cuda"})
     peak = trace(run, whole=True).memory.total_peak
     with patch.object(head, "_add_matmul", lambda total, left, right: None):

@@ -26,14 +26,15 @@ from fourfold.verification.parity_report import ParityReport
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
-"""A little more than half a rounding of the gradient, which is at most 1."""
+"""Largest allowed error of the gradient in each dtype. No gradient is larger than 1, so in 16 bits the limit is a little
+more than half the distance between numbers near 1."""
 
 
 def losses_of(
     logits_mv: Tensor, labels_m: Tensor, factors_m: Tensor, vocabulary: int, cap: float, ranks: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses of the two passes, as ``ranks`` ranks of x compute them, and the gradient that they leave in
-    the logits."""
+    """Return the losses and the gradient of the logits, computed with the kernels' two passes as ``ranks`` ranks of x
+    would compute them."""
     parts, wide = logits_mv.clone().chunk(ranks, 1), logits_mv.shape[1] // ranks
     places = [(rank * wide, min(max(vocabulary - rank * wide, 0), wide)) for rank in range(ranks)]
     both = [normalize_logits(part, labels_m, *place, cap) for part, place in zip(parts, places, strict=True)]

@@ -94,8 +94,8 @@ def after(issued: list[str], collective: str, layers: int) -> list[str]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_input_gradients_are_reduced_while_weight_gradients_are_computed(pool: Pool, overlap: bool) -> None:
-    """Between the start of the reduction and the wait for it are the matmuls that hide it. Without overlap there is
-    nothing."""
+    """Matmuls that hide the reduction come between its start and the wait for it. Without overlap, nothing comes
+    between them."""
     run = tiny_run(LLAMA, {"x": 2, "y": 2}, overlap={"input_gradients": overlap})
     model, tokens = run.model, run.training.micro_batch_size * run.training.seq_length
     weight_gradient = f"mm {(model.intermediate_size // 2, tokens)} {(tokens, model.hidden_size // 2)}"
