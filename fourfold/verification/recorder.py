@@ -31,8 +31,7 @@ Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations", 
 OPERATIONS = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
-    # On gloo, fourfold runs a reduce-scatter as an all-to-all and a local sum
-    # (parallel.grid.communicate.by_all_to_all).
+    # On gloo, fourfold runs a reduce-scatter as an all-to-all and a local sum (communicate.by_all_to_all).
     "alltoall_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
     "send": "send",
@@ -110,8 +109,7 @@ class Recorder(TorchDispatchMode):
         def enter_late_in_the_backward(
             module: torch.nn.Module, inputs: tuple[Any, ...], out: Tensor | list[Tensor]
         ) -> None:
-            # This part is the last to run its backward pass.
-            first = out if isinstance(out, Tensor) else out[0]
+            first = out if isinstance(out, Tensor) else out[0]  # Of all parts, the first runs backward last.
             first.register_hook(lambda _: enter("late"))
 
         if len(layers) > 1:

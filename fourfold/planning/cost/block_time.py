@@ -106,16 +106,14 @@ def _time_of_one_kind(work: Workload, machine: Machine, constants: Constants) ->
     hidden, inner = model.hidden_size / layout.y, model.mean_inner / layout.x
     up, *_ = linear_seconds(part.tokens, hidden, inner, item, rates, rates.matmul)
     down, *_ = linear_seconds(part.tokens, inner, hidden, item, rates, rates.matmul)
-    # The first batch part only writes its weight gradients. Each further part reads the sum so far, adds its own
-    # gradients, and writes the sum.
+    # The first batch part only writes weight gradients. Each further part reads the sum, adds its own, and writes it.
     added = 3 * item * weights * (1 - 1 / parts) / rates.bandwidth
     seconds: dict[str, Number] = {
         "forward": forward + attend + mixed + pointwise_forward,
         "backward": input_gradients + weight_gradients + attend_backward + mixed_backward + pointwise_backward + added,
         "attention_forward": attend,
         "activation_forward": _activation(part, rates),
-        # An output norm reads the result of the last matmul. So with output norms, recompute cannot skip this matmul
-        # and the sum over x that follows.
+        # An output norm reads the last matmul's sum over x, so recompute cannot skip this matmul and this sum.
         "last_matmul": np.where(model.output_norms, 0, down),
         "last_sum": np.where(model.output_norms, 0, x_forward / (_gathers(model) + 1 + model.mlps)),
         "x_again": x_forward * _gathers(model) / (_gathers(model) + 1 + model.mlps),
@@ -272,8 +270,8 @@ def _activation(work: Workload, rates: Rates) -> Number:
 
 
 def _over_x(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
-    """Return the seconds of communication over x in the forward pass, the seconds in the backward pass, and how many of
-    the latter can overlap with weight gradients."""
+    """Return the seconds of communication over x in the forward pass and in the backward pass, and the seconds of the
+    backward pass that can overlap with weight gradients."""
     residual = work.step.item_bytes * work.tokens * work.model.hidden_size / work.layout.y
     one = gather_seconds(residual, 1, group)
     gathers = _gathers(work.model) * one
@@ -291,8 +289,8 @@ def _gathers(model: ModelShape) -> Number:
 
 
 def _over_y(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
-    """Return the seconds of communication over y in the forward pass, the seconds in the backward pass, and how many of
-    the latter can overlap with weight gradients."""
+    """Return the seconds of communication over y in the forward pass and in the backward pass, and the seconds of the
+    backward pass that can overlap with weight gradients."""
     model, layout = work.model, work.layout
     item = work.step.item_bytes * work.tokens / layout.x
     qkv, queries = model.projected + model.latents, model.values

@@ -26,8 +26,8 @@ from fourfold.verification.parity_report import ParityReport
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
-"""Largest allowed error of the gradient in each dtype. No gradient is larger than 1, so in 16 bits the limit is a little
-more than half the distance between numbers near 1."""
+"""Largest allowed error of the gradient in each dtype. No gradient is larger than 1, so in 16 bits the limit is a
+little more than half the distance between numbers near 1."""
 
 
 def losses_of(
