@@ -37,7 +37,7 @@ OFTEN = {("zero 0", "full", 1), ("zero 2", "none", 2)}
 )
 def test_the_peak_is_that_of_the_trace(layout: str, recompute: str, micro_batches: int) -> None:
     run = run_of(LAYOUTS[layout], recompute, micro_batches)
-    assert planned_peak(run) == pytest.approx(trace(run).memory.total_peak, rel=0.03)
+    assert planned_peak(run) == pytest.approx(trace(run).memory.total_peak, rel=0.005)
 
 
 @pytest.mark.parametrize(
@@ -57,26 +57,27 @@ def test_the_peak_of_other_models_is_near_the_traces(model: str, layout: str, ot
 
 
 @pytest.mark.parametrize(
-    ("model", "parallel", "recompute"),
+    ("model", "parallel", "recompute", "micro_batches"),
     [
-        ("qwen3.5-9b", {"x": 2, "y": 2}, "full"),
+        ("qwen3.5-9b", {"x": 2, "y": 2}, "full", 2),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                *product(["qwen3.5-9b"], ({"z": 4}, {"y": 2, "z": 2}, {"dp": 4, "zero": 1}), ("none", "selective")),
-                *product(["qwen3-next-80b-a3b"], ({"z": 4, "ep": 4},), ("none", "full")),
+                *product(
+                    ["qwen3.5-9b"], ({"z": 4}, {"y": 2, "z": 2}, {"dp": 4, "zero": 1}), ("none", "selective"), [2]
+                ),
+                *product(["qwen3.5-9b"], ({"z": 4},), ("full",), [1]),
+                *product(["qwen3-next-80b-a3b"], ({"z": 4, "ep": 4},), ("none", "full"), [1, 2]),
             )
         ),
     ],
     ids=str,
 )
-def test_the_peak_of_hybrids_is_that_of_the_trace(model: str, parallel: dict[str, int], recompute: str) -> None:
-    """With experts and full recompute, the planner's peak is up to 4 % too high. The planner adds the weights of all
-    blocks to the activations of the last block with linear attention. But the backward pass has freed the weights of
-    later blocks by then."""
-    run = run_of(parallel, recompute, 2, layers=4, model=model)
-    is_high = run.model.num_experts and recompute == "full"
-    assert planned_peak(run) == pytest.approx(trace(run).memory.total_peak, rel=0.045 if is_high else 0.01)
+def test_the_peak_of_hybrids_is_that_of_the_trace(
+    model: str, parallel: dict[str, int], recompute: str, micro_batches: int
+) -> None:
+    run = run_of(parallel, recompute, micro_batches, layers=4, model=model)
+    assert planned_peak(run) == pytest.approx(trace(run).memory.total_peak, rel=0.01)
 
 
 @pytest.mark.slow

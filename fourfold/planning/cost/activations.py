@@ -15,7 +15,9 @@ from fourfold.planning.cost.expert_sizes import (
     backward_of_experts,
     choices_kept,
     dense_share,
+    experts_freed_early,
     experts_made_again,
+    experts_of_one_shard,
     fuses_gate,
     has_dense_first,
     has_experts,
@@ -115,6 +117,11 @@ def is_replicated(work: Workload) -> Flag:
     return (layout.z == 1) & ((layout.zero == 0) | (layout.dp * layout.cp == 1))
 
 
+def is_resharded(work: Workload) -> Flag:
+    """Return whether gathered weights are freed after their forward pass, and gathered again for the backward pass."""
+    return (work.layout.z > 1) | (work.layout.zero == 3)
+
+
 def kept_weights(work: Workload) -> tuple[Number, Number]:
     """Return the bytes of weights that a rank holds between the forward pass and the backward pass, in the step's
     dtype.
@@ -192,8 +199,21 @@ class BlockBytes(ArrayFields):
             return own
         # When the backward pass reaches the last block with linear attention, the blocks after it have freed what they
         # saved. In a pipeline, a rank's last block may have linear attention, so count nothing as freed.
-        freed = self._kept(work, np.where(work.layout.pp > 1, 0, np.minimum(work.model.after_linear, layers - 1)))
+        later = np.where(work.layout.pp > 1, 0, np.minimum(work.model.after_linear, layers - 1))
+        freed = self._kept(work, later)
+        if has_experts(work):
+            freed = freed + later * experts_of_one_shard(work, work.step.item_bytes)
+        # FSDP2 has freed the head's weight too.
+        head = work.model.padded_vocab_size * work.model.hidden_size / (work.layout.x * work.layout.y)
+        freed = freed + np.where((later > 0) & is_resharded(work), work.step.item_bytes * head, 0)
         return np.where(work.model.linear > 0, np.maximum(own, self.linear.in_backward(work, layers) - freed), own)
+
+    def without_sums(self, summed: Number) -> BlockBytes:
+        """Return the block's bytes if the ``summed`` bytes of the sums of its experts' gradients are counted already,
+        and the sums exist only after the experts' backward pass."""
+        linear = None if self.linear is None else self.linear.without_sums(summed)
+        backward, summed_experts = self.backward - summed, self.summed_experts - summed
+        return replace(self, backward=backward, summed_experts=summed_experts, linear=linear)
 
     def _in_backward(self, work: Workload, layers: Number) -> Number:
         layout, program = work.layout, work.program
@@ -205,9 +225,11 @@ class BlockBytes(ArrayFields):
         core_again = np.where(by_module & program.recomputes_attention, self.core_again, 0)
         backward = np.where(is_replicated(work), self.backward_replicated, self.backward)
         core_again = core_again - np.where(full, self.linear_core, 0)
-        backward = np.maximum(backward, self.attention_backward + core_again)
+        in_attention = self.attention_backward + core_again
         if has_experts(work):
+            in_attention = in_attention - experts_freed_early(work)
             backward = np.maximum(backward, self.summed_experts + sums_of_one_shard(work))
+        backward = np.maximum(backward, in_attention)
         # The input of the next recomputed block counts too, because it is already being copied back from host memory.
         several = np.ceil(layers / layout.recompute_every) > 1
         again = again + np.where(full & layout.offload & several, self.full, 0)

@@ -197,9 +197,31 @@ def sums_of_one_shard(work: Workload) -> Number:
     gathered weights. If there are replicas, FSDP2 then frees the gradients and divides the copy, which makes a second
     copy.
     """
-    layout, step = work.layout, work.step
+    step = work.step
+    divided = np.where(_shards_and_copies(work)[1] > 1, 2 * step.reduce_bytes - step.item_bytes, 0)
+    return np.where(_has_one_shard(work), np.maximum(step.reduce_bytes, divided) * weights_of_experts(work), -np.inf)
+
+
+def experts_freed_early(work: Workload) -> Number:
+    """Return the bytes of a block's expert weights that FSDP2 frees before the backward pass of the block's attention
+    begins."""
+    return np.where(_has_own_shards(work), work.step.item_bytes * weights_of_experts(work), 0)
+
+
+def experts_of_one_shard(work: Workload, item_bytes: Number) -> Number:
+    """Return the bytes of a block's expert weights in a dtype of ``item_bytes``, if no other rank shards these
+    experts. Otherwise, return 0."""
+    return np.where(_has_one_shard(work), item_bytes * weights_of_experts(work), 0)
+
+
+def _has_one_shard(work: Workload) -> Flag:
     z, copies = _shards_and_copies(work)
-    divided = np.where(copies > 1, 2 * step.reduce_bytes - step.item_bytes, 0)
-    is_alone = z * np.where(layout.zero > 0, copies, 1) == 1
-    has_one = (layout.ep > 1) & (layout.shards > 1) & is_alone & np.asarray(work.program.is_fourfold, bool)
-    return np.where(has_one, np.maximum(step.reduce_bytes, divided) * weights_of_experts(work), -np.inf)
+    is_alone: Flag = z * np.where(work.layout.zero > 0, copies, 1) == 1
+    return _has_own_shards(work) & is_alone
+
+
+def _has_own_shards(work: Workload) -> Flag:
+    """Return whether FSDP2 gathers experts apart from the block's other weights."""
+    layout = work.layout
+    has_own: Flag = (layout.ep > 1) & (layout.shards > 1) & np.asarray(work.program.is_fourfold, bool)
+    return has_own

@@ -8,14 +8,14 @@ from typing import NamedTuple
 import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number
-from fourfold.planning.cost.activations import BlockBytes, block_bytes, is_replicated, peak_bytes
+from fourfold.planning.cost.activations import BlockBytes, block_bytes, is_replicated, is_resharded, peak_bytes
 from fourfold.planning.cost.expert_sizes import (
     dense_share,
+    experts_of_one_shard,
     has_dense_first,
     has_experts,
     kinds_of_blocks,
     states_of_experts,
-    weights_of_experts,
 )
 from fourfold.planning.cost.optimizer_cost import (
     AVERAGE_BYTES,
@@ -119,11 +119,11 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
     activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
     of_table = np.maximum(tables.embedding, tables.head)
     copied = copied + muon_workspace(work, layers) + lion_workspace(work, layers, of_table)
-    freed = _weights_freed_by_the_end(work, layers)
-    at_end, activations = _at_the_peak(work, gradients, activations, copied, freed, tables, block)
+    left = _weights_left_at_the_end(work, layers, tables, block, weights)
+    at_end, activations = _at_the_peak(work, gradients, activations, copied, weights, left, tables, block)
     # The optimizer makes its copies (gradients, Muon's matrices, Lion's updates) after all activations are freed.
     gradients = np.where(at_end, gradients, 0)
-    weights = weights - np.where(at_end, freed, 0)
+    weights = np.where(at_end, left, weights)
     optimizer = optimizer + np.where(at_end, np.maximum(copied - activations, 0), 0)
     gradients, optimizer = (np.where(program.offloads_optimizer, 0, size) for size in (gradients, optimizer))
     allocated = parameters + gradients + optimizer + weights + activations
@@ -136,7 +136,8 @@ def _at_the_peak(
     gradients: Number,
     activations: Number,
     copied: Number,
-    freed: Number,
+    weights: Number,
+    left: Number,
     tables: Tables,
     block: BlockBytes,
 ) -> tuple[Flag, Number]:
@@ -150,22 +151,25 @@ def _at_the_peak(
         gradients: Bytes of all gradients.
         activations: Bytes of activations when the backward pass begins.
         copied: Bytes of the copies that the optimizer makes.
-        freed: Bytes of gathered weights that the backward pass has freed by its end.
+        weights: Bytes of gathered weights when the backward pass begins.
+        left: Bytes of gathered weights in the backward pass of the rank's first block.
     """
     gradual = _is_gradual(work)
     if not np.any(gradual):
         return np.True_, activations
-    # At the end of the backward pass, the embedding's gradient is in memory in the step's dtype too. If gathered
-    # weights are freed after use, the head's gathered weight is no longer in memory. ``weights`` counts it, so subtract
-    # it.
-    at_ends = tables.embedding - np.where(_is_resharded(work), tables.head, 0)
-    # ``gradients`` already includes the sum of the experts' gradients, so do not count it twice.
-    if has_experts(work):
-        summed = work.step.reduce_bytes * weights_of_experts(work)
-        block = replace(block, summed_experts=block.summed_experts - summed)
+    if has_experts(work):  # The gradients include the sums for the first block's experts, which do not exist yet.
+        block = block.without_sums(experts_of_one_shard(work, work.step.reduce_bytes))
     end = peak_bytes(_first_block(work), 1, 1, False, block)
-    end = end + work.step.item_bytes * at_ends / (work.layout.x * work.layout.y)
-    at_end = ~gradual | (gradients + np.maximum(end, copied) > activations + freed)
+    step, ranks = work.step, work.layout.x * work.layout.y
+    embedding, head = tables.embedding / ranks, tables.head / ranks
+    # If gathered weights are freed after use, ``left`` counts the head's weight, which is not in memory, and
+    # ``gradients`` counts the embedding's gradient, which does not exist yet. When this gradient is summed, no gathered
+    # weights and no activations are in memory.
+    summed = (step.item_bytes + step.reduce_bytes) * embedding - left
+    later = step.reduce_bytes * embedding / work.layout.shards
+    resharded = np.maximum(end - step.item_bytes * head - later, summed)
+    end = np.where(is_resharded(work), resharded, end + step.item_bytes * embedding)
+    at_end = ~gradual | (gradients + np.maximum(end, copied) + left > activations + weights)
     return at_end, np.where(gradual & at_end, end, activations)
 
 
@@ -175,22 +179,24 @@ def _is_gradual(work: Workload) -> Flag:
     return gradual
 
 
-def _weights_freed_by_the_end(work: Workload, layers: Number) -> Number:
-    """Return the bytes of gathered weights that the backward pass frees before it reaches the rank's first block.
+def _weights_left_at_the_end(
+    work: Workload, layers: Number, tables: Tables, block: BlockBytes, weights: Number
+) -> Number:
+    """Return the bytes of gathered weights in the backward pass of the rank's first block.
 
-    The backward pass frees them only if the step has one micro-batch and its weights were gathered once. In all other
-    cases, return 0.
+    They are fewer than the ``weights`` at the start of the backward pass only if the step has one micro-batch. By then,
+    the backward pass has freed the weights that were gathered once, and the head's buffer.
     """
     if not np.any(_is_gradual(work)):
-        return 0.0
-    # FSDP2 frees its copies of experts even if no other rank shards them.
-    frees = _is_gradual(work) & (work.layout.shards > 1)
+        return weights
     first = _first_block(work)
     freed = _freed_entries(work, layers * work.block_weights - first.block_weights)
+    # FSDP2 frees its copies of experts even if no other rank shards them.
     if has_experts(work):
         entries = layers * work.model.expert_weights - first.model.expert_weights
         freed = freed + _freed_entries(states_of_experts(work), entries)
-    return np.where(frees, freed, 0.0)
+    in_block = _weights(work, layers, tables, block, -np.inf)
+    return np.where(_is_gradual(work), in_block - np.where(work.layout.shards > 1, freed, 0), weights)
 
 
 def _first_block(work: Workload) -> Workload:
@@ -202,7 +208,7 @@ def _first_block(work: Workload) -> Workload:
 
 
 def _freed_entries(work: Workload, entries: Number) -> Number:
-    return np.where(_is_resharded(work), 0, work.step.item_bytes * entries / (work.layout.x * work.layout.y))
+    return np.where(is_resharded(work), 0, work.step.item_bytes * entries / (work.layout.x * work.layout.y))
 
 
 def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...]:
@@ -252,7 +258,7 @@ def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, 
     if has_experts(work):
         both = both + _gathered_entries(states_of_experts(work), layers, Tables(0, 0, 0, 0), 0)
     most = np.maximum(in_block - np.maximum(higher, 0), both + np.minimum(higher, 0))
-    is_copied = _is_resharded(work) & (work.layout.shards > 1) & np.greater(tables.own_head, 0)
+    is_copied = is_resharded(work) & (work.layout.shards > 1) & np.greater(tables.own_head, 0)
     return np.where(is_copied & np.asarray(work.program.is_fourfold, bool), most, in_block)
 
 
@@ -295,7 +301,7 @@ def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: 
     item = np.where(program.autocast, step.weight_bytes, step.item_bytes) / (layout.x * layout.y)
     every = item * (layers * work.block_weights + tables.every)
     buffer = item * np.where(np.asarray(work.micro_batches) == 1, tables.own_head, 0)
-    held = np.where(_is_resharded(work), item * (gathered + tables.head), every + buffer)
+    held = np.where(is_resharded(work), item * (gathered + tables.head), every + buffer)
     whole = np.where(program.half_weights | (step.weight_bytes == step.item_bytes), 0, every)
     return np.where((work.layout.shards > 1) & ~np.asarray(program.half_weights, bool), held, whole)
 
@@ -308,13 +314,8 @@ def _summed(work: Workload, block: ModelShape) -> Number:
 
 def _summed_entries(work: Workload, entries: Number) -> Number:
     layout = work.layout
-    sums = _is_resharded(work) & (work.layout.shards > 1) & ~np.asarray(work.program.half_weights, bool)
+    sums = is_resharded(work) & (work.layout.shards > 1) & ~np.asarray(work.program.half_weights, bool)
     return np.where(sums, work.step.reduce_bytes * entries / (layout.x * layout.y), 0)
-
-
-def _is_resharded(work: Workload) -> Flag:
-    """Return whether gathered weights are freed after their forward pass, and gathered again for the backward pass."""
-    return (work.layout.z > 1) | (work.layout.zero == 3)
 
 
 def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = None) -> Number:
