@@ -13,7 +13,7 @@ from typer.models import OptionInfo
 from fourfold.cli.options import KNOBS, MACHINES, AsJson, Overrides, show
 from fourfold.config.presets import PRESETS
 from fourfold.data.progress import working
-from fourfold.errors import given_as
+from fourfold.errors import UserError, given_as
 
 if TYPE_CHECKING:
     from typer._click import Context
@@ -49,6 +49,11 @@ plan = typer.Typer(
 )
 
 MODEL_HELP = f"A Hugging Face config.json, the folder of one, or a preset: {', '.join(PRESETS)}."
+FROM_HELP = (
+    "Predict the configuration of another program: a script or YAML of Megatron-LM, a TOML of torchtitan, a YAML of "
+    "nanotron, or a script or YAML of Hugging Face's Trainer, with a DeepSpeed JSON."
+)
+MEASURED_HELP = "With --from: measured seconds per step. The planner's constants are fitted to it."
 Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
 MachineName = Annotated[str, typer.Option(help=MACHINES)]
 Seq = Annotated[int | None, typer.Option(help="Tokens per sequence. Default: the model's context, at most 8192.")]
@@ -88,8 +93,10 @@ def layout(
         ),
     ] = None,
     model: Model = None,
-    machine: MachineName = "dgx-h100",
+    machine: Annotated[str | None, typer.Option(help=f"{MACHINES} Default: dgx-h100. Needed with --from.")] = None,
     gpus: Annotated[int | None, typer.Option(help="Number of GPUs to plan for. Default: the run file's.")] = None,
+    other: Annotated[Path | None, typer.Option("--from", metavar="FILE", help=FROM_HELP)] = None,
+    measured: Annotated[float | None, typer.Option(min=1e-6, help=MEASURED_HELP)] = None,
     seq: Seq = None,
     global_batch: Batch = None,
     tokens: Annotated[
@@ -113,14 +120,19 @@ def layout(
     """
     from fourfold.planning.plan_record import plan_request
     from fourfold.planning.planned_run import rate_to_choose, write_run
-    from fourfold.planning.request import request_from_options
+    from fourfold.planning.request import request_from_options, request_from_other
     from fourfold.reports.plan_terminal import plan_tables
 
-    request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision, optimizer)
+    if (measured is not None and other is None) or (other is not None and (run_file is not None or overrides)):
+        raise UserError("--measured needs --from FILE, and --from needs neither a run file nor --set")
+    given = {"machine": machine, "gpus": gpus, "seq_len": seq, "global_batch": global_batch,
+             "precision": precision, "optimizer": optimizer, "step_seconds": measured}  # fmt: skip
+    options = (model, run_file, overrides, gpus, seq, global_batch, precision, optimizer)
+    request = request_from_options(*options) if other is None else request_from_other(other, model, given)
     _print_note(request)
     with working("Searching layouts") as watch:  # This takes seconds, or longer for 100,000 GPUs.
         explained = explain or report is not None
-        result = plan_request(request, machine, limits, top, tokens, explained, watch)
+        result = plan_request(request, machine or "dgx-h100", limits, top, tokens, explained, watch)
     if write is not None:
         with given_as("--write"):
             write_run(write, request, result.plan.best, tokens)

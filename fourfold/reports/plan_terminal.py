@@ -12,6 +12,7 @@ from rich.console import Console
 from fourfold.planning.search.fastest import TIED
 from fourfold.reports.layout_columns import CHOICES, choices, gigabytes, predicted
 from fourfold.reports.numbers import format_number
+from fourfold.reports.other_program import other_program_sentences
 from fourfold.reports.tables import least_width, print_table
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
         )
     if result.own_refused:
         console.print(f"The run file's own layout cannot run here: {result.own_refused}.")
+    for sentence in other_program_sentences(result):
+        console.print(sentence, markup=False, highlight=False)
     console.print(
         f"Searched {plan.found.evaluated:,} layouts in {plan.found.seconds_taken:.2f} s; {len(plan.found.order):,} are "
         "legal and fit. Rejected: "
