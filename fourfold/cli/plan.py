@@ -50,8 +50,7 @@ plan = typer.Typer(
 
 MODEL_HELP = f"A Hugging Face config.json, the folder of one, or a preset: {', '.join(PRESETS)}."
 FROM_HELP = (
-    "Predict the configuration of another program: a script or YAML of Megatron-LM, a TOML of torchtitan, a YAML of "
-    "nanotron, or a script or YAML of Hugging Face's Trainer, with a DeepSpeed JSON."
+    "Plan a run of another program: a configuration of Megatron-LM, torchtitan, nanotron, or Hugging Face's Trainer."
 )
 MEASURED_HELP = "With --from: measured seconds per step. The planner's constants are fitted to it."
 Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]

@@ -89,9 +89,7 @@ def request_from_options(
         raise UserError(f"--precision {precision} is unknown; choose from {', '.join(BITS)}")
     if optimizer is not None and optimizer not in OPTIMIZERS:
         raise UserError(f"--optimizer {optimizer} is unknown; choose from {', '.join(OPTIMIZERS)}")
-    for name, value in (("--gpus", gpus), ("--seq", seq), ("--global-batch", batch)):
-        if value is not None and not 1 <= value <= LARGEST[name]:
-            raise UserError(f"{name} {value} must be from 1 to {LARGEST[name]:,}, such as 8")
+    _check_counts(gpus, seq, batch)
     run = own = note = None
     if run_file is not None:
         changed = {} if precision is None else training_keys(precision)
@@ -123,6 +121,12 @@ def request_from_options(
     return Request(name, sizes, base, gpus, own, run, precision, optimizer, note)
 
 
+def _check_counts(gpus: float | None, seq: float | None, batch: float | None) -> None:
+    for name, value in (("--gpus", gpus), ("--seq", seq), ("--global-batch", batch)):
+        if value is not None and not 1 <= value <= LARGEST[name]:
+            raise UserError(f"{name} {value:.15g} must be from 1 to {LARGEST[name]:,}, such as 8")
+
+
 def request_from_other(path: Path, model: str | None, given: Mapping[str, object]) -> Request:
     """Make the request to plan a run of another training program.
 
@@ -138,11 +142,13 @@ def request_from_other(path: Path, model: str | None, given: Mapping[str, object
     columns = {name: str(value) for name, value in given.items() if value is not None}
     other = read_other_run(path, columns, _load_model(model, "bf16")[0] if model else None)
     row, sizes, step = other.row, other.model, other.own.work.step
+    _check_counts(row.gpus, row.seq_len, row.global_batch)
     check_predicted(sizes)
     changes = {name: int(getattr(step, name)) for name in ("seq_length", "global_batch_size", "bits", "optimizer")}
     base = workload_of_model(sizes).but(**changes)
     precision = "fp8" if row.precision == "mxfp8" else row.precision
-    return Request(path.stem, sizes, base, int(row.gpus), other.own.work, None, precision, row.optimizer, None, other)
+    name = path.stem.replace(" ", "-")
+    return Request(name, sizes, base, int(row.gpus), other.own.work, None, precision, row.optimizer, None, other)
 
 
 def training_keys(precision: str) -> dict[str, str]:

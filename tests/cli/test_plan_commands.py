@@ -353,9 +353,10 @@ def test_plan_from_fits_the_constants_to_a_measured_step_and_writes_a_run_file(c
     file, run = tmp_path / "titan.toml", tmp_path / "run.toml"
     file.write_text(TITAN)
     asked = ("plan", "--from", file, "--machine", "dgx-h100", "--gpus", 8, "--limit", "pp=1")
-    code, out, _ = cli(*asked, "--measured", 1.5, "--json", "--write", run)
+    code, out, _ = cli(*asked, "--measured", 1.5, "--json", "--write", run, "--report", tmp_path / "plan.html")
     record = json.loads(out)
     assert code == 0 and record["own"]["step_seconds"] == pytest.approx(1.5, rel=0.05)
+    assert "best in torchtitan" in (tmp_path / "plan.html").read_text()
     assert record["other"]["measured_seconds"] == 1.5 and load_run(run).training.seq_length == 8192
     assert "Measured: 1.5 s per step. Predicted: " in cli(*asked, "--measured", 1.5)[1]
 
@@ -366,6 +367,7 @@ def test_plan_from_fits_the_constants_to_a_measured_step_and_writes_a_run_file(c
         (("--from", "titan.toml"), "add --machine --gpus"),
         (("--from", "gone.sh"), "cannot be read"),
         (("--measured", "1"), "--measured needs --from"),
+        (("--from", "titan.toml", "--machine", "dgx-h100", "--gpus", "1000000000"), "--gpus 1000000000 must be"),
         (("--from", "titan.toml", "--measured", "0"), "--measured"),
         (("--from", "titan.toml", "--set", "a.b=1"), "needs neither a run file nor --set"),
         (("--from", "titan.toml", "--machine", "dgx-h100", "--gpus", "8", "--precision", "fp7"), "precision"),

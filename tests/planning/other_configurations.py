@@ -1,4 +1,4 @@
-"""Settings of ten public runs of other programs, written anew for the tests, with the columns that they mean.
+"""Settings of eleven public runs of other programs, written anew for the tests, with the columns that they mean.
 
 Each configuration has the settings that change a prediction, and a few that do not. Its comment names the public file
 that has these settings.
@@ -100,7 +100,7 @@ torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NODES pretrain_gpt.py --num-l
 MIXTRAL_YAML = Configuration(
     "mixtral.yaml",
     """
-ENV_VARS: {NCCL_NVLS_ENABLE: 0}
+ENV_VARS: {NCCL_NVLS_ENABLE: 0, PYTORCH_CUDA_ALLOC_CONF: "expandable_segments:True"}
 MODEL_ARGS:
   --tensor-model-parallel-size: 2
   --pipeline-model-parallel-size: 4
@@ -124,9 +124,19 @@ MODEL_ARGS:
   --num-experts: 8
   --moe-router-topk: 2
   --bf16: true
+  --split: 99,1,0
+  --save: ${SAVE_PATH}
 """,
     {"gpus": "64"},
-    MIXTRAL | {"program": "megatron-lm", "tp": 2, "vocab": 50432, "experts_over_tp": False, "vpp": 8},
+    MIXTRAL
+    | {
+        "program": "megatron-lm",
+        "tp": 2,
+        "vocab": 50432,
+        "experts_over_tp": False,
+        "vpp": 8,
+        "expandable_segments": True,
+    },
     ("ENV_VARS.NCCL_NVLS_ENABLE = 0",),
 )
 
@@ -271,6 +281,39 @@ torchrun $LAUNCH finetune.py --model_name_or_path Qwen/Qwen-7B --bf16 True --per
     {"zero3.json": ZERO3},
 )  # fmt: skip
 
+# NVIDIA-NeMo/Megatron-Bridge, scripts/performance/dryrun_configs/deepseek/deepseek_v3_pretrain_h100_fp8_sc_v1.yaml at
+# a9497c6b.
+BRIDGE = Configuration(
+    "bridge.yaml",
+    """
+_target_: megatron.bridge.training.config.ConfigContainer
+ddp: {use_distributed_optimizer: true, overlap_grad_reduce: false, overlap_param_gather: true}
+logger: {_target_: megatron.bridge.training.config.LoggerConfig, log_interval: 1}
+mixed_precision: {bf16: true, fp8: hybrid, fp8_recipe: blockwise, grad_reduce_in_fp32: false}
+model: {activation_func: {_call_: false, _target_: torch.nn.functional.silu}, bf16: true, context_parallel_size: 1,
+        expert_model_parallel_size: 64, expert_tensor_parallel_size: 1, ffn_hidden_size: 18432, fp8: null,
+        gated_linear_unit: true, hidden_size: 7168, kv_channels: 64, kv_lora_rank: 512, mtp_num_layers: 1,
+        make_vocab_size_divisible_by: 1280, moe_ffn_hidden_size: 2048, moe_layer_freq: [0, 0, 0, 1, 1, 1, 1],
+        moe_router_topk: 8, moe_shared_expert_intermediate_size: 2048, moe_token_dispatcher_type: flex,
+        num_attention_heads: 128, num_layers: 61, num_moe_experts: 256, num_query_groups: 128,
+        pipeline_model_parallel_size: 8, q_lora_rank: 1536, qk_head_dim: 128, qk_pos_emb_head_dim: 64,
+        recompute_granularity: selective, recompute_modules: [mla_up_proj, mlp], seq_length: 4096,
+        sequence_parallel: true, should_pad_vocab: false, share_embeddings_and_output_weights: false,
+        tensor_model_parallel_size: 2, v_head_dim: 128, virtual_pipeline_model_parallel_size: 4, vocab_size: 129280}
+optimizer: {exp_avg_dtype: {_target_: torch.bfloat16}, main_params_dtype: {_target_: torch.float32}, lr: 0.0003}
+tokenizer: {vocab_size: 32000}
+train: {global_batch_size: 8192, micro_batch_size: 1, train_iters: 50}
+""",
+    {"gpus": "1024"},
+    {"program": "nemo", "layers": 61, "hidden": 7168, "ffn_hidden": 18432, "heads": 128, "head_dim": 192,
+     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab": 129280,
+     "experts": 256, "experts_per_token": 8, "expert_ffn_hidden": 2048, "shared_ffn_hidden": 2048, "dense_layers": 3,
+     "experts_over_tp": False, "dispatcher": "deepep", "seq_len": 4096, "global_batch": 8192, "micro_batch": 1,
+     "tp": 2, "pp": 8, "vpp": 4, "ep": 64, "precision": "fp8", "reduce_dtype": "bf16", "moments": "bf16",
+     "sharding": "zero1", "recompute": "selective", "recompute_what": "activations", "tie_word_embeddings": False},
+    ("ddp.overlap_grad_reduce = false", "model.mtp_num_layers = 1"),
+)  # fmt: skip
+
 CONFIGURATIONS = (
-    GPT3, LLAMA_FP8, MIXTRAL_SCRIPT, MIXTRAL_YAML, TITAN_8B, TITAN_405B, SMOLLM3, SMOLLM1, FACTORY, QWEN,
+    GPT3, BRIDGE, LLAMA_FP8, MIXTRAL_SCRIPT, MIXTRAL_YAML, TITAN_8B, TITAN_405B, SMOLLM3, SMOLLM1, FACTORY, QWEN,
 )  # fmt: skip

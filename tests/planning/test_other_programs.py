@@ -34,7 +34,7 @@ def saved(folder: Path, name: str, text: str) -> Path:
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda configuration: configuration.name)
-def test_ten_public_configurations_have_the_values_that_their_programs_use(
+def test_public_configurations_have_the_values_that_their_programs_use(
     tmp_path: Path, configuration: Configuration
 ) -> None:
     row, _, lists = read_program(written(tmp_path, configuration), {**H100, **configuration.given})
@@ -168,6 +168,15 @@ def test_files_that_cannot_be_read_get_one_sentence(tmp_path: Path, name: str, t
         read_program(file, H100 | {"gpus": "8", "seq_len": "64", "global_batch": "8"} if words == "tp" else {})
     assert words in str(error.value) and str(file) in str(error.value) and "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_deepspeed_configuration_outside_the_folder_is_not_read(tmp_path: Path) -> None:
+    saved(tmp_path, "zero3.json", "{}")
+    (tmp_path / "runs").mkdir()
+    for named in ("../zero3.json", str(tmp_path / "zero3.json")):
+        text = FACTORY.text.replace("examples/deepspeed/zero3.json", named)
+        with pytest.raises(UserError, match="does not exist; put it into"):
+            read_program(saved(tmp_path / "runs", "a.yaml", text), {**H100, "gpus": "8"})
 
 
 def test_runs_that_cannot_be_predicted_say_why(tmp_path: Path) -> None:

@@ -75,7 +75,8 @@ def read_program(
         problem = mistake(error.errors()[0], ModelConfig) if isinstance(error, ValidationError) else error
         raise UserError(f"--from {path}: {problem}; change the file, or give --gpus or --model") from None
     others = [name for name in settings if name not in understood]
-    idle = [name for name in others if any(fnmatch(name, pattern) for pattern in TABLES["without_effect"])]
+    known = {name for key in table["settings"] for name in _named(key, settings)}
+    idle = [name for name in others if name not in known and _is_without_effect(name)]
     is_assumed = {column: column in table["defaults"] and column not in found for column in columns}
     return row, model, {
         "read": [f"{column} = {text}" for column, text in columns.items() if not is_assumed[column]],
@@ -84,6 +85,12 @@ def read_program(
         "not_understood": [f"{name} = {settings[name]}" for name in others if name not in idle],
         "conditions_not_checked": conditions,
     }  # fmt: skip
+
+
+def _is_without_effect(name: str) -> bool:
+    return any(
+        fnmatch(part, pattern) for part in (name, name.rpartition(".")[2]) for pattern in TABLES["without_effect"]
+    )
 
 
 def _named(key: str, settings: Mapping[str, str]) -> list[str]:
@@ -135,7 +142,8 @@ def _complete(columns: dict[str, str]) -> dict[str, str]:
             value = sum((_product(term, numbers) for term in terms.split(" + ")), 0.0)
             numbers |= {column: value} if column not in {*columns, *numbers} and value.is_integer() else {}
     texts = columns | {name: f"{value:.15g}" for name, value in numbers.items()}
-    return {name: text for name, text in texts.items() if name in MeasuredRow.model_fields}
+    unused = () if "experts" in columns else tuple(name for name in texts if name.startswith("expert"))
+    return {name: text for name, text in texts.items() if name in MeasuredRow.model_fields and name not in unused}
 
 
 def _product(term: str, numbers: Mapping[str, float]) -> float:
