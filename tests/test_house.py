@@ -12,7 +12,6 @@ from source_files import MODULES, TESTS, tree
 LONG_FUNCTIONS = {
     "fourfold.cli.audit.audit": "its options, one a line",
     "fourfold.cli.generate.generate": "its options, one a line",
-    "fourfold.cli.plan.layout": "its options, one a line",
     "fourfold.cli.prepare.prepare": "its options, one a line",
     "fourfold.cli.tune.tune": "its options, one a line",
     "fourfold.inference.loki.triton_kernels.decode": "the launches of a step, with one argument a line",

@@ -148,7 +148,7 @@ BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}
         ("a.yaml", "a: &a\n  b: *a", "not a table of settings"),
         ("a.yaml", DEEP, "not a table of settings"),
         ("a.yaml", "- 1\n- 2", "not a table of settings"),
-        ("a.yaml", "a: [1", "not a table of settings"),
+        ("a.yaml", "b: 1\na: [1", "line 2, column 4"),
         ("a.yaml", "1: 2", "not a table of settings"),
         ("a.toml", "a = ", "not a table of settings"),
         ("a.json", "{", "not a table of settings"),
@@ -181,7 +181,7 @@ def test_a_deepspeed_configuration_outside_the_folder_is_not_read(tmp_path: Path
 
 def test_runs_that_cannot_be_predicted_say_why(tmp_path: Path) -> None:
     lora = saved(tmp_path, "a.yaml", FACTORY.text.replace("full", "lora").replace("deepspeed:", "other:"))
-    with pytest.raises(UserError, match=r"on 8 GPUs: LoRA"):
+    with pytest.raises(UserError, match=r"on 8 GPUs \(LoRA\)"):
         read_other_run(lora, {**H100, "gpus": "8"}, None)
     with pytest.raises(UserError, match="pp = 4 is more than the 2 GPUs"):
         read_other_run(written(tmp_path, MIXTRAL_SCRIPT), {**H100, "gpus": "2"}, None)

@@ -65,7 +65,8 @@ def read_other_run(path: Path, given: Mapping[str, str], model: ModelConfig | No
     try:
         own = row_of(row.model_copy(update={"step_seconds": row.step_seconds or 1.0}))
     except Skipped as reason:
-        raise UserError(f"--from {path} on {row.gpus:g} GPUs: {reason}; change --gpus, or the file") from None
+        problem = f"the planner cannot predict this run on {row.gpus:g} GPUs ({reason})"
+        raise UserError(f"--from {path}: {problem}; change the file, or give another number of --gpus") from None
     predicted, machine = predict_rows([own], shipped(), prefer_own=True)[0], own.machine
     if row.step_seconds:
         rows = [*read_rows([measured_table()])[0], replace(own, source=SOURCE, mixture=False)]

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fourfold.errors import UserError, first_line
+from fourfold.errors import UserError
 from fourfold.extras import import_extra
 from fourfold.parsing import dotted_keys, parse_json, parse_toml
 from fourfold.planning.other_programs.shell_script import read_options
@@ -45,7 +45,7 @@ def read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
         pairs = dict(islice(dotted_keys(table), MOST + 1))
         settings = {key.replace(".--", ".").replace("-", "_"): setting_text(value) for key, value in pairs.items()}
     except Exception as error:  # Each parser has its own errors, and a table can contain itself.
-        raise UserError(f"--from {path} is not a table of settings ({first_line(error)}); {FILES}") from None
+        raise UserError(f"--from {path} is not a table of settings ({' '.join(str(error).split())}); {FILES}") from None
     if not 0 < len(pairs) <= MOST:
         raise UserError(f"--from {path} must have 1 to {MOST:,} settings; {FILES}")
     named = Path(settings.get("deepspeed", ""))
