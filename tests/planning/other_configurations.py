@@ -201,7 +201,7 @@ optimizer:
   optimizer_factory: {{name: adamW, adam_beta1: 0.9}}
 parallelism: {{{grid}, expert_parallel_size: 1, pp: 1, pp_engine: 1f1b, tp_linear_async_communication: true,
               tp_mode: REDUCE_SCATTER, recompute_layer: false}}
-tokens: {{batch_accumulation_per_replica: 1, {batch}, train_steps: 100}}
+tokens: {{batch_accumulation_per_replica: {accumulation}, {batch}, train_steps: 100}}
 lighteval: {{parallelism: {{dp: 4, tp: 2}}}}
 """
 NANOTRON_COLUMNS = {"program": "nanotron", "precision": "bf16", "reduce_dtype": "fp32", "sharding": "none", "pp": 1,
@@ -215,6 +215,7 @@ SMOLLM3 = Configuration(
         "intermediate_size: 11008, num_attention_heads: 16, num_hidden_layers: 36, num_key_value_heads: 4, "
         "vocab_size: 128256",
         grid="dp: 192, tp: 2, context_parallel_size: 1",
+        accumulation=1,
         batch="micro_batch_size: 3, sequence_length: 4096",
     ),
     {},
@@ -230,11 +231,12 @@ SMOLLM1 = Configuration(
         sizes="hidden_size: 576, intermediate_size: 1536, num_attention_heads: 9, num_hidden_layers: 30, "
         "num_key_value_heads: 3, vocab_size: 49152",
         grid="dp: 32, tp: 1",
-        batch="micro_batch_size: 16, sequence_length: 2048",
+        accumulation=2,
+        batch="micro_batch_size: 8, sequence_length: 2048",
     ),
     {},
     NANOTRON_COLUMNS | {"layers": 30, "hidden": 576, "ffn_hidden": 1536, "heads": 9, "kv_heads": 3, "vocab": 49152,
-                        "gpus": 32, "tp": 1, "global_batch": 512, "micro_batch": 16, "seq_len": 2048},
+                        "gpus": 32, "tp": 1, "global_batch": 512, "micro_batch": 8, "seq_len": 2048},
     ("model.ddp_bucket_cap_mb = 25",),
 )  # fmt: skip
 
