@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from other_configurations import CONFIGURATIONS, FACTORY, LLAMA_FP8, MIXTRAL_SCRIPT, TITAN_8B, Configuration
+from megatron_configurations import LLAMA_FP8, MIXTRAL_SCRIPT, Configuration
+from other_configurations import CONFIGURATIONS, FACTORY, TITAN_8B
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
