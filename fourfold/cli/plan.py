@@ -13,7 +13,7 @@ from typer.models import OptionInfo
 from fourfold.cli.options import KNOBS, MACHINES, AsJson, Overrides, show
 from fourfold.config.presets import PRESETS
 from fourfold.data.progress import working
-from fourfold.errors import given_as
+from fourfold.errors import UserError, given_as
 
 if TYPE_CHECKING:
     from typer._click import Context
@@ -49,6 +49,19 @@ plan = typer.Typer(
 )
 
 MODEL_HELP = f"A Hugging Face config.json, the folder of one, or a preset: {', '.join(PRESETS)}."
+FROM_HELP = (
+    "Plan a run of another program: a configuration of Megatron-LM, torchtitan, nanotron, or Hugging Face's Trainer."
+)
+MEASURED_HELP = "With --from: measured seconds per step. The planner's constants are fitted to it."
+RUN_HELP = "Predict this run file's own layout, and search for faster ones."
+EXPLAIN_HELP = "Explain why the best layout wins, and what would change that."
+ROWS_HELP = "A table of measured rows. Default: the published rows that come with fourfold."
+LEAVE_HELP = "Predict the rows of each source, or machine, from all remaining rows. This takes minutes."
+SIZES_HELP = "Numbers of GPUs: 512:32768 doubles from size to size, and 512,768 is a list."
+LeaveOut = Annotated[Literal["source", "machine"] | None, typer.Option(help=LEAVE_HELP, show_default=False)]
+OwnRun = Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help=RUN_HELP, show_default=False)]
+Tokens = Annotated[float | None, typer.Option(help="Tokens to train on, for days, costs, and the steps of --write.")]
+Explain = Annotated[bool, typer.Option("--explain", help=EXPLAIN_HELP)]
 Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
 MachineName = Annotated[str, typer.Option(help=MACHINES)]
 Seq = Annotated[int | None, typer.Option(help="Tokens per sequence. Default: the model's context, at most 8192.")]
@@ -79,29 +92,20 @@ Limit = Annotated[
 
 @plan.command()
 def layout(
-    run_file: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[RUN.toml]",
-            help="Predict this run file's own layout, and search for faster ones.",
-            show_default=False,
-        ),
-    ] = None,
+    run_file: OwnRun = None,
     model: Model = None,
-    machine: MachineName = "dgx-h100",
+    machine: Annotated[str | None, typer.Option(help=f"{MACHINES} Default: dgx-h100. Needed with --from.")] = None,
     gpus: Annotated[int | None, typer.Option(help="Number of GPUs to plan for. Default: the run file's.")] = None,
+    other: Annotated[Path | None, typer.Option("--from", metavar="FILE", help=FROM_HELP)] = None,
+    measured: Annotated[float | None, typer.Option(min=1e-6, help=MEASURED_HELP)] = None,
     seq: Seq = None,
     global_batch: Batch = None,
-    tokens: Annotated[
-        float | None, typer.Option(help="Tokens to train on, for days, costs, and the steps of --write.")
-    ] = None,
+    tokens: Tokens = None,
     precision: Precision = None,
     optimizer: Optimizer = None,
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 10,
     as_json: AsJson = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Explain why the best layout wins, and what would change that.")
-    ] = False,
+    explain: Explain = False,
     write: Annotated[Path | None, typer.Option(metavar="RUN.toml", help="Write the best layout as a run file.")] = None,
     report: Annotated[Path | None, typer.Option(metavar="plan.html", help="Write the plan as an HTML page.")] = None,
     limits: Limit = [],  # noqa: B006 (typer only reads it)
@@ -113,14 +117,19 @@ def layout(
     """
     from fourfold.planning.plan_record import plan_request
     from fourfold.planning.planned_run import rate_to_choose, write_run
-    from fourfold.planning.request import request_from_options
+    from fourfold.planning.request import request_from_options, request_from_other
     from fourfold.reports.plan_terminal import plan_tables
 
-    request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision, optimizer)
+    if (measured is not None and other is None) or (other is not None and (run_file is not None or overrides)):
+        raise UserError("--measured needs --from FILE, and --from needs neither a run file nor --set")
+    given = {"machine": machine, "gpus": gpus, "seq_len": seq, "global_batch": global_batch,
+             "precision": precision, "optimizer": optimizer, "step_seconds": measured}  # fmt: skip
+    options = (model, run_file, overrides, gpus, seq, global_batch, precision, optimizer)
+    request = request_from_options(*options) if other is None else request_from_other(other, model, given)
     _print_note(request)
     with working("Searching layouts") as watch:  # The search takes seconds, or longer for 100,000 GPUs.
         explained = explain or report is not None
-        result = plan_request(request, machine, limits, top, tokens, explained, watch)
+        result = plan_request(request, machine or "dgx-h100", limits, top, tokens, explained, watch)
     if write is not None:
         with given_as("--write"):
             write_run(write, request, result.plan.best, tokens)
@@ -136,25 +145,12 @@ def layout(
 
 @plan.command()
 def validate(
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[FILE.csv]",
-            help="A table of measured rows. Default: the published rows that come with fourfold.",
-            show_default=False,
-        ),
-    ] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="[FILE.csv]", help=ROWS_HELP, show_default=False)] = None,
     calibrate_on: Annotated[
         list[Path],
         typer.Option("--calibrate-on", metavar="CSV", help="Fit the constants to these rows first. Repeatable."),
     ] = [],  # noqa: B006
-    leave_out: Annotated[
-        Literal["source", "machine"] | None,
-        typer.Option(
-            help="Predict the rows of each source, or machine, from all remaining rows. This takes minutes.",
-            show_default=False,
-        ),
-    ] = None,
+    leave_out: LeaveOut = None,
     rows: Annotated[bool, typer.Option("--rows", help="Print every row.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -175,12 +171,7 @@ def validate(
 def scaling(
     model: Annotated[str, typer.Option(help=MODEL_HELP)],
     machine: MachineName = "dgx-h100",
-    gpus: Annotated[
-        str,
-        typer.Option(
-            metavar="FROM:TO|N,N", help="Numbers of GPUs: 512:32768 doubles from size to size, and 512,768 is a list."
-        ),
-    ] = "8:512",
+    gpus: Annotated[str, typer.Option(metavar="FROM:TO|N,N", help=SIZES_HELP)] = "8:512",
     seq: Seq = None,
     global_batch: Batch = None,
     precision: Precision = None,

@@ -18,6 +18,7 @@ from fourfold.planning.calibration.machine_constants import (
 )
 from fourfold.planning.cost.optimizer_cost import saved_bytes
 from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.other_programs.other_run import best_in_program
 from fourfold.planning.request import Request
 from fourfold.planning.search.explain import explain
 from fourfold.planning.search.limits import parse_limits
@@ -37,6 +38,8 @@ class PlanRecord:
     plan: Plan
     own: Prediction | None
     """The prediction for the run file's layout. None without a run file, or if the layout is illegal."""
+    theirs: Prediction | None
+    """The best layout in the other program. None without a run of another program, or if no layout fits."""
     own_refused: str
     """Reason why the run file's layout is illegal. Empty if it is legal, or without a run file."""
     explanation: dict[str, Any] | None
@@ -52,8 +55,10 @@ class PlanRecord:
 
     def labeled(self) -> list[tuple[str, Prediction]]:
         """Return the ranked layouts with their ranks as labels, followed by the run file's layout if it has a
-        prediction."""
+        prediction. For a run of another program, its own layout and the best layout in that program follow."""
         ranked = [(str(rank), prediction) for rank, prediction in enumerate(self.plan.ranked, start=1)]
+        if self.request.other is not None and self.theirs is not None:
+            ranked.append((f"best in {self.request.other.row.program}", self.theirs))
         if self.own is None:
             return ranked
         return [*ranked, (self.own_label, self.own)]
@@ -94,6 +99,8 @@ class PlanRecord:
             "gpus": self.request.gpus,
             "own": None if self.own is None else self.own.record(),
             "own_refused": self.own_refused or None,
+            "other": None if self.request.other is None else self.request.other.record(),
+            "theirs": None if self.theirs is None else self.theirs.record(),
             "explanation": self.explanation,
             "costs": None if self.costs is None else asdict(self.costs),
             "extrapolation": self.extrapolation,
@@ -128,11 +135,12 @@ def plan_request(
     """
     if tokens is not None and not 0 < tokens < float("inf"):
         raise UserError(f"--tokens {tokens:g} must be a number above 0, such as 2e12")
-    machine = load_machine(machine_name)
+    other = request.other
+    machine = load_machine(machine_name) if other is None else other.machine
     constants, limits = constants_for(machine), parse_limits(limit_settings)
     plan = make_plan(request.base, machine, constants, request.gpus, top, limits, watch)
     best = plan.best
-    refused = "" if request.own is None else refusal(request.own, machine)
+    refused = "" if request.own is None or other is not None else refusal(request.own, machine)
     own = None if request.own is None or refused else predict(request.own, machine, constants)
     factor = shipped_order_factor()
     saved = float(saved_bytes(request.base, num_parameters(request.model)))
@@ -140,6 +148,7 @@ def plan_request(
         request=request,
         plan=plan,
         own=own,
+        theirs=None if other is None else best_in_program(other, limit_settings, watch),
         own_refused=refused,
         explanation=explain(plan, factor, own) if explained else None,
         costs=costs(tokens, best.tokens_per_second, request.gpus, saved, machine) if tokens else None,

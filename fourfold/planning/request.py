@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from fourfold.config.presets import with_preset
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import QUANTIZED, model_of, read_config
+from fourfold.planning.other_programs.other_run import OtherRun, read_other_run
 from fourfold.planning.run_workload import check_predicted, workload_of, workload_of_model
 from fourfold.planning.search.space import LIMITED, MOST_GPUS
 from fourfold.planning.workload import OPTIMIZERS, Workload
@@ -47,6 +48,8 @@ class Request:
     """One of ``OPTIMIZERS``. None if the option is not given."""
     note: str | None = None
     """A note for the user about the model's config.json. None if there is nothing to say."""
+    other: OtherRun | None = None
+    """The run of another program, whose layout is ``own``. None if there is no such run."""
 
 
 def request_from_options(
@@ -86,9 +89,7 @@ def request_from_options(
         raise UserError(f"--precision {precision} is unknown; choose from {', '.join(BITS)}")
     if optimizer is not None and optimizer not in OPTIMIZERS:
         raise UserError(f"--optimizer {optimizer} is unknown; choose from {', '.join(OPTIMIZERS)}")
-    for name, value in (("--gpus", gpus), ("--seq", seq), ("--global-batch", batch)):
-        if value is not None and not 1 <= value <= LARGEST[name]:
-            raise UserError(f"{name} {value} must be from 1 to {LARGEST[name]:,}, such as 8")
+    _check_counts(gpus, seq, batch)
     run = own = note = None
     if run_file is not None:
         changed = {} if precision is None else training_keys(precision)
@@ -118,6 +119,36 @@ def request_from_options(
             f"--seq {sizes.max_position_embeddings} works"
         )
     return Request(name, sizes, base, gpus, own, run, precision, optimizer, note)
+
+
+def _check_counts(gpus: float | None, seq: float | None, batch: float | None) -> None:
+    for name, value in (("--gpus", gpus), ("--seq", seq), ("--global-batch", batch)):
+        if value is not None and not 1 <= value <= LARGEST[name]:
+            raise UserError(f"{name} {value:.15g} must be from 1 to {LARGEST[name]:,}, such as 8")
+
+
+def request_from_other(path: Path, model: str | None, given: Mapping[str, object]) -> Request:
+    """Make the request to plan a run of another training program.
+
+    Args:
+        path: The configuration of the other program.
+        model: Name of a preset, or path of a config.json or its folder. Default: the model in the file.
+        given: Values of columns that replace those of the file, or None. ``step_seconds`` is the measured step.
+
+    Raises:
+        UserError: The file is invalid, or does not say something that no option gives, or the planner cannot predict
+            the run.
+    """
+    columns = {name: str(value) for name, value in given.items() if value is not None}
+    other = read_other_run(path, columns, _load_model(model, "bf16")[0] if model else None)
+    row, sizes, step = other.row, other.model, other.own.work.step
+    _check_counts(row.gpus, row.seq_len, row.global_batch)
+    check_predicted(sizes)
+    changes = {name: int(getattr(step, name)) for name in ("seq_length", "global_batch_size", "bits", "optimizer")}
+    base = workload_of_model(sizes).but(**changes)
+    precision = "fp8" if row.precision == "mxfp8" else row.precision
+    name = path.stem.replace(" ", "-")
+    return Request(name, sizes, base, int(row.gpus), other.own.work, None, precision, row.optimizer, None, other)
 
 
 def training_keys(precision: str) -> dict[str, str]:

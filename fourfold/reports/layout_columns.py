@@ -27,7 +27,7 @@ def choices(work: Workload) -> dict[str, str]:
     cells["zero"] = str(int(layout.zero))
     cells["recompute"] = RECOMPUTE[int(layout.recompute)] + blocks + ", offload" * bool(layout.offload)
     cells["micro batch"] = str(int(layout.micro_batch_size))
-    more = [schedule(work)] if layout.pp > 1 and layout.schedule > 0 else []
+    more = [schedule(work)] if layout.pp > 1 and (layout.schedule > 0 or layout.stages_per_rank > 1) else []
     more += [CP_METHODS[int(layout.cp_method)]] if layout.cp > 1 and layout.cp_method > 0 else []
     more += [f"{int(work.active_parts)} parts"] if work.active_parts > 1 else []
     return {**cells, "also": ", ".join(more)}

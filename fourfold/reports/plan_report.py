@@ -57,9 +57,9 @@ def _layouts(result: PlanRecord) -> list[str]:
         numbers = figures(machine, seconds, memory, p_oom, mfu, result.interval_factors)
         numbers["tokens/s/GPU"] = f"{work.tokens_per_step / per_gpu:,.0f}"
         rows.append({"": f"{rank}", **choices(work), **numbers})
-    if result.own is not None:
-        own = predicted(result.own, result.interval_factors)
-        rows.append({name: {"": result.own_label, **choices(result.own.work), **own}[name] for name in rows[0]})
+    for label, own in result.labeled()[len(result.plan.ranked) :]:
+        cells = {"": label, **choices(own.work), **predicted(own, result.interval_factors)}
+        rows.append({name: cells[name] for name in rows[0]})
     first, *others = [name for name in rows[0] if any(row[name] for row in rows)]
     header = [first, "s/step", *(name for name in others if name != "s/step")]
     text = (

@@ -320,3 +320,64 @@ def test_the_page_needs_no_network_and_shows_everything(cli: Cli, tmp_path: Path
         assert drawn["Where a step's time goes"].shapes > 5
         pictures = " ".join(shown.locator(".plot svg").evaluate_all("all => all.map(svg => svg.innerHTML)"))
     assert "NaN" not in pictures and "undefined" not in pictures
+
+
+TITAN = """[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 1
+seq_len = 8192
+early_bird = true
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+def test_plan_from_another_program_compares_its_layout_with_the_best_ones(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "titan.toml"
+    file.write_text(TITAN)
+    asked = ("plan", "--from", file, "--machine", "dgx-h100", "--gpus", 8, "--limit", "pp=1", "--top", 1)
+    code, out, _ = cli(*asked)
+    assert code == 0
+    assert re.search(r"yours .* full ", out) and "best in torchtitan" in out and "90 %" in out
+    assert "recompute = full" in out and "Not understood: training.early_bird = true." in out
+    assert len(re.findall(r"The best layout in (torchtitan|fourfold) is \d\.\d\d times as fast as yours", out)) == 2
+    record = json.loads(cli(*asked, "--json")[1])
+    own, other = record["own"], record["other"]
+    assert own["step_seconds"] == pytest.approx(other["predicted_seconds"]) and own["parallel"]["z"] == 8
+    assert own["step_seconds"] >= record["theirs"]["step_seconds"] and other["program"] == "torchtitan"
+    assert other["not_understood"] == ["training.early_bird = true"] and other["measured_seconds"] is None
+
+
+def test_plan_from_fits_the_constants_to_a_measured_step_and_writes_a_run_file(cli: Cli, tmp_path: Path) -> None:
+    file, run = tmp_path / "titan.toml", tmp_path / "run.toml"
+    file.write_text(TITAN)
+    asked = ("plan", "--from", file, "--machine", "dgx-h100", "--gpus", 8, "--limit", "pp=1")
+    code, out, _ = cli(*asked, "--measured", 1.5, "--json", "--write", run, "--report", tmp_path / "plan.html")
+    record = json.loads(out)
+    assert code == 0 and record["own"]["step_seconds"] == pytest.approx(1.5, rel=0.05)
+    assert "best in torchtitan" in (tmp_path / "plan.html").read_text()
+    assert record["other"]["measured_seconds"] == 1.5 and load_run(run).training.seq_length == 8192
+    assert "Measured: 1.5 s per step. Predicted: " in cli(*asked, "--measured", 1.5)[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--from", "titan.toml"), "add --machine --gpus"),
+        (("--from", "gone.sh"), "cannot be read"),
+        (("--measured", "1"), "--measured needs --from"),
+        (("--from", "titan.toml", "--machine", "dgx-h100", "--gpus", "1000000000"), "--gpus 1000000000 must be"),
+        (("--from", "titan.toml", "--measured", "0"), "--measured"),
+        (("--from", "titan.toml", "--set", "a.b=1"), "needs neither a run file nor --set"),
+        (("--from", "titan.toml", "--machine", "dgx-h100", "--gpus", "8", "--precision", "fp7"), "precision"),
+    ],
+)
+def test_plan_from_refuses_what_it_cannot_read(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("titan.toml").write_text(TITAN)
+    code, out, err = cli("plan", *options)
+    assert code == 2 and words in err and len(err.strip().splitlines()) == 1 and not out

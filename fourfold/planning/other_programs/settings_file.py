@@ -1,0 +1,67 @@
+"""Read the settings of another training program from a script, or from a YAML, TOML, or JSON file. No code in the file
+is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.extras import import_extra
+from fourfold.parsing import dotted_keys, parse_json, parse_toml
+from fourfold.planning.other_programs.shell_script import read_options
+from fourfold.untrusted_files import read_text_file
+
+PARSERS: dict[str, Callable[[str], Any]] = {".toml": parse_toml, ".json": parse_json}
+PARSERS |= dict.fromkeys(
+    (".yaml", ".yml"), lambda text: import_extra("yaml", "huggingface", "YAML needs").safe_load(text)
+)
+"""Parsers by the suffix of a file. Files with other suffixes are scripts."""
+MOST = 10_000
+"""Largest number of settings. (A small YAML file with aliases can have any number of settings.)"""
+FILES = "give a shell script or a list of options, or a .yaml, .toml, or .json file"
+
+
+def read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
+    """Return the settings in a file.
+
+    A script or a YAML file can name the configuration of DeepSpeed (.json), which must lie in the same folder, or below
+    it at the path that the file gives. Its settings are included.
+
+    Returns:
+        The settings' values by name, and the conditions of a script that were not checked. The names of sections are
+        joined with dots, and dashes become underscores. Settings without a value are left out, and so are the values
+        "auto" and -1, which stand for a default.
+
+    Raises:
+        UserError: A file cannot be read, is damaged, or has no settings or more than ``MOST``.
+    """
+    text = read_text_file(path, "--from", FILES)
+    try:
+        parser = PARSERS.get(path.suffix)
+        table, conditions = read_options(text) if parser is None else (parser(text), [])
+        pairs = dict(islice(dotted_keys(table), MOST + 1))
+        settings = {key.replace(".--", ".").replace("-", "_"): setting_text(value) for key, value in pairs.items()}
+    except Exception as error:  # Each parser has its own errors, and a table can contain itself.
+        raise UserError(f"--from {path} is not a table of settings ({' '.join(str(error).split())}); {FILES}") from None
+    if not 0 < len(pairs) <= MOST:
+        raise UserError(f"--from {path} must have 1 to {MOST:,} settings; {FILES}")
+    named = Path(settings.get("deepspeed", ""))
+    if named.suffix == ".json" and path.suffix != ".json":
+        folder = path.parent.resolve()
+        files = [
+            file for file in (folder / named, folder / named.name) if file.exists() and folder in file.resolve().parents
+        ]
+        if not files:
+            raise UserError(f"--from {path} needs {named}, which does not exist; put it into {path.parent}")
+        settings |= read_settings(files[0])[0]
+    return {name: value for name, value in settings.items() if value not in ("", "auto", "-1")}, conditions
+
+
+def setting_text(value: Any) -> str:
+    """Return a value as text. A boolean is "true" or "false", and the items of a list are separated by spaces."""
+    if isinstance(value, list):
+        return " ".join(map(setting_text, value))
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

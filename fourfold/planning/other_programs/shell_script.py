@@ -1,0 +1,67 @@
+"""Find the options that a shell script passes to a training program, without running the script.
+
+The reader follows variables, arrays, and products of integers. It does not check conditions. It reads all branches and
+loops once, in the order of the script, and a later value replaces an earlier one.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from math import prod
+
+LONGEST = 1 << 14
+"""Largest number of characters of a variable. Longer values are cut off."""
+WITHOUT_QUOTES = str.maketrans("\"'\n", "   ")
+ARRAY = re.compile(r"(\w\+?=)\(((?:[^()]|\$\([^()]*\)|\$\(\([^()]*\)\))*)\)")
+ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
+CONDITION = re.compile(r"^\s*((?:if|elif|else|case|for|while|until)\b.*?)\s*$", re.MULTILINE)
+VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^{}$]*))?\}|\$(\w+)")
+PRODUCT = re.compile(r"\$\(\((\d{1,9}(?:\*\d{1,9}){0,7})\)\)")
+OPTION = re.compile(r"(?<!\S)--(\w[\w.-]*)[= ]?((?: ?(?!-[^\d.]|\S*\.py\b|\d?[|&>);}])\S+)*)")
+"""An option with its values. A dash, the name of a Python file, and an operator of the shell are not values."""
+
+
+def read_options(text: str) -> tuple[dict[str, str], list[str]]:
+    """Return the options in a shell script, or in a list of arguments.
+
+    Args:
+        text: The script.
+
+    Returns:
+        The values of the options, and the conditions that were not checked. The names of the options have no leading
+        dashes. An option without a value is ``true``.
+
+    Raises:
+        ValueError: A quote is not closed.
+    """
+    text = re.sub(r"\\[ \t]*\n", " ", re.sub(r"(?m)(^|\s)#.*$", r"\1", text))
+    arrays = ARRAY.sub(lambda array: f'{array[1]}"{array[2].translate(WITHOUT_QUOTES)}"', text)
+    lexer = shlex.shlex(re.sub(r"\$\(\(.*?\)\)", _with_dollar_signs, arrays.replace("\n", " \n ")), posix=True)
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    variables: dict[str, str] = {}
+    words = []
+    for word in lexer:
+        if match := ASSIGNMENT.fullmatch(word):
+            before = variables.get(match[1], "") + " " if match[2] else ""
+            variables[match[1]] = (before + _replaced(match[3], variables))[:LONGEST]
+        else:
+            words.append(re.sub(r"\s+", " ", _replaced(word, variables)) if word != "\n" else word)
+    return {name: value or "true" for name, value in OPTION.findall(" ".join(words))}, CONDITION.findall(text)
+
+
+def _with_dollar_signs(product: re.Match[str]) -> str:
+    """Write ``$((A * B))`` as ``$(($A*$B))``."""
+    return re.sub(r"(?<![\w${])([A-Za-z_]\w*)", r"$\1", re.sub(r"\s", "", product[0]))
+
+
+def _replaced(text: str, variables: dict[str, str]) -> str:
+    """Replace the variables that the script has set, and products of integers. Everything else stays."""
+
+    def value_of(match: re.Match[str]) -> str:
+        value = variables.get(match[1] or match[3])
+        return (value or match[2]) if match[2] is not None else match[0] if value is None else value
+
+    for _ in range(3):  # The default of a variable can be another variable.
+        text = PRODUCT.sub(lambda product: str(prod(map(int, product[1].split("*")))), VARIABLE.sub(value_of, text))
+    return text
