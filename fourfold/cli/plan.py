@@ -48,7 +48,7 @@ plan = typer.Typer(
     "`fourfold plan --model …` is short for `fourfold plan layout --model …`.",
 )
 
-MODEL_HELP = f"A Hugging Face config.json, the folder of one, or a preset: {', '.join(PRESETS)}."
+MODEL_HELP = f"A Hugging Face config.json, its folder, or a preset: {', '.join(PRESETS)}."
 Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
 MachineName = Annotated[str, typer.Option(help=MACHINES)]
 Seq = Annotated[int | None, typer.Option(help="Tokens per sequence. Default: the model's context, at most 8192.")]
@@ -93,14 +93,14 @@ def layout(
     seq: Seq = None,
     global_batch: Batch = None,
     tokens: Annotated[
-        float | None, typer.Option(help="Tokens to train on, for days, costs, and the steps of --write.")
+        float | None, typer.Option(help="Tokens to train on. Needed for days, costs, and the steps of --write.")
     ] = None,
     precision: Precision = None,
     optimizer: Optimizer = None,
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 10,
     as_json: AsJson = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Explain why the best layout wins, and what would change that.")
+        bool, typer.Option("--explain", help="Show where a step's time goes, and what each change of one choice costs.")
     ] = False,
     write: Annotated[Path | None, typer.Option(metavar="RUN.toml", help="Write the best layout as a run file.")] = None,
     report: Annotated[Path | None, typer.Option(metavar="plan.html", help="Write the plan as an HTML page.")] = None,
@@ -151,7 +151,7 @@ def validate(
     leave_out: Annotated[
         Literal["source", "machine"] | None,
         typer.Option(
-            help="Predict the rows of each source, or machine, from all remaining rows. This takes minutes.",
+            help="Leave each row's source (or machine) out of the fit, and then predict the row. This takes minutes.",
             show_default=False,
         ),
     ] = None,
@@ -177,15 +177,13 @@ def scaling(
     machine: MachineName = "dgx-h100",
     gpus: Annotated[
         str,
-        typer.Option(
-            metavar="FROM:TO|N,N", help="Numbers of GPUs: 512:32768 doubles from size to size, and 512,768 is a list."
-        ),
+        typer.Option(metavar="FROM:TO|N,N", help="Numbers of GPUs: a list (512,768), or doublings (512:32768)."),
     ] = "8:512",
     seq: Seq = None,
     global_batch: Batch = None,
     precision: Precision = None,
     optimizer: Optimizer = None,
-    weak: Annotated[bool, typer.Option("--weak/--strong", help="Grow the batch with the GPUs, or keep it.")] = True,
+    weak: Annotated[bool, typer.Option("--weak/--strong", help="Increase the batch with the GPUs, or keep it.")] = True,
     as_json: AsJson = False,
     limits: Limit = [],  # noqa: B006
 ) -> None:

@@ -81,7 +81,7 @@ def request_from_options(
     if (model is None) == (run_file is None):
         raise UserError("give either --model (a preset, a config.json or its folder) or a run file")
     if model is not None and overrides:
-        raise UserError(f"--set {overrides[0]} changes a run file, and --model {model} is none; give RUN.toml instead")
+        raise UserError(f"--set {overrides[0]} changes a run file, and --model {model} is not one; give RUN.toml")
     if precision is not None and precision not in BITS:
         raise UserError(f"--precision {precision} is unknown; choose from {', '.join(BITS)}")
     if optimizer is not None and optimizer not in OPTIMIZERS:
@@ -140,5 +140,5 @@ def _load_model(name: str, precision: str) -> tuple[ModelConfig, str, str | None
     folder = path if path.is_dir() else path.parent
     config, note = read_config(path), None
     if config.pop(QUANTIZED, None):  # This key only says how weights are stored. It does not change the model to train.
-        note = f"{name} has quantized weights ({QUANTIZED}): the plan trains in {precision}, or as --precision says"
+        note = f"{name} has quantized weights ({QUANTIZED}), but the plan trains in {precision} (--precision)"
     return model_of(config, name), folder.resolve().name, note
