@@ -36,7 +36,7 @@ Every command that reads a run file takes `--set section.key=value`. fourfold re
 it is not valid TOML. If you use an unknown key, the error names the closest valid key. If a size cannot be divided over
 the grid, the error says which sizes work ([parallelism.md](parallelism.md#what-is-refused)). When a run starts,
 fourfold writes the complete run file, with all defaults and overrides, to `run.toml` in the run's folder. In the column
-*default*, *none* means that the key is not set. If another value then applies, the description names it.
+*default*, *none* means that the key is not set. If the meaning names a default, this default then applies.
 
 The sections are [model](#model), [data](#data), [masks](#masks), [moe](#moe), [parallel](#parallel),
 [overlap](#overlap), [training](#training), [activation_checkpoint](#activation_checkpoint), [optimizer](#optimizer),

@@ -76,26 +76,25 @@ def misfits(rows: list[Row]) -> list[str]:
     margin = np.exp(NormalDist().inv_cdf(1 - MAX_P_OUT_OF_MEMORY) * SPREAD) - 1
     refused = [size for size in CAPACITIES if 1 <= size < 1 + margin]
     return [
-        "Few published rows ran out of memory, so we construct cases. For each of the "
-        f"{sum(r.memory_gb is not None for r in rows)} runs with measured memory,",
-        f"we imagine {len(CAPACITIES)} device sizes, from {CAPACITIES[0]:.0%} to {CAPACITIES[-1]:.0%} of the memory "
-        "that the run needs. Each run on a device of one of these sizes is a case, and we know which cases fit. The",
-        "planner predicts for each case the probability of running out of memory.",
+        "Few published rows ran out of memory, so we construct cases. We put each of the "
+        f"{sum(r.memory_gb is not None for r in rows)} runs with measured memory",
+        f"on {len(CAPACITIES)} imagined devices, which have {CAPACITIES[0]:.0%} to {CAPACITIES[-1]:.0%} of the memory "
+        "that the run needs. So we know which",
+        "cases fit. For each case, the planner predicts the probability of running out of memory.",
         "",
-        "Let the planner predict *out of memory* if this probability is above 50 %. Then "
-        f"{percent(precision)} of these predictions",
-        f"are right, and they include {percent(recall)} of the cases that do not fit.",
+        f"If the planner refused cases with a probability above 50 %, {percent(precision)} of the refused cases would",
+        f"not fit, and it would refuse {percent(recall)} of the cases that do not fit.",
         "",
         "`fourfold plan` is more careful: it refuses a layout if the probability is above "
-        f"{MAX_P_OUT_OF_MEMORY:.0%}. So it refuses {percent(careful_recall)} of the cases",
-        f"that do not fit. The price is that {percent(1 - careful)} of the refused cases would have fitted. Better",
-        f"predictions would not help: with exact ones, this would be {percent(1 - exact)}. The reason is a margin that",
-        f"the planner keeps. It assumes that its predictions have a standard deviation of {SPREAD:.0%}, and asks for "
-        f"{margin:.0%} more memory",
-        "than it predicts. So it refuses the device sizes of "
-        f"{' and '.join(f'{size:.0%}' for size in refused)}, although the run would fit.",
+        f"{MAX_P_OUT_OF_MEMORY:.0%}. So it refuses {percent(careful_recall)}",
+        f"of the cases that do not fit, but {percent(1 - careful)} of the refused cases would fit. Even with exact",
+        f"predictions of memory, {percent(1 - exact)} of the refused cases would fit, because the planner keeps a",
+        f"margin: it assumes that its predictions have a standard deviation of {SPREAD:.0%}, so it asks for "
+        f"{margin:.0%} more",
+        "memory than it predicts. With this margin, it refuses the devices that have "
+        f"{' and '.join(f'{size:.0%}' for size in refused)} of the needed memory.",
         "",
-        "The table groups the cases by the planner's probability that they fit. *Fit* is the share that does fit:",
+        "The table groups the cases by the predicted probability that they fit. *Fit* is the share of cases that fit:",
         "",
         *table(("predicted to fit", "cases", "fit"), found),
         "",

@@ -18,35 +18,32 @@ of the experts. The tables show three errors of each row:
 - *shipped*: with the constants that fourfold comes with. They are also fitted to the dense rows of the sources.
 - *machine files only*: without fitted constants.
 
-None of these is a blind test: we saw the rows when we decided which operations to count. So expect larger errors for a
-program that we have not seen.
+We saw these rows when we decided which operations the planner counts. So expect larger errors for a program that we
+have not seen.
 
 The sizes of the models are from their published configurations. The tables of S5 and S8 do not say how tokens are
-exchanged between experts, or what runs as a CUDA graph. We take both from the recipes (S5:
-`scripts/performance/configs` of Megatron-Bridge, S8: the run files of the recipes). For each table, we used the recipe
-with the same container version.
-In S5, every expert gets equally many tokens. Grok-1 in S8 drops tokens above an expert's capacity.
+exchanged between experts, or what runs as a CUDA graph. We take this from the recipes with the same container version
+(S5: `scripts/performance/configs` of Megatron-Bridge, S8: the run files of the recipes). In S5, every expert gets
+equally many tokens. Grok-1 in S8 drops tokens above an expert's capacity.
 
-The planner counts what these programs do:
+The planner counts these operations:
 
 - Tokens move through memory. They are gathered, exchanged, sorted, padded, rounded for 8-bit matmuls, and moved back.
-  From container 26.06 on, the exchange delivers tokens sorted by expert, and the kernels of the matmuls also compute
-  the activation and round it to 8 bits (`fused_experts`).
-- In earlier containers, the host launches each matmul of an expert separately. It must wait for the number of tokens
-  per expert before it can launch them, so no other work hides these launches. If experts have a capacity, the host
-  knows the numbers in advance and does not wait.
+  In containers from 26.06 on, the exchange delivers tokens sorted by expert, and the matmul kernels also compute the
+  activation and round it to 8 bits (`fused_experts`).
+- In earlier containers, the host launches the matmuls of each expert separately. Before this, it must wait for the
+  number of tokens per expert, so no other work hides the launches. With an expert capacity, the host does not wait.
 - DeepEP and HybridEP send a token once to each GPU that needs it, and over the network once to each node.
 
 With the shipped constants, two groups of rows have large errors:
 
-- For GPT-OSS, the predicted time is up to 35 % too short. The planner does not predict the biases of its experts, its
-  clamped activation, or the sinks and windows of its attention. Its rows on B200 with ep 8 recompute the experts'
-  activation. No column says this, so they are predicted not to fit.
+- For GPT-OSS, the predicted time is up to 35 % too short. We do not know why. GPT-OSS's rows on B200 with ep 8
+  recompute the experts' activation. No column says this, so the planner predicts that they do not fit.
 - For the oldest containers on H100 and B300, the predicted time is up to 40 % too short. Newer containers run the same
   models almost twice as fast.
 
-The planner's memory and communication are close to what `fourfold trace` counts (`tests/planning/test_exact_mixture.py`
-has the limits). All rows of the tables ran, so all of them fit. *Fits* is the share that the planner predicts to fit.
+All rows of the tables ran, so all of them fit into memory. *Fits* is the share of rows that the planner predicts to
+fit.
 """.splitlines()
 
 

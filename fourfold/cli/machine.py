@@ -61,9 +61,7 @@ def calibrate(
     ] = [],  # noqa: B006 (typer only reads it)
     machine: Annotated[
         str,
-        typer.Option(
-            help=f"The machine to start from. Keep its values for everything that is not measured. {MACHINES}"
-        ),
+        typer.Option(help=f"The machine to start from. Values that are not measured stay as they are. {MACHINES}"),
     ] = "laptop",
     processes: Annotated[
         int | None,
@@ -86,7 +84,7 @@ def calibrate(
     from fourfold.planning.machines.write import machine_toml, measured_machine
 
     if out.suffix != ".toml":
-        raise UserError(f"--out {out} must end in .toml, such as {out}.toml, or --machine would not take it as a file")
+        raise UserError(f"--out {out} must end in .toml, such as {out}.toml; --machine takes no other files")
     check_writable(out, "--out", "mine.toml")
     base = load_machine(machine)
     record: dict[str, Any]

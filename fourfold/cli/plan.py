@@ -48,19 +48,21 @@ plan = typer.Typer(
     "`fourfold plan --model …` is short for `fourfold plan layout --model …`.",
 )
 
-MODEL_HELP = f"A Hugging Face config.json, the folder of one, or a preset: {', '.join(PRESETS)}."
+MODEL_HELP = f"A Hugging Face config.json, its folder, or a preset: {', '.join(PRESETS)}."
 FROM_HELP = (
     "Plan a run of another program: a configuration of Megatron-LM, torchtitan, nanotron, or Hugging Face's Trainer."
 )
 MEASURED_HELP = "With --from: measured seconds per step. The planner's constants are fitted to it."
 RUN_HELP = "Predict this run file's own layout, and search for faster ones."
-EXPLAIN_HELP = "Explain why the best layout wins, and what would change that."
+EXPLAIN_HELP = "Show where a step's time goes, and what each change of one choice costs."
 ROWS_HELP = "A table of measured rows. Default: the published rows that come with fourfold."
-LEAVE_HELP = "Predict the rows of each source, or machine, from all remaining rows. This takes minutes."
-SIZES_HELP = "Numbers of GPUs: 512:32768 doubles from size to size, and 512,768 is a list."
+LEAVE_HELP = "Leave each row's source (or machine) out of the fit, and then predict the row. This takes minutes."
+SIZES_HELP = "Numbers of GPUs: a list (512,768), or doublings (512:32768)."
 LeaveOut = Annotated[Literal["source", "machine"] | None, typer.Option(help=LEAVE_HELP, show_default=False)]
 OwnRun = Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help=RUN_HELP, show_default=False)]
-Tokens = Annotated[float | None, typer.Option(help="Tokens to train on, for days, costs, and the steps of --write.")]
+Tokens = Annotated[
+    float | None, typer.Option(help="Tokens to train on. Needed for days, costs, and the steps of --write.")
+]
 Explain = Annotated[bool, typer.Option("--explain", help=EXPLAIN_HELP)]
 Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
 MachineName = Annotated[str, typer.Option(help=MACHINES)]
@@ -176,7 +178,7 @@ def scaling(
     global_batch: Batch = None,
     precision: Precision = None,
     optimizer: Optimizer = None,
-    weak: Annotated[bool, typer.Option("--weak/--strong", help="Grow the batch with the GPUs, or keep it.")] = True,
+    weak: Annotated[bool, typer.Option("--weak/--strong", help="Increase the batch with the GPUs, or keep it.")] = True,
     as_json: AsJson = False,
     limits: Limit = [],  # noqa: B006
 ) -> None:

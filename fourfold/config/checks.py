@@ -21,9 +21,11 @@ class ChecksConfig(Strict):
     """What to do if a loss or gradient norm is far above its values in previous steps. `off` ignores spikes. The other
     choices mean the same as for `non_finite`."""
     spike_sigma: float = Field(6.0, gt=0)
-    """A value is a spike if it is more than this many standard deviations above its mean over the window."""
+    """A value is a spike if it is more than this many standard deviations above its mean over the last `spike_window`
+    good steps."""
     spike_window: int = Field(128, ge=2)
-    """Number of recent good steps in the window. No value counts as a spike until the window is full."""
+    """Number of recent good steps that a value is compared with. Until there are this many, no value counts as a
+    spike."""
     roll_back_batches: int = Field(1, ge=1)
     """Number of batches to skip after a roll-back: the bad batch and the batches right before it."""
     max_in_a_row: int = Field(10, ge=1)

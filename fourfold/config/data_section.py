@@ -10,7 +10,7 @@ from fourfold.config.strict import PathText, Strict
 
 
 class Corpus(Strict):
-    """One tokenized corpus. With several corpora, each sample comes from one of them."""
+    """One tokenized corpus. If there are several, each sample comes from one of them."""
 
     path: PathText = Field(examples=["data/corpus"])
     """Prefix of an indexed corpus: PATH.bin and PATH.idx."""

@@ -25,7 +25,7 @@ class ValidationConfig(Strict):
     patience: int = Field(0, ge=0)
     """End the run after this many consecutive validations without a new lowest loss. 0 disables this."""
     min_improvement: float = Field(0.0, ge=0)
-    """A validation loss must be more than this below the lowest loss so far to count as a new lowest loss."""
+    """A loss counts as a new lowest loss if it is lower than all earlier losses by more than this."""
 
     @model_validator(mode="after")
     def _there_are_validations(self) -> ValidationConfig:
@@ -82,8 +82,8 @@ class AuditConfig(Strict):
     documents: PathText | None = None
     """A .jsonl file with the documents to audit, such as the list of canaries that `fourfold prepare` wrote."""
     suffix: int = Field(50, ge=1)
-    """Number of tokens at the end of each document. The audit checks whether the model reproduces these tokens when it
-    is given the rest of the document."""
+    """Number of tokens at the end of each document. The audit checks whether the model reproduces them, given the
+    tokens before them."""
 
     @model_validator(mode="after")
     def _documents_given(self) -> AuditConfig:

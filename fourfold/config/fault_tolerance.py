@@ -20,8 +20,8 @@ class FaultToleranceConfig(Strict):
     grace_period: float = Field(0, ge=0)
     """Number of seconds that the job has to save a checkpoint after a stop signal. 0 sets no limit."""
     max_restarts: int = Field(2, ge=0)
-    """How often a job that fails at the same step again and again is restarted from its newest checkpoint. If torchrun
-    or SLURM restarts the job, this limits how often the same step may fail."""
+    """If the same step fails again and again, how often to restart the job from its newest checkpoint. Restarts by
+    torchrun or SLURM count too."""
     failing_step: Literal["stop", "skip"] = "stop"
     """What to do if a step fails more than `max_restarts` times. `stop` ends the job and names the step. `skip` leaves
     the step's batch out and continues."""

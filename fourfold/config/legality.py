@@ -139,7 +139,7 @@ RULES: tuple[Divides | Rule, ...] = (
     Divides(("x", "cp"), "the sequence", "seq", RESIDUAL, "training.seq_length"),
     Divides(("y", "cp"), "the tokens of a micro-batch", "tokens", "lm_head", "training.seq_length", TOKENS),
     Rule(
-        "attention cannot be shared over y together with cp: it divides neither the heads nor the micro-batch",
+        "with cp above 1, x · y does not divide the heads, and y does not divide the micro-batch",
         lambda s: s.splits_queries & (s.cp > 1),
         lambda run, s: (
             f"attention cannot be split over y = {s.y} together with cp = {s.cp}: neither model.num_attention_heads = "
@@ -148,7 +148,7 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "attention cannot be shared over y: it divides neither the heads, the micro-batch nor the sequence",
+        "x · y does not divide the heads, and y divides neither the micro-batch nor the sequence",
         lambda s: s.splits_queries & (s.seq % s.y != 0),
         lambda run, s: (
             f"attention cannot be split over y = {s.y}: none of model.num_attention_heads = {s.heads} (over x·y = "
@@ -158,7 +158,7 @@ RULES: tuple[Divides | Rule, ...] = (
     ),
     Divides(("x", "y"), KEYS, "whole_keys", K_PROJ, "model.num_key_value_heads", KV_FEATURES),
     Rule(
-        "linear attention cannot be shared over y: it divides neither the heads nor the micro-batch",
+        "linear attention: x · y does not divide the heads, and y does not divide the micro-batch",
         lambda s: s.linear_heads > 0 and s.splits_queries,
         lambda run, s: (
             f"linear attention cannot be split over y = {s.y}: neither model.num_attention_heads = {s.heads} (over x·y "
@@ -187,7 +187,7 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "neither of shards_per_node and the ranks of a shard group divides the other",
+        "shards_per_node neither divides the ranks of a shard group nor is a multiple of them",
         lambda s: s.uneven_nodes,
         lambda run, s: (
             f"overlap.shards_per_node = {s.shards_per_node} must divide the ranks of a shard group (z = {s.z}"
@@ -205,7 +205,7 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "pp · stages_per_rank is more than the layers",
+        "more stages (pp · stages_per_rank) than layers",
         lambda s: s.stages > s.layers,
         lambda run, s: (
             f"parallel.pp = {s.pp} with schedule '{run.parallel.schedule}' makes {s.stages} stages, and the model has "
@@ -214,7 +214,7 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "interleaved schedules need whole rounds of pp micro-batches",
+        "interleaved schedule: pp does not divide the micro-batches of a step",
         lambda s: s.in_rounds & (s.micro_batches % s.rounds != 0),
         lambda run, s: (
             f"parallel.schedule = '{run.parallel.schedule}' runs micro-batches in rounds of pp = {s.pp}, and a step "
@@ -223,7 +223,7 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "schedules with a split backward need z = 1 and zero 0 or 1",
+        "schedule with a split backward pass: z or zero is above 1",
         lambda s: s.split_backward & ((s.z > 1) | (s.zero > 1)),
         lambda run, s: (
             f"parallel.schedule = '{run.parallel.schedule}' computes weight gradients later, from weights that stay "
@@ -232,7 +232,7 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "DualPipeV needs 2 · pp micro-batches",
+        "DualPipeV: a step has fewer than 2 · pp micro-batches",
         lambda s: s.dual_pipe_v & (s.micro_batches < 2 * s.pp),
         lambda run, s: (
             f"parallel.schedule = 'DualPipeV' needs at least 2·pp = {2 * s.pp} micro-batches in a step, and there are "
@@ -240,7 +240,7 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "ulysses needs the heads of queries and of keys to divide over cp · x · y",
+        "ulysses: the query or key heads cannot be divided over cp, x, and y",
         lambda s: s.ulysses & (s.cp > 1) & s.uneven_heads,
         lambda run, s: (
             f"parallel.cp_method = 'ulysses': model.num_attention_heads = {s.heads} and num_key_value_heads = "
@@ -271,7 +271,7 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "neither of ep and z divides the other, with zero below 3",
+        "zero below 3: ep neither divides z nor is a multiple of z",
         lambda s: s.experts > 0 and (s.zero < 3) & (s.z % s.ep != 0) & (s.ep % s.z != 0),
         lambda run, s: (
             f"parallel.ep = {s.ep} must divide z = {s.z} or be a multiple of it, so that the processes of z with the "

@@ -39,15 +39,15 @@ class ModelKeys(Strict):
     intermediate_size: int = Field(UNSET, gt=0)
     """Inner width of the MLP. Default: 4 × hidden_size."""
     max_position_embeddings: Size = 2048
-    """Largest sequence length. With position_embedding = 'learned', the number of learned position embeddings."""
+    """Largest sequence length. With position_embedding = 'learned', the model has this many position embeddings."""
     mlp: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
     """Type of the MLP: three matrices with a SiLU gate (swiglu) or a GELU gate (geglu), or two matrices with a plain
     GELU (gelu) or a squared ReLU (relu2)."""
     gelu_approximation: Literal["tanh", "none"] = "tanh"
     """How geglu and gelu compute GELU: with a tanh approximation (tanh) or exactly, with the error function (none)."""
     swiglu_limit: float = Field(0.0, ge=0)
-    """If this limit c is above 0, swiglu computes (up + 1) · gate · sigmoid(1.702 · gate). Before that, gate is clamped
-    to at most c, and up to [−c, c] (GPT-OSS)."""
+    """GPT-OSS's variant of swiglu. If this limit c is above 0, gate is clamped to at most c, and up to [−c, c]. Then
+    swiglu computes (up + 1) · gate · sigmoid(1.702 · gate). 0 (default) computes the usual swiglu."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Type of all norms."""
     norm_placement: Literal["before", "after", "around"] = "before"
@@ -57,10 +57,11 @@ class ModelKeys(Strict):
     zero_centered_norm: bool = False
     """RMSNorms multiply by 1 + weight instead of weight (Gemma)."""
     norm_rounds_last: bool = False
-    """RMSNorms multiply by the weight in float32, and round the product to the model's dtype (GPT-OSS). Otherwise they
-    round before they multiply. Zero-centered norms always round last."""
+    """RMSNorms multiply by the weight in float32, and then round to the model's dtype (GPT-OSS). By default, they round
+    first and then multiply. Zero-centered norms always round last."""
     parallel_residual: bool = False
-    """A block's attention and MLP both read the block's input, instead of one after the other (GPT-NeoX)."""
+    """Give a block's attention and MLP the same input, and add both outputs to it (GPT-NeoX). By default, the MLP
+    follows the attention."""
     position_embedding: Literal["rope", "learned"] = "rope"
     """`rope` rotates queries and keys. `learned` adds a trained vector per position to the token embedding."""
     rope_theta: float = Field(10000.0, gt=1)
@@ -68,17 +69,16 @@ class ModelKeys(Strict):
     partial_rotary_factor: float = Field(1.0, gt=0, le=1)
     """Fraction of a head's channels that are rotated (GPT-NeoX). The first channels are rotated."""
     rope_scaling: RopeScaling | None = Field(None, examples=[{"rope_type": "linear", "factor": 2.0}])
-    """Stretch the rotary frequencies for longer contexts. By default, and with rope_type = 'default', the frequencies
-    are not stretched."""
+    """Stretch the rotary frequencies for longer contexts. Default: the frequencies are not stretched."""
     sliding_window: int = Field(0, ge=0)
     """Number of tokens that a query in a sliding_attention layer attends to, including itself. 0 turns windows off."""
     layer_types: list[LayerType] = Field([])
-    """Attention types of the first layers. The list repeats for all later layers. Only sliding_attention layers use
-    sliding_window. If the list is empty, all layers use sliding_window. linear_attention layers are Gated DeltaNets:
-    they store a state of fixed size instead of keys and values (Qwen3-Next)."""
+    """Attention type of each layer. A shorter list repeats. `sliding_attention` layers use sliding_window.
+    `linear_attention` layers are Gated DeltaNets, which store a state of fixed size instead of keys and values
+    (Qwen3-Next). If the list is empty (default), all layers use sliding_window."""
     no_rope_layers: list[Literal[0, 1]] = Field([])
-    """For each layer, 1 for rotary embeddings or 0 for no position embeddings (SmolLM3). The list repeats for all later
-    layers. If it is empty, all layers have rotary embeddings."""
+    """For each layer, 1 for rotary embeddings or 0 for no position embeddings (SmolLM3). A shorter list repeats. If the
+    list is empty (default), all layers have rotary embeddings."""
     rope_local_base_freq: float = Field(0.0, ge=0)
     """Rotary base of sliding_attention layers. If it is set, these layers ignore rope_scaling (Gemma 3). 0 (default)
     uses rope_theta in all layers."""
@@ -93,8 +93,8 @@ class ModelKeys(Strict):
     final_logit_softcapping: float = Field(0.0, ge=0)
     """If this value c is above 0, the LM head's logits s become c·tanh(s / c) (Gemma 2)."""
     attention_sinks: bool = False
-    """Each query head has a learned logit, its sink. It joins the softmax over the head's scores, but has no value
-    vector (GPT-OSS)."""
+    """Give each query head a learned logit (sink). The sink is part of the softmax over the head's scores, but has no
+    value vector (GPT-OSS)."""
     attention_bias: bool = False
     """Biases in the query, key, and value projections."""
     attention_output_bias: bool = False
@@ -158,7 +158,7 @@ class ModelKeys(Strict):
     """Divide the chosen experts' scores by their sum."""
     router_bias: bool = False
     """Add a bias per expert to the scores that choose experts, but not to the weights of the experts' outputs. With
-    moe.bias_update_rate, it balances the load (DeepSeek-V3)."""
+    moe.bias_update_rate, the biases balance the load (DeepSeek-V3)."""
     n_group: Size = 1
     """Number of groups that the experts are divided into. A token is routed only to experts of its best topk_group
     groups (DeepSeek-V3). With router_score = 'sigmoid', a group's score is the sum of its two highest expert scores.

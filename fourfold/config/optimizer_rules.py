@@ -56,11 +56,11 @@ class OptimizerConfig(Strict):
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate, after the warm-up."""
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
-    """Decay rates of AdamW's running means of the gradient and of its square, or Lion's β1 and β2. For language models,
-    Lion's authors use [0.95, 0.98]."""
+    """AdamW: decay rates of the running means of the gradient and of its square. Lion: β1 and β2, for which Lion's
+    authors use [0.95, 0.98] in language models."""
     eps: float = Field(1e-8, gt=0)
-    """AdamW adds eps to the denominator of its update. Lion updates with the sign of its interpolated momentum u. If u
-    is between -eps and eps, Lion uses u / eps instead."""
+    """AdamW adds eps to the denominator of its update. Lion updates with the sign of its interpolated momentum u, or
+    with u / eps if u is between -eps and eps."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Decay rate of Muon's running mean of the gradient."""
     weight_decay: float = Field(0.1, ge=0)

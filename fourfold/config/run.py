@@ -42,11 +42,11 @@ class ParallelConfig(Strict):
     """Sizes of the grid's axes. Their product is the number of processes."""
 
     x: AxisSize = 1
-    """Tensor-parallel axis over the output features of q, k, v, up, and gate. Between the layers, it splits the
-    sequence. It communicates the most, so keep it inside a node."""
+    """Tensor parallel: split the output features of q, k, v, up, and gate, and the sequence between the layers. x
+    communicates the most, so keep it inside a node."""
     y: AxisSize = 1
-    """Tensor-parallel axis over the input features of q, k, v, up, and gate. It also splits the channels of the
-    residual stream. Use it if x alone would be large."""
+    """Second tensor-parallel axis: split the input features of q, k, v, up, and gate, and the channels of the residual
+    stream. Use it if x alone would be large."""
     z: AxisSize = 1
     """Split the batch, and shard weights, gradients, and optimizer states (FSDP)."""
     dp: AxisSize = 1
@@ -58,8 +58,8 @@ class ParallelConfig(Strict):
     ep: AxisSize = 1
     """Split the experts over this many neighboring processes of dp·cp·z. This axis adds no processes."""
     zero: Literal[0, 1, 2, 3] = 0
-    """ZeRO stage: what to shard over dp·cp too. 1: stored weights and optimizer states. 2: also gradients. 3: also the
-    weights in use."""
+    """ZeRO stage: what to shard over dp·cp, in addition to z. 0: nothing. 1: stored weights and optimizer states. 2:
+    also gradients. 3: also the weights in use."""
 
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
     """How cp splits attention. `ring` passes keys and values around a ring. `ulysses` gives each rank all tokens of
@@ -68,7 +68,7 @@ class ParallelConfig(Strict):
     """Pipeline schedule, by the name that torch uses."""
     stages_per_rank: int = Field(2, ge=2)
     """Number of stages per pp rank in LoopedBFS and the two Interleaved schedules. ZBVZeroBubble and DualPipeV always
-    have 2, GPipe and 1F1B have 1. More stages shrink the bubble and add transfers."""
+    have 2. GPipe and 1F1B have 1. More stages shrink the bubble but add transfers."""
     layers_per_stage: tuple[int, ...] | None = Field(None, strict=False, examples=[(4, 4)])
     """Number of layers in each stage. By default, fourfold balances the work, including the embedding and the head."""
 
@@ -92,7 +92,7 @@ class OverlapConfig(Strict):
     """Overlap of communication with computation. You can turn each kind off to measure its effect."""
 
     input_gradients: bool = True
-    """Sum a linear layer's input gradient over ranks while its weight gradient is computed."""
+    """Sum a linear layer's input gradient over ranks while the layer's weight gradient is computed."""
     gate_sum: bool = True
     """Sum the gate's output over y while the up projection is computed."""
     batch_parts: int = Field(1, ge=1)
@@ -103,9 +103,8 @@ class OverlapConfig(Strict):
     """Number of layers whose weights are gathered ahead of time (default 1). Higher values hide more communication and
     use more memory. 0 gathers nothing ahead."""
     shards_per_node: int = Field(1, ge=1)
-    """Number of ranks per node in a shard group (z, or dp·cp·z with parallel.zero). Set it to the number of GPUs per
-    node / (x·y). Above 1, the group's collectives run in two levels, inside and across nodes. With 1, they run in one
-    ring."""
+    """Run the collectives of a shard group (z, or dp·cp·z with parallel.zero) in two levels, inside and across nodes.
+    Set this to the group's number of ranks per node: the GPUs per node / (x·y). 1 (default) runs them in one ring."""
 
 
 class TrainingConfig(Strict):
@@ -132,7 +131,7 @@ class TrainingConfig(Strict):
     compile: bool = False
     """Compile each block with torch.compile."""
     mtp_loss_weight: float = Field(0.1, gt=0)
-    """Factor on the mean loss of the model.num_nextn_predict_layers layers that predict further tokens."""
+    """Weight of the loss of multi-token prediction (the mean over the model.num_nextn_predict_layers layers)."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the initial weights and of the order of the samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -175,7 +174,7 @@ class CheckpointConfig(Strict):
     save_last: bool = True
     """Save a checkpoint when the run ends."""
     keep_latest_k: int = Field(2, ge=0)
-    """Number of recent checkpoints to keep. Older ones are removed. 0 keeps all."""
+    """Number of recent checkpoints to keep. Older checkpoints are removed. 0 keeps all."""
     keep_every: int = Field(0, ge=0)
     """Never remove checkpoints of steps that are a multiple of n. 0 disables this."""
     async_mode: Literal["disabled", "async"] = "disabled"
@@ -184,7 +183,8 @@ class CheckpointConfig(Strict):
     """What to do if a checkpoint cannot be written, for example on a full disk: continue with a warning, or end the
     run. If the run's last checkpoint cannot be written, the run always ends with an error."""
     resume: PathText = "auto"
-    """Checkpoint to resume from: the run's newest ('auto'), or the path of one. 'never' starts from scratch."""
+    """Checkpoint to resume from: the run's newest ('auto'), or the path of a checkpoint. 'never' starts without a
+    checkpoint."""
 
 
 class MetricsConfig(Strict):

@@ -68,8 +68,11 @@ def rate_to_choose(request: Request) -> str | None:
     before = OptimizerConfig() if request.run is None else request.run.optimizer
     if request.optimizer is None or (request.optimizer == "lion") == (before.name == "lion"):
         return None
-    advice = ", often 3 to 10 times smaller, and betas" if request.optimizer == "lion" else " and betas"
-    return f"optimizer.lr = {before.lr:g} is a rate for {before.name}: choose one for {request.optimizer}{advice}"
+    advice = " (often 3 to 10 times smaller)" if request.optimizer == "lion" else ""
+    return (
+        f"optimizer.lr = {before.lr:g} is a rate for {before.name}: choose a rate for {request.optimizer}{advice}, and "
+        "betas"
+    )
 
 
 def write_run(path: Path, request: Request, layout: Prediction, tokens: float | None = None) -> None:
@@ -80,13 +83,15 @@ def write_run(path: Path, request: Request, layout: Prediction, tokens: float | 
     """
     comment = f"# Planned for {request.gpus} GPUs of {layout.machine.name}: {layout.seconds:.3g} s a step.\n"
     if request.run is None:
-        comment += "# [data] is built-in text: name your own corpora.\n"
+        comment += "# [data] has built-in text: name your own corpora.\n"
     run = planned_run(request, layout, tokens)
     saved = float(saved_bytes(request.base, num_parameters(request.model)))
     _, between = checkpoint_seconds(saved, layout.gpus, layout.machine)
     if between is not None and not run.checkpoint.interval:
         run.checkpoint.interval = max(1, round(between / layout.seconds))
-        comment += f"# checkpoint.interval: a checkpoint every {between / 60:,.0f} min loses least time to failures.\n"
+        comment += (
+            f"# checkpoint.interval: checkpoints every {between / 60:,.0f} min lose the least time to failures.\n"
+        )
     if note := rate_to_choose(request):
         comment += f"# {note}.\n"
     write_output(path, comment + to_toml(run))

@@ -84,7 +84,7 @@ def request_from_options(
     if (model is None) == (run_file is None):
         raise UserError("give either --model (a preset, a config.json or its folder) or a run file")
     if model is not None and overrides:
-        raise UserError(f"--set {overrides[0]} changes a run file, and --model {model} is none; give RUN.toml instead")
+        raise UserError(f"--set {overrides[0]} changes a run file, and --model {model} is not one; give RUN.toml")
     if precision is not None and precision not in BITS:
         raise UserError(f"--precision {precision} is unknown; choose from {', '.join(BITS)}")
     if optimizer is not None and optimizer not in OPTIMIZERS:
@@ -172,5 +172,5 @@ def _load_model(name: str, precision: str) -> tuple[ModelConfig, str, str | None
     config, note = read_config(path), None
     # The key says how the weights are stored, which does not change the model to train.
     if config.pop(QUANTIZED, None):
-        note = f"{name} has quantized weights ({QUANTIZED}): the plan trains in {precision}, or as --precision says"
+        note = f"{name} has quantized weights ({QUANTIZED}), but the plan trains in {precision} (--precision)"
     return model_of(config, name), folder.resolve().name, note

@@ -34,8 +34,8 @@ def write_plan_report(path: Path, result: PlanRecord) -> None:
     headline = {**predicted(best, None), "layouts evaluated": f"{plan.found.evaluated:,}"}
     sections = [html.facts(headline), *_layouts(result), *in_doubt, html.charts([], wide)]
     if result.own is not None and not result.is_own_drawn:
-        own = f"{result.own_label}: {result.own.seconds:.4g} s a step, too long for the charts"
-        sections.insert(-1, f"<p>{escape(own)}. The table of layouts has it.</p>")
+        own = f"{result.own_label}: {result.own.seconds:.4g} s per step, too long for the charts"
+        sections.insert(-1, f"<p>{escape(own)}. It is in the table of layouts.</p>")
     if result.costs is not None:
         sections.insert(1, f"<p>{escape(costs_sentence(result))}</p>")
     if result.extrapolation:
@@ -64,7 +64,7 @@ def _layouts(result: PlanRecord) -> list[str]:
     header = [first, "s/step", *(name for name in others if name != "s/step")]
     text = (
         f"The {min(FASTEST, len(found.order))} fastest of {len(found.order):,} layouts that fit. Click a header to "
-        "sort. To filter, write 8, or 1,2, or 1-4, or <=4, or a part of a word into the field below it."
+        "sort. To filter, write 8, or 1,2, or 1-4, or <=4, or a part of a word into the field below the header."
     )
     table = html.search_table(header, [[row[name] for name in header] for row in rows])
     refused = html.table(["refused because", "layouts"], [[name, f"{n:,}"] for name, n in found.rejected().items()])
@@ -89,5 +89,5 @@ def _stages(best: Prediction) -> dict[str, dict[str, float]]:
 
 def _neighbors(explanation: dict[str, Any]) -> str:
     rows = [[n["change"], slower_by(n)] for n in explanation["neighbors"]]
-    steps = html.table(["one step away", "step time"], rows, words=True)
+    steps = html.table(["if you change one choice", "step time"], rows, words=True)
     return f"<h2>Neighbors</h2><p>{escape(explanation['basin'])}</p>{steps}"

@@ -28,7 +28,7 @@ SCORES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
     }),
     "Memory": ("memory", {
         "rows with GB": ("rows", "{}"), "mean error": ("mean_abs_error", "{:.1%}"), "bias": ("bias", "{:+.1%}"),
-        "ran out": ("out_of_memory_rows", "{}"), "so predicted": ("oom_recall", "{:.0%}"),
+        "ran out of memory": ("out_of_memory_rows", "{}"), "predicted to run out": ("oom_recall", "{:.0%}"),
         "fitted": ("fitting_rows", "{}"), "predicted to fit": ("fit_recall", "{:.0%}"),
     }),
 }  # fmt: skip
@@ -41,8 +41,8 @@ WORDS = ("", "recompute", "also")
 PARTS_NAMED = 7
 """Largest number of parts of a step that are shown. Smaller parts are summed up."""
 FLOP_NOTE = (
-    "Model PFLOP/s count the same FLOPs as MFU: no recompute, and only the keys that attention sees. Megatron PFLOP/s, "
-    "which most published figures are, count full recompute in every layout, and the full attention matrix."
+    "Model PFLOP/s count the same FLOPs as MFU: no recompute, and only unmasked attention scores. Megatron PFLOP/s "
+    "always count full recompute and the full attention matrix. Most published speeds are Megatron PFLOP/s."
 )
 CURVE = ("s/step", "GB", "MFU", "tokens/s/GPU")
 """Columns of a scaling curve with numbers. With more columns, the table would be wider than 80 characters."""
@@ -147,8 +147,8 @@ def doubts(result: PlanRecord) -> list[str]:
     if result.interval is not None:
         low, high = result.interval
         sentences.append(
-            f"With a probability of 90 %, a step of the best layout takes {low:.3g} to {high:.3g} s. The range covers "
-            "90 % of the planner's errors on published runs that were left out of its fit."
+            f"With a probability of 90 %, a step of the best layout takes {low:.3g} to {high:.3g} s. This range "
+            "comes from the planner's errors on published runs that it was not fitted to."
         )
     close = f"if two predicted times differ by less than {found.factor - 1:.0%}, either layout may be the faster one"
     if found.count == 1:
@@ -197,7 +197,7 @@ def costs_sentence(result: PlanRecord) -> str:
     if c.checkpoint_interval_seconds is not None:
         sentence += (
             f" With a failure every {c.mtbf_hours:,.1f} h, checkpoint every {c.checkpoint_interval_seconds / 60:,.0f} "
-            f"min (Young/Daly). {c.goodput:.1%} of the time is then progress, and the days include the loss."
+            f"min (Young/Daly). Then {c.goodput:.1%} of the time is spent on training. The days include the lost time."
         )
     return sentence
 
@@ -214,7 +214,7 @@ def _explanation(explanation: dict[str, Any], console: Console) -> None:
     for name, text in explanation["layouts"].items():
         console.print(f"{COLUMNS[name]}: {text}")
     rows = [[n["change"], slower_by(n)] for n in explanation["neighbors"]]
-    print_table("One step away", ["change", "step time"], rows, words=["step time"])
+    print_table("If you change one choice", ["change", "step time"], rows, words=["step time"])
     console.print(explanation["basin"])
 
 

@@ -32,7 +32,7 @@ from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import Plan, describe_layout, make_plan, predict
 from fourfold.planning.search.space import AXES, SearchLimits
 from fourfold.planning.search.within_error import layouts_within_error
-from fourfold.planning.workload import Workload
+from fourfold.planning.workload import RECOMPUTE, Workload
 from fourfold.reports.plan_report import write_plan_report
 from fourfold.run_file.dump import to_toml
 from fourfold.run_file.load import load_run, make_run
@@ -200,7 +200,9 @@ def test_the_explanation_adds_up(plan: Plan) -> None:
     assert all(n["slower"] is None or n["slower"] >= 0 for n in explanation["neighbors"])
     slower = [n["slower"] for n in explanation["neighbors"] if n["slower"] is not None]
     near = sum(share < 0.19 for share in slower)
-    assert explanation["basin"].startswith(f"{near} of {len(slower)} neighbors that fit are less than 19% slower")
+    assert explanation["basin"].startswith(
+        f"{near} of the {len(slower)} changed layouts that fit are less than 19% slower"
+    )
 
 
 def test_several_machines_and_constants_at_once_are_each_alone(plan: Plan) -> None:
@@ -224,7 +226,8 @@ def test_more_recompute_is_a_neighbor_that_fits() -> None:
     told = {n["change"]: n["slower"] for n in explain(best, 1.19)["neighbors"]}
     here = int(best.best.work.layout.recompute)
     assert here < 2 and any(
-        change.startswith(f"recompute {here} → {here + 1}") and slower for change, slower in told.items()
+        change.startswith(f"recompute {RECOMPUTE[here]} → {RECOMPUTE[here + 1]}") and slower
+        for change, slower in told.items()
     )
 
 
@@ -255,7 +258,9 @@ def test_layouts_that_are_too_close_are_all_in_the_proposed_search(plan: Plan) -
 def test_nothing_fits_says_what_would() -> None:
     with pytest.raises(UserError, match=r"nothing fits: .*; 128 GPUs would be enough"):
         make_plan(base("llama3-405b", 8192, 8), H100, PRIOR, 64)
-    with pytest.raises(UserError, match=r"nothing fits: .* would hold [\d.]+ GB of the 85 GB .* GPUs"):
+    with pytest.raises(
+        UserError, match=r"nothing fits: .* needs the least memory, [\d.]+ GB, and a .* GPU has 85 GB.* GPUs"
+    ):
         make_plan(base("llama3-405b", 8192, 64), H100, PRIOR, 8)
     with pytest.raises(UserError, match="no layout of 7 GPUs is legal"):
         make_plan(base("gpt2", 1024, 8), H100, PRIOR, 7, limits=SearchLimits(fixed=(("pp", 1),)))

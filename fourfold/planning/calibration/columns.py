@@ -48,7 +48,7 @@ class MeasuredRow(BaseModel):
     row_id: str = ""
     """Name of the row, unique within its source."""
     source: str = "unnamed"
-    """Name of the publication, or of your own series of measurements."""
+    """Name of the publication, or a name for your own measurements."""
     where: str = ""
     """Where in the source the row comes from: file and line, or table."""
     system: str = ""
@@ -56,7 +56,7 @@ class MeasuredRow(BaseModel):
     notes: str = ""
     """Free text. fourfold does not read it."""
     derived: str = ""
-    """Names of columns whose values are not in the source. They were computed from other values in the source."""
+    """Names of the columns that you computed from other values in the source."""
     complete: Flag = True
     """`no` if the source does not state the full configuration. The errors of such rows are reported separately."""
     doubt: str = ""
@@ -68,15 +68,15 @@ class MeasuredRow(BaseModel):
     gpus: Count
     """Number of GPUs of the run."""
     gpus_per_node: Count | None = None
-    """Number of GPUs per node. Default: the value of the machine."""
+    """Number of GPUs per node. Default: the machine file's value."""
     node_gbits: Size | None = None
-    """Bandwidth of all network adapters of a node together, in Gb/s. Default: the value of the machine."""
+    """Total bandwidth of a node's network adapters, in Gb/s. Default: the machine file's value."""
 
     model: str = ""
-    """The model's name. Rows that differ only in layout (a sweep) have the same name."""
+    """The model's name. Give runs of the same model the same name."""
     architecture: Literal["dense", "moe", "hybrid"] = "dense"
-    """Kind of model: dense (`dense`), mixture of experts (`moe`), or a model that the planner does not predict
-    (`hybrid`), because it has latent attention or blocks other than attention and MLP."""
+    """Kind of model. `moe` is a mixture of experts. `hybrid` is a model with latent attention, or with blocks other
+    than attention and MLP. The planner does not predict `hybrid`."""
     layers: Count | None = Field(None, le=MOST_LAYERS)
     """Number of blocks."""
     hidden: Count | None = None
@@ -94,18 +94,17 @@ class MeasuredRow(BaseModel):
     head_dim: Count | None = None
     """Number of channels of a head. Default: hidden / heads."""
     q_lora_rank: Count | None = None
-    """Width of the query latent (latent attention). With latent attention, head_dim counts the channels of queries and
-    keys."""
+    """Latent attention: width of the query latent. `head_dim` then counts the channels of queries and keys."""
     kv_lora_rank: Count | None = None
-    """Width of the latent of keys and values (latent attention)."""
+    """Latent attention: width of the latent of keys and values."""
     qk_rope_head_dim: Count | None = None
-    """Number of rotary channels of a head (latent attention)."""
+    """Latent attention: number of rotary channels of a head."""
     v_head_dim: Count | None = None
-    """Number of channels of a value head (latent attention)."""
+    """Latent attention: number of channels of a value head."""
     sliding_window: Count | None = None
     """Number of tokens that a query sees in blocks with a sliding window."""
     sliding_layers: Count | None = None
-    """Number of blocks with a sliding window. Default: all, if sliding_window is given."""
+    """Number of blocks with a sliding window. Default: all blocks, if `sliding_window` is given."""
     experts: Count | None = None
     """Number of experts per block. Needed for MoE models."""
     experts_per_token: Count | None = None
@@ -117,13 +116,13 @@ class MeasuredRow(BaseModel):
     shared_ffn_hidden: float = Field(0.0, ge=0, lt=LARGEST)
     """Inner width of the shared expert, a gated MLP."""
     dense_layers: float = Field(0.0, ge=0, lt=LARGEST)
-    """Number of blocks of an MoE model that have a dense MLP of width ffn_hidden instead of experts."""
+    """Number of blocks of an MoE model with a dense MLP (of width `ffn_hidden`) instead of experts."""
     capacity_factor: Size | None = None
-    """Capacity factor: largest number of tokens that one expert processes, as a multiple of its equal share. Default:
-    no limit."""
+    """Largest number of tokens that an expert processes, as a multiple of the mean over the experts. Default: no
+    limit."""
     imbalance: float = Field(1.0, ge=1, lt=LARGEST)
-    """Number of tokens on the ep rank with the most tokens, divided by the mean over the ep ranks. Default: 1, as with
-    forced balance."""
+    """Tokens on the ep rank with the most tokens, divided by the mean over the ep ranks. Default: 1 (all ranks get
+    equally many tokens)."""
     vocab: Count | None = None
     """Size of the vocabulary, including padding. Default: 51,200 (GPT-2's vocabulary, padded)."""
 
@@ -147,21 +146,21 @@ class MeasuredRow(BaseModel):
     ep: Count = 1.0
     """Expert parallel size."""
     experts_over_tp: Flag = True
-    """Whether each expert is split over tp. With `no` (an expert tensor parallel size of 1), no expert is split, and
-    the experts are divided over the ranks of tp too."""
+    """Whether each expert is split over the tp ranks. With `no` (an expert tensor parallel size of 1), each tp rank has
+    different, whole experts."""
     dispatcher: Literal["alltoall", "deepep"] = "alltoall"
-    """How often a token is sent to a GPU that has several of the token's experts: once per expert (alltoall), or only
-    once (deepep, for DeepEP and HybridEP)."""
+    """How the exchange sends a token to a GPU with several of the token's experts: `alltoall` sends it once per expert,
+    and `deepep` (DeepEP and HybridEP) sends it once."""
     fused_experts: Flag = False
-    """Whether the experts run as fused kernels. Then a matmul kernel also computes the activation and rounds the result
-    to 8 bits, and the exchange delivers the tokens sorted by expert."""
+    """Whether the experts run as fused kernels. A fused matmul kernel also computes the activation and rounds the
+    result to 8 bits. The exchange delivers the tokens sorted by expert."""
     ep_overlap: Flag = False
-    """Whether the matmuls of another micro-batch hide the exchange of tokens over ep."""
+    """Whether the exchange runs at the same time as the matmuls of another micro-batch."""
     cuda_graph: Literal["none", "blocks", "step"] = "none"
-    """What the host launches at once: one kernel (none), all kernels of a block except the experts' kernels (blocks),
-    or all kernels of a step (step)."""
+    """Which kernels the host launches together as a CUDA graph: the kernels of a block except the experts' kernels
+    (`blocks`), or all kernels of a step (`step`)."""
     seq_parallel: Flag | None = None
-    """Whether the residual stream is sharded over tp (sequence parallelism). Default: as in the framework."""
+    """Whether the residual stream is sharded over tp (sequence parallelism). Default: the framework's usual choice."""
     end_layers: Flag = False
     """Whether the embedding and the head each count as one layer when layers are divided into pipeline stages."""
 
@@ -171,67 +170,67 @@ class MeasuredRow(BaseModel):
     program: Annotated[str, AfterValidator(_program)]
     """The training framework. `planning/calibration/programs.toml` lists the names."""
     sharding: Literal["none", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = "none"
-    """What the data-parallel ranks shard. With `hsdp`, they shard only within a group, by default within a node."""
+    """What the data-parallel ranks shard. With `hsdp`, each group of ranks shards its own copy."""
     shard_group: Count | None = None
-    """Number of GPUs in a shard group of fsdp or hsdp. Default: all data-parallel ranks for fsdp, and the GPUs of a
-    node for hsdp."""
+    """Number of GPUs in a shard group. Default: all data-parallel ranks for `fsdp`, and the GPUs of a node for
+    `hsdp`."""
     recompute: Literal["none", "selective", "full"] | None = None
-    """Which activations the backward pass recomputes: none, some (selective), or all activations of a block (full)."""
+    """Which activations of a block the backward pass recomputes: none, some (`selective`), or all (`full`)."""
     recompute_what: Literal["attention", "ops", "layers", "activations"] = "attention"
-    """What selective recompute repeats: the attention core (attention), some layers (layers), the norms and the
-    activations of MLPs and experts (activations), or half of the matmuls and all other operations except the attention
-    core (ops, torchtitan's per-op mode)."""
+    """What selective recompute repeats. `attention`: the attention core. `layers`: some layers. `activations`: the
+    norms, and the activation functions of MLPs and experts. `ops` (torchtitan's per-op mode): half of the matmuls, and
+    all other operations except the attention core."""
     recompute_every: Count = 1.0
-    """Only every n-th layer recomputes."""
+    """If this is n, only every n-th layer recomputes."""
     attention: Literal["flash", "flash2", "flash3", "cudnn", "unfused"] = "flash"
-    """The attention kernel: the framework's usual fused kernel (flash), FlashAttention-2, FlashAttention-3, cuDNN's, or
-    separate kernels that write the scores to memory (unfused)."""
+    """The attention kernel. `flash`: the framework's usual fused kernel. `flash2`, `flash3`: FlashAttention-2 or -3.
+    `unfused`: separate kernels that write the scores to memory."""
     compiled: Flag = False
     """Whether torch.compile fuses pointwise operations."""
     tp_overlap: Literal["none", "backward", "pieces"] | None = None
-    """Which computation hides tensor-parallel collectives: none, the weight gradients (backward), or the weight
-    gradients and the layer's own matmul, which then runs in pieces (pieces, as in AsyncTP and tp_comm_overlap).
-    Default: as in the framework."""
+    """Which computation hides tensor-parallel collectives. `backward`: the matmuls of the weight gradients. `pieces`:
+    also the layer's own matmul, which then runs in pieces (AsyncTP, tp_comm_overlap). Default: the framework's usual
+    choice."""
     blocking: Flag = False
     """Whether the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)."""
 
     step_seconds: Size | None = None
     """Seconds of an optimizer step."""
     time_from: Literal["printed", "tokens", "flops"] = "printed"
-    """Where the step time comes from: the source states it (printed), or it was computed from the source's tokens/s
-    (tokens) or FLOP/s (flops)."""
+    """Where the step time comes from: the source states it (`printed`), or you computed it from tokens/s (`tokens`) or
+    FLOP/s (`flops`)."""
     memory_gb: Size | None = None
-    """Peak memory of the GPU that uses the most, in 10⁹ bytes."""
+    """Peak memory of the GPU that uses the most memory, in GB (10⁹ bytes)."""
     memory_kind: Literal["device", "allocator"] = "allocator"
-    """What `memory_gb` measures: all memory in use on the device, as nvidia-smi reports it (device), or the memory that
-    PyTorch's allocator has reserved (allocator)."""
+    """What `memory_gb` measures: all memory in use on the device, as in nvidia-smi (`device`), or the memory that
+    PyTorch's allocator has reserved (`allocator`)."""
     expandable_segments: Flag = False
     """Whether PyTorch's allocator uses expandable segments. Runs of fourfold always do."""
     out_of_memory: Flag = False
     """`yes` if the run ran out of memory."""
     cp_method: Literal["gathered", "ring", "ulysses"] = "gathered"
-    """How the cp ranks share attention: they gather keys and values (gathered), pass them around a ring (ring), or
-    divide the heads among themselves (ulysses)."""
+    """How the cp ranks share attention: they gather keys and values (`gathered`), pass them around a ring (`ring`), or
+    divide the heads among themselves (`ulysses`)."""
     tiled: Literal["none", "loss", "both"] = "none"
-    """Which parts of the model process one chunk of tokens at a time to save memory: none of them (none), the loss
-    (loss), or the loss and the MLP (both). A chunk has as many tokens as the hidden size."""
+    """What processes one chunk of tokens at a time, to save memory: the loss (`loss`), or the loss and the MLP
+    (`both`). A chunk has as many tokens as the hidden size."""
     offload: Literal["none", "inputs", "optimizer", "both"] = "none"
-    """What is stored in host memory: nothing (none), the inputs of recomputed blocks (inputs), the gradients, optimizer
-    states, and 32-bit weights (optimizer), or all of these (both)."""
+    """What is stored in host memory. `inputs`: the inputs of recomputed blocks. `optimizer`: the gradients, optimizer
+    states, and 32-bit weights. `both`: all of these."""
     loss: Literal["fused", "compiled", "eager"] | None = None
-    """How the loss computes with 16-bit logits: directly (fused), with one 32-bit copy (compiled), or with 32-bit
-    tensors for the copy, the softmax, and its gradient (eager). Default: as in the framework."""
+    """Which 32-bit tensors the loss stores if the logits have 16 bits: none (`fused`), a copy of the logits
+    (`compiled`), or the copy, the softmax, and its gradient (`eager`). Default: the framework's usual choice."""
 
     expert_bias: Flag = False
     """Whether the experts have biases (GPT-OSS)."""
     optimizer: Literal["adamw", "muon", "lion"] = "adamw"
     """The optimizer."""
     master_weights: Literal["fp32", "bf16"] = "fp32"
-    """Type of the weights that the optimizer updates."""
+    """Data type of the weights that the optimizer updates."""
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Type of the optimizer's moments."""
+    """Data type of the optimizer's moments."""
     reduce_dtype: Literal["fp32", "bf16"] | None = None
-    """Type of the gradients while they are summed over micro-batches and ranks. Default: as in the framework."""
+    """Data type in which gradients are summed over micro-batches and ranks. Default: the framework's usual choice."""
     autocast: Flag = False
     """Whether the model's weights and residual stream are fp32, and torch.autocast casts the inputs of matmuls."""
     lora: Flag = False

@@ -12,7 +12,7 @@ from fourfold.planning.cost.step import PARTS
 from fourfold.planning.search.fastest import score, with_batch_parts
 from fourfold.planning.search.plan import Plan, Prediction, of_blocks, predict
 from fourfold.planning.search.space import AXES, PIPELINES, REASONS, refusal, rejections
-from fourfold.planning.workload import SCHEDULES
+from fourfold.planning.workload import RECOMPUTE, SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def neighbors(plan: Plan) -> list[Neighbor]:
             mask &= column == changes.get(name, here[name])
         places = np.flatnonzero(mask)
         if not len(places):
-            return Neighbor(text, None, refusal(best.work.but(**changes), plan.machine) or "outside the searched sizes")
+            return Neighbor(text, None, refusal(best.work.but(**changes), plan.machine) or "not searched")
         near = with_batch_parts(found.work.take(places), parts)
         scores = score(near, plan.machine, plan.constants, rejections(near, plan.machine))
         if not len(scores.fits):
@@ -99,7 +99,7 @@ def neighbors(plan: Plan) -> list[Neighbor]:
     ):
         for value in values:
             if value >= (name in ("micro_batch_size", "ep")) and value in columns[name]:
-                table.append(look({name: value}, f"{name} {here[name]} → {value}"))
+                table.append(look({name: value}, f"{name} {_shown(name, here[name])} → {_shown(name, value)}"))
     parts, hides = int(best.work.active_parts), best.work.layout.x * best.work.layout.y > 1
     for value in _beside(found.batch_parts, parts) if hides else ():
         table.append(look({}, f"batch_parts {parts} → {value}", [value]))
@@ -121,6 +121,10 @@ def in_nodes(plan: Plan) -> list[Neighbor]:
         return []
     slower = predict(other, machine, plan.constants).seconds / plan.best.seconds - 1
     return [Neighbor(f"overlap.shards_per_node {now} → {other.program.shards_per_node}", slower, "")]
+
+
+def _shown(name: str, value: int) -> str:
+    return RECOMPUTE[value] if name == "recompute" else f"{value}"
 
 
 def _beside(values: Sequence[Any], here: Any) -> Sequence[Any]:
@@ -148,9 +152,12 @@ def basin(table: Sequence[Neighbor], factor: float) -> str:
     ``factor`` is the planner's error."""
     known = [n.slower for n in table if n.slower is not None]
     if not known:
-        return "No neighbor is legal and fits."
+        return "None of the changed layouts is legal and fits."
     near = sum(1 + slower < factor for slower in known)
-    return f"{near} of {len(known)} neighbors that fit are less than {factor - 1:.0%} slower: too close to tell apart."
+    return (
+        f"{near} of the {len(known)} changed layouts that fit are less than {factor - 1:.0%} slower than the best: too "
+        "close to tell apart."
+    )
 
 
 def explain(plan: Plan, factor: float, own: Prediction | None = None) -> dict[str, Any]:

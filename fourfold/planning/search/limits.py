@@ -30,7 +30,7 @@ CHOICES = {
 LARGEST_SIZE = 1 << 24
 """Largest size in a limit."""
 SYNTAX = (
-    "write it as x<=8 (axes and ep alone), pp=1, micro_batch_size=1, batch_parts=2, zero=0, stages_per_rank=2, "
+    "write it as x<=8 (only axes and ep), pp=1, micro_batch_size=1, batch_parts=2, zero=0, stages_per_rank=2, "
     "schedule=1F1B, cp_method=ring or recompute=full, or with several values as pp=1,2"
 )
 

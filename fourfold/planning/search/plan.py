@@ -215,15 +215,15 @@ def _nothing_fits(
     if not len(legal):
         reason = max(found.rejected().items(), key=lambda item: item[1])[0]
         return (
-            f"no layout of {gpus} GPUs is legal: most often {reason}; "
+            f"no layout of {gpus} GPUs is legal; the most common reason: {reason}; "
             f"change --gpus or --global-batch ({int(base.step.global_batch_size)} sequences)"
         )
     least = legal[np.argmin(found.memory[legal])]
     point = predict(found.point(least), machine, constants)
-    likely = f", and run out of memory with a probability of {point.p_oom:.0%}" if point.p_oom < 0.995 else ""
+    likely = f", so it runs out of memory with a probability of {point.p_oom:.0%}" if point.p_oom < 0.995 else ""
     sentence = (
-        f"nothing fits: the leanest of {len(legal):,} layouts ({point.describe()}) would hold "
-        f"{point.memory_bytes / 1e9:.1f} GB of the {machine.memory / 1e9:.0f} GB of a {machine.name} GPU{likely}"
+        f"nothing fits: of {len(legal):,} legal layouts, {point.describe()} needs the least memory, "
+        f"{point.memory_bytes / 1e9:.1f} GB, and a {machine.name} GPU has {machine.memory / 1e9:.0f} GB{likely}"
     )
     limits = limits or SearchLimits()
     leanest = replace(limits, micro_batches=limits.micro_batches[:1])

@@ -41,7 +41,7 @@ REASONS = (
     "legal",
     *(rule.reason for rule in RULES),
     "offload: the machine file does not say how fast the host's memory is",
-    "memory: more likely than allowed not to fit",
+    "too likely to run out of memory",
 )
 """Reasons to refuse a point. A point stores the index of the first reason that applies."""
 NO_OFFLOAD, OUT_OF_MEMORY = len(REASONS) - 2, len(REASONS) - 1
