@@ -60,7 +60,8 @@ LEAVE_HELP = "Leave each row's source (or machine) out of the fit, and then pred
 SIZES_HELP = "Numbers of GPUs: a list (512,768), or doublings (512:32768)."
 LeaveOut = Annotated[Literal["source", "machine"] | None, typer.Option(help=LEAVE_HELP, show_default=False)]
 OwnRun = Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help=RUN_HELP, show_default=False)]
-Tokens = Annotated[
+TOKENS_HELP = "Tokens to train on. Needed for days, costs, and the steps of --write."
+Tokens = Annotated[float | None, typer.Option(help=TOKENS_HELP)]
     float | None, typer.Option(help="Tokens to train on. Needed for days, costs, and the steps of --write.")
 ]
 Explain = Annotated[bool, typer.Option("--explain", help=EXPLAIN_HELP)]
