@@ -17,8 +17,7 @@ ABOVE_LIMIT = 4
 def audit(
     model: Annotated[str, typer.Option(metavar="CHECKPOINT|RUN|HF", help="The model to audit.", show_default=False)],
     documents: Annotated[
-        Path,
-        typer.Option(metavar="FILE.jsonl", help='Documents to audit: "text" or "tokens" in each line.'),
+        Path, typer.Option(metavar="FILE.jsonl", help='Documents to audit: "text" or "tokens" in each line.')
     ],
     control: Annotated[
         Path | None,

@@ -62,8 +62,6 @@ LeaveOut = Annotated[Literal["source", "machine"] | None, typer.Option(help=LEAV
 OwnRun = Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help=RUN_HELP, show_default=False)]
 TOKENS_HELP = "Tokens to train on. Needed for days, costs, and the steps of --write."
 Tokens = Annotated[float | None, typer.Option(help=TOKENS_HELP)]
-    float | None, typer.Option(help="Tokens to train on. Needed for days, costs, and the steps of --write.")
-]
 Explain = Annotated[bool, typer.Option("--explain", help=EXPLAIN_HELP)]
 Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
 MachineName = Annotated[str, typer.Option(help=MACHINES)]

@@ -280,8 +280,7 @@ FORMATS = dict.fromkeys(_OF_LLAMA, Format(_LLAMA)) | {
     "qwen2_moe": Format(_QWEN_MOE_GATED),
     "olmoe": Format(_QWEN_MOE),
     **dict.fromkeys(
-        ("glm4_moe", "solar_open", "dots1"),
-        Format(_QWEN_MOE_SHARED, layers_beyond="num_nextn_predict_layers"),
+        ("glm4_moe", "solar_open", "dots1"), Format(_QWEN_MOE_SHARED, layers_beyond="num_nextn_predict_layers")
     ),
     "gpt_oss": Format(_GPT_OSS, transposed=(".experts.",), by_row=(".gate_up_proj",), stacked=(".experts.",)),
     "falcon": Format(_FALCON, prefix="transformer.", by_head=_FUSED),
@@ -333,7 +332,7 @@ WITH_STACKED_EXPERTS = {
         _QWEN3_5,
         table=_without(FORMATS["qwen3_5_moe_text"].table, ".experts.") | _STACKED_EXPERTS,
         stacked=(".experts.",),
-    ),
+    )
 }
 """Formats of files that stack the experts, in families whose files can also have one matrix per expert."""
 

@@ -11,12 +11,7 @@ import numpy as np
 from fourfold.errors import UserError
 from fourfold.planning.array_fields import stack
 from fourfold.planning.calibration.fit import Calibration, fit
-from fourfold.planning.calibration.machine_constants import (
-    constants_for,
-    is_calibrated,
-    kind_of_step,
-    shipped_interval,
-)
+from fourfold.planning.calibration.machine_constants import constants_for, is_calibrated, kind_of_step, shipped_interval
 from fourfold.planning.calibration.rows import Row
 from fourfold.planning.cost.memory import peak_memory
 from fourfold.planning.cost.out_of_memory import p_out_of_memory

@@ -29,12 +29,7 @@ from fourfold.planning.cost.expert_sizes import (
 )  # fmt: skip
 from fourfold.planning.cost.head_memory import head_bytes, head_kept_bytes
 from fourfold.planning.cost.linear_attention import has_linear, kinds_of_attention, mean_of_kinds, saved_by_core
-from fourfold.planning.cost.tensor_sizes import (
-    copies_heads,
-    log_sum_exp_bytes,
-    mlp_made_again,
-    tensor_bytes,
-)
+from fourfold.planning.cost.tensor_sizes import copies_heads, log_sum_exp_bytes, mlp_made_again, tensor_bytes
 from fourfold.planning.workload import CP_METHODS, Workload
 
 

@@ -1,14 +1,13 @@
 """Find the options that a shell script passes to a training program, without running the script.
 
-The reader follows variables, arrays, and products of integers. It does not check conditions. It reads all branches and
-loops once, in the order of the script, and a later value replaces an earlier one.
+The reader follows variables and arrays. It does not compute, and it does not check conditions. It reads all branches
+and loops once, in the order of the script, and a later value replaces an earlier one.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from math import prod
 
 LONGEST = 1 << 14
 """Largest number of characters of a variable. Longer values are cut off."""
@@ -17,7 +16,6 @@ ARRAY = re.compile(r"(\w\+?=)\(((?:[^()]|\$\([^()]*\)|\$\(\([^()]*\)\))*)\)")
 ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 CONDITION = re.compile(r"^\s*((?:if|elif|else|case|for|while|until)\b.*?)\s*$", re.MULTILINE)
 VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^{}$]*))?\}|\$(\w+)")
-PRODUCT = re.compile(r"\$\(\((\d{1,9}(?:\*\d{1,9}){0,7})\)\)")
 OPTION = re.compile(r"(?<!\S)--(\w[\w.-]*)[= ]?((?: ?(?!-[^\d.]|\S*\.py\b|\d?[|&>);}])\S+)*)")
 """An option with its values. A dash, the name of a Python file, and an operator of the shell are not values."""
 
@@ -37,7 +35,7 @@ def read_options(text: str) -> tuple[dict[str, str], list[str]]:
     """
     text = re.sub(r"\\[ \t]*\n", " ", re.sub(r"(?m)(^|\s)#.*$", r"\1", text))
     arrays = ARRAY.sub(lambda array: f'{array[1]}"{array[2].translate(WITHOUT_QUOTES)}"', text)
-    lexer = shlex.shlex(re.sub(r"\$\(\(.*?\)\)", _with_dollar_signs, arrays.replace("\n", " \n ")), posix=True)
+    lexer = shlex.shlex(arrays.replace("\n", " \n "), posix=True)
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     variables: dict[str, str] = {}
     words = []
@@ -50,18 +48,13 @@ def read_options(text: str) -> tuple[dict[str, str], list[str]]:
     return {name: value or "true" for name, value in OPTION.findall(" ".join(words))}, CONDITION.findall(text)
 
 
-def _with_dollar_signs(product: re.Match[str]) -> str:
-    """Write ``$((A * B))`` as ``$(($A*$B))``."""
-    return re.sub(r"(?<![\w${])([A-Za-z_]\w*)", r"$\1", re.sub(r"\s", "", product[0]))
-
-
 def _replaced(text: str, variables: dict[str, str]) -> str:
-    """Replace the variables that the script has set, and products of integers. Everything else stays."""
+    """Replace the variables that the script has set. Everything else stays."""
 
     def value_of(match: re.Match[str]) -> str:
         value = variables.get(match[1] or match[3])
         return (value or match[2]) if match[2] is not None else match[0] if value is None else value
 
     for _ in range(3):  # The default of a variable can be another variable.
-        text = PRODUCT.sub(lambda product: str(prod(map(int, product[1].split("*")))), VARIABLE.sub(value_of, text))
+        text = VARIABLE.sub(value_of, text)
     return text
