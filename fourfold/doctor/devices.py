@@ -29,15 +29,9 @@ REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 """Names of nvidia-smi's field with these reasons, in newer drivers and in older drivers."""
 
 FIELDS = (
-    "uuid",
-    "driver_version",
-    "memory.used",
-    "memory.total",
-    "clocks.sm",
-    "clocks.max.sm",
-    "temperature.gpu",
+    "uuid", "driver_version", "memory.used", "memory.total", "clocks.sm", "clocks.max.sm", "temperature.gpu",
     "ecc.errors.uncorrected.volatile.total",
-)
+)  # fmt: skip
 MOST_USED = 0.1
 """If more than this fraction of a GPU's memory is in use, another program must hold some of it."""
 

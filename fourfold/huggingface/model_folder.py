@@ -20,17 +20,9 @@ of a run that started from a Hugging Face model."""
 
 TOKENIZER_FILE, GENERATION_FILE = "tokenizer.json", "generation_config.json"
 SMALL_FILES = (
-    CONFIG_FILE,
-    GENERATION_FILE,
-    TOKENIZER_FILE,
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
+    CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILE, "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
 PATTERNS = (*SMALL_FILES, "*.safetensors", "*.safetensors.index.json")
 """Files to download from the Hub: no pickles and no code."""
 

@@ -7,24 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fourfold.reports.chart import NOTHING, empty_chart, figure
+from fourfold.reports.chart import NOTHING, asset, empty_chart, figure
 from fourfold.reports.numbers import bucket_means, downsample
 
 BUCKETS = 1000
 """Number of buckets that a long curve is divided into. Each bucket keeps two points, and one mean for the smoothing."""
 
-CONTROLS = """<div class="controls">
-<fieldset data-control="x"><legend>x axis</legend>
-<button type="button" value="tokens" aria-pressed="true">tokens</button>
-<button type="button" value="steps">steps</button><button type="button" value="time">time</button></fieldset>
-<fieldset data-control="loss"><legend>loss as</legend>
-<button type="button" value="loss" aria-pressed="true">nats</button>
-<button type="button" value="perplexity">perplexity</button></fieldset>
-<fieldset data-control="scale"><legend>y axis</legend>
-<button type="button" value="linear" aria-pressed="true">linear</button>
-<button type="button" value="log">log</button></fieldset>
-<label>smoothing <input type="range" min="0" max="100" value="0" data-control="smoothing"> <output>off</output></label>
-</div>"""
+CONTROLS = asset("curve_controls.html").strip()
 """HTML of the controls, which apply to all curves of a page."""
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from string import Template
 
 from fourfold.reports.chart import asset
 from fourfold.training.console import format_fact
@@ -23,23 +24,8 @@ def page(title: str, subtitle: str, sections: Sequence[str], *, has_search: bool
     body = "\n".join(sections)
     needed = {"echarts.min.js": True, "charts.js": True, "table.js": has_search}
     drawing = "\n".join(f"<script>{asset(name)}</script>" for name, is_needed in needed.items() if is_needed)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<title>{escape(title)}</title>
-<style>{asset("page.css")}</style>
-</head>
-<body>
-<h1>{escape(title)}</h1>
-<p class="subtitle">{escape(subtitle)}</p>
-{body}
-{drawing}
-</body>
-</html>
-"""
+    texts = {"policy": _POLICY, "title": escape(title), "subtitle": escape(subtitle), "style": asset("page.css")}
+    return Template(asset("page.html")).substitute(texts, body=body, drawing=drawing)
 
 
 def facts(values: Mapping[str, str | int | float | None]) -> str:

@@ -12,22 +12,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 SUPPORTED = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "ministral",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "phi3",
-    "granite",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "smollm3",
-    "starcoder2",
-)
+    "llama", "mistral", "mixtral", "ministral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "phi3", "granite", "olmo", "olmo2", "olmo3", "smollm3", "starcoder2",
+)  # fmt: skip
 """Model types whose attention is softmax(q·k) v, with a cache in each layer and a rotary embedding in the half-split
 layout."""
 

@@ -3,7 +3,6 @@ is run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,17 @@ from fourfold.parsing import dotted_keys, parse_json, parse_toml
 from fourfold.planning.other_programs.shell_script import read_options
 from fourfold.untrusted_files import read_text_file
 
-PARSERS: dict[str, Callable[[str], Any]] = {".toml": parse_toml, ".json": parse_json}
-PARSERS |= dict.fromkeys(
-    (".yaml", ".yml"), lambda text: import_extra("yaml", "huggingface", "YAML needs").safe_load(text)
-)
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML without running code. Raise ``ValueError`` if the text is not YAML."""
+    yaml = import_extra("yaml", "huggingface", "YAML needs")
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+PARSERS = {".toml": parse_toml, ".json": parse_json, ".yaml": parse_yaml, ".yml": parse_yaml}
 """Parsers by the suffix of a file. Files with other suffixes are scripts."""
 MOST = 10_000
 """Largest number of settings. (A small YAML file with aliases can have any number of settings.)"""
@@ -44,7 +50,8 @@ def read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
         table, conditions = read_options(text) if parser is None else (parser(text), [])
         pairs = dict(islice(dotted_keys(table), MOST + 1))
         settings = {key.replace(".--", ".").replace("-", "_"): setting_text(value) for key, value in pairs.items()}
-    except Exception as error:  # Each parser has its own errors, and a table can contain itself.
+    # A table can contain itself, or can be no table at all.
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"--from {path} is not a table of settings ({' '.join(str(error).split())}); {FILES}") from None
     if not 0 < len(pairs) <= MOST:
         raise UserError(f"--from {path} must have 1 to {MOST:,} settings; {FILES}")
