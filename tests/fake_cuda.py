@@ -33,8 +33,8 @@ def pretend() -> None:
     process."""
     libraries = Path(torch.__file__).parent / "lib"
     if torch.version.cuda is None:
-        # In a torch build for CPUs, no device guard for CUDA is registered. Register a guard that counts no devices.
-        # torch then replaces it with its own guard, which does nothing.
+        # In a torch build for CPUs, no device guard for CUDA is registered. Register a guard that reports 0
+        # devices, because torch replaces such a guard with its own, which does nothing.
         guards = TABLE.in_dll(ctypes.CDLL(str(libraries / "libc10.so")), "_ZN3c104impl26device_guard_impl_registryE")
         nothing = TABLE(*[_function(0)] * len(TABLE()))
         guards[1] = ctypes.addressof(_kept(ctypes.c_void_p(ctypes.addressof(_kept(nothing)))))

@@ -39,7 +39,7 @@ class MaskReplay:
 
 
 def is_replayable(config: GoldfishConfig) -> bool:
-    """Return whether a document's tokens determine its mask, and the mask is in effect from the first step."""
+    """Return True if a document's tokens alone determine its mask, and if the mask is in effect from the first step."""
     return config.strategy in REPLAYABLE and config.start_step == 0
 
 

@@ -98,7 +98,7 @@ class _Search:
         cost_BKS = np.empty((*ids_BK.shape, len(self.places)), dtype=np.int64)
         cost_BKS[..., 0] = self.texts_BI.shape[1] + 1
         cost_BKS[..., 1:] = np.minimum(self.rows_BS[:, None, 1:] + 1, self.rows_BS[:, None, :-1] + differs_BKS)
-        # To get from one column to the next costs one insertion.
+        # Each step to the right in a row of the edit-distance table costs one insertion.
         best: Tokens = np.minimum.accumulate(cost_BKS - self.places, axis=-1) + self.places
         return best
 

@@ -117,7 +117,7 @@ def _threads() -> int:
 
 
 def _fill_stack(out: Tensor, std: float, name: str, shape: tuple[int, ...], slices: Slices, seed: int) -> None:
-    """Fill part of a stack of matrices with the same values as one tall matrix that has the rows of all matrices."""
+    """Fill part of a stack of matrices. The stack gets the values of one tall matrix: its matrices below each other."""
     (matrices, rows, columns), (count, height, width) = slices, shape
     for place, number in enumerate(range(matrices.start, matrices.stop)):
         first = number * height

@@ -71,8 +71,10 @@ class StepChecks:
         return [line for line in self.bad_steps.read() if "skips" in line]
 
     def leaves_out(self, step: int) -> bool:
-        """Return whether the batch of a step (the first step is 0) is left out, because the run rolled back or failed
-        at this batch before."""
+        """Return whether bad_steps.jsonl says to leave out the batch of a step (the first step is 0).
+
+        It says so after a rollback, and after repeated failures of the step.
+        """
         return any(step + 1 in line["skips"] for line in self._left_out)
 
     def judge(self, step: int, figures: SharedFigures) -> Verdict:

@@ -207,7 +207,7 @@ class Trainer:
         run, job, step = self.run, self.job, self.steps
         begin_step(step)
         started = time.perf_counter()
-        # Leave out the batch if the run rolled back or failed at it before.
+        # Leave out the batch if bad_steps.jsonl says so, after a rollback or after repeated failures of the step.
         is_left_out = self.checks.leaves_out(step)
         if is_left_out:
             result = StepResult.none(job.device)

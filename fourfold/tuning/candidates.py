@@ -106,12 +106,11 @@ def parts_of(work: Workload, machine: Machine, constants: Constants) -> np.ndarr
 def search_candidates(
     base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits, on_gpu: bool = True
 ) -> Candidates:
-    """Return every legal layout within the limits that may fit into memory, fastest first. If there are more than
-    ``MOST``, return only the fastest.
+    """Return at most ``MOST`` legal layouts within the limits that may fit into memory, fastest first.
 
     Args:
-        on_gpu: Whether trials run on GPUs. On a CPU, all legal layouts are returned, process groups take no memory, and
-            the predictions are less certain.
+        on_gpu: Whether trials run on GPUs. On a CPU, layouts that may not fit are returned too, process groups take no
+            memory, and the predictions are less certain.
 
     Raises:
         UserError: No layout is left.

@@ -66,7 +66,7 @@ def positions(documents_BS: Tensor) -> Tensor:
 def document_ends(documents_BS: Tensor) -> Tensor:
     """Return the ends of each sequence's documents as int64 [B, E].
 
-    The last end of a sequence is S. Sequences with fewer documents repeat it.
+    E is the largest number of documents in a sequence. A sequence with fewer documents repeats its last end, S.
     """
     ends = [documents_S.unique_consecutive(return_counts=True)[1].cumsum(0) for documents_S in documents_BS]
     return pad_sequence(ends, batch_first=True, padding_value=documents_BS.shape[1])

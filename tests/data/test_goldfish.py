@@ -109,7 +109,7 @@ def test_hash_depends_only_on_the_preceding_tokens_and_their_order(text: np.ndar
     shuffled[:, 100 : 100 + h] = text[:, 100 : 100 + h][:, ::-1]
     assert not (drops(shuffled, k=2, h=h) == dropped)[:, 100 + h - 1].all()
     assert (hash_table_drops(text, 2, h)[:, 100 + h - 1] == hash_table_drops(shuffled, 2, h)[:, 100 + h - 1]).all()
-    # Change the target and tokens outside the h tokens before it. The mask of the target must not change.
+    # Change the target, and the token right before the h tokens that the hash reads. The target's mask must not change.
     elsewhere = text.copy()
     elsewhere[:, 100 + h] = 7
     elsewhere[:, 99] = 7

@@ -97,8 +97,8 @@ def _gathers(run: RunConfig, stage: Stage) -> _Gathers:
     last = (steps, 0)
     if not (0 < grid.zero < 3 and grid.dp * grid.cp > 1):
         return _Gathers((2 * steps, 0), last, (steps, 0))
-    # After a forward pass, each rank keeps its shard over z, and the next use gathers from these shards. After a
-    # backward pass, a rank keeps no such shard.
+    # With ``zero`` 1 or 2, each rank keeps a unit's weights sharded over z after a forward pass, and the next gather
+    # runs over z. After a backward pass, the next gather is from the shards of all ranks.
     blocks, tables = [0, 0], [0, 0]
     for i, backward in enumerate(order):
         from_z = i > 0 and not order[i - 1]

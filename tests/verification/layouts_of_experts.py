@@ -90,7 +90,7 @@ SLOW_CASES: dict[str, Case] = {
     "ep2 dp2 adapters": (MIXTURE, {"dp": 2, "ep": 2}, ADAPTERS | LOSSES),
     "x2 ep2 z2 adapters": (QWEN_MOE, {"x": 2, "z": 2, "ep": 2}, {"lora": {"rank": 4}}),
     "ep2 dp2 all tokens on one expert": (
-        # The bias sends all tokens to one expert, and after its update to the other expert.
+        # The bias sends all tokens to one expert. After the bias is updated, it sends them to the other expert.
         MIXTURE | {"num_experts": 2, "num_experts_per_tok": 1, "router_bias": True},
         {"dp": 2, "ep": 2},
         {"moe": {"bias_update_rate": 100.0}},
