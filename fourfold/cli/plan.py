@@ -117,7 +117,7 @@ def layout(
     Example: fourfold plan --model llama3-70b --machine dgx-h100 --gpus 512 --tokens 2e12 --explain
     """
     from fourfold.planning.plan_record import plan_request
-    from fourfold.planning.planned_run import rate_to_choose, write_run
+    from fourfold.planning.planned_run import write_run
     from fourfold.planning.request import request_from_options, request_from_other
     from fourfold.reports.plan_terminal import plan_tables
 
@@ -134,8 +134,6 @@ def layout(
     if write is not None:
         with given_as("--write"):
             write_run(write, request, result.plan.best, tokens)
-        if note := rate_to_choose(request):
-            print(f"warning: {write}: {note}", file=sys.stderr)
     if report is not None:
         from fourfold.reports.plan_report import write_plan_report
 

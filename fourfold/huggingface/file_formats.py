@@ -45,17 +45,13 @@ _OUTSIDE: Table = {
 _LLAMA = _OUTSIDE | _weight_and_bias(
     "model.layers.{i}.",
     {
-        "self_attn.q_proj": "layers.{i}.self_attn.qkv.q_proj",
-        "self_attn.k_proj": "layers.{i}.self_attn.qkv.k_proj",
-        "self_attn.v_proj": "layers.{i}.self_attn.qkv.v_proj",
-        "self_attn.q_norm": "layers.{i}.self_attn.core.q_norm",
-        "self_attn.k_norm": "layers.{i}.self_attn.core.k_norm",
-        "self_attn.o_proj": "layers.{i}.self_attn.o_proj",
-        "mlp.gate_proj": "layers.{i}.mlp.up.gate_proj",
-        "mlp.up_proj": "layers.{i}.mlp.up.up_proj",
+        "self_attn.q_proj": "layers.{i}.self_attn.qkv.q_proj", "self_attn.k_proj": "layers.{i}.self_attn.qkv.k_proj",
+        "self_attn.v_proj": "layers.{i}.self_attn.qkv.v_proj", "self_attn.q_norm": "layers.{i}.self_attn.core.q_norm",
+        "self_attn.k_norm": "layers.{i}.self_attn.core.k_norm", "self_attn.o_proj": "layers.{i}.self_attn.o_proj",
+        "mlp.gate_proj": "layers.{i}.mlp.up.gate_proj", "mlp.up_proj": "layers.{i}.mlp.up.up_proj",
         "mlp.down_proj": "layers.{i}.mlp.down_proj",
     },
-)
+)  # fmt: skip
 
 
 def _output_norms(attention: str, mlp: str) -> Table:
@@ -83,30 +79,25 @@ _GPT2: Table = {
 } | _weight_and_bias(
     "transformer.",
     {
-        "ln_f": "norm",
-        "h.{i}.ln_1": "layers.{i}.input_layernorm",
-        "h.{i}.ln_2": "layers.{i}.post_attention_layernorm",
-        "h.{i}.attn.c_attn": _QKV,
-        "h.{i}.attn.c_proj": "layers.{i}.self_attn.o_proj",
-        "h.{i}.mlp.c_fc": "layers.{i}.mlp.up.up_proj",
+        "ln_f": "norm", "h.{i}.ln_1": "layers.{i}.input_layernorm",
+        "h.{i}.ln_2": "layers.{i}.post_attention_layernorm", "h.{i}.attn.c_attn": _QKV,
+        "h.{i}.attn.c_proj": "layers.{i}.self_attn.o_proj", "h.{i}.mlp.c_fc": "layers.{i}.mlp.up.up_proj",
         "h.{i}.mlp.c_proj": "layers.{i}.mlp.down_proj",
     },
-)
+)  # fmt: skip
 _GPT_NEOX: Table = {
     "gpt_neox.embed_in.weight": ("embed_tokens.weight",),
     "embed_out.weight": ("lm_head.weight",),
 } | _weight_and_bias(
     "gpt_neox.",
     {
-        "final_layer_norm": "norm",
-        "layers.{i}.input_layernorm": "layers.{i}.input_layernorm",
+        "final_layer_norm": "norm", "layers.{i}.input_layernorm": "layers.{i}.input_layernorm",
         "layers.{i}.post_attention_layernorm": "layers.{i}.post_attention_layernorm",
-        "layers.{i}.attention.query_key_value": _QKV,
-        "layers.{i}.attention.dense": "layers.{i}.self_attn.o_proj",
+        "layers.{i}.attention.query_key_value": _QKV, "layers.{i}.attention.dense": "layers.{i}.self_attn.o_proj",
         "layers.{i}.mlp.dense_h_to_4h": "layers.{i}.mlp.up.up_proj",
         "layers.{i}.mlp.dense_4h_to_h": "layers.{i}.mlp.down_proj",
     },
-)
+)  # fmt: skip
 
 
 def _experts(block: str, **matrices: str) -> Table:
@@ -268,17 +259,13 @@ _OF_LLAMA = (
 )  # fmt: skip
 FORMATS = dict.fromkeys(_OF_LLAMA, Format(_LLAMA)) | {
     "phi3": Format(_PHI3),
-    "olmo2": Format(_OLMO2),
-    "olmo3": Format(_OLMO2),
-    "exaone4": Format(_OLMO2),
-    "gemma2": Format(_GEMMA2),
-    "gemma3_text": Format(_GEMMA2),
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), Format(_OLMO2)),
+    **dict.fromkeys(("gemma2", "gemma3_text"), Format(_GEMMA2)),
     "gpt_neox": Format(_GPT_NEOX, prefix="gpt_neox.", by_head=_FUSED),
     "gpt2": Format(_GPT2, prefix="transformer.", transposed=(".c_attn.", ".c_proj.", ".c_fc.")),
     "mixtral": Format(_MIXTRAL),
-    "qwen3_moe": Format(_QWEN_MOE),
+    **dict.fromkeys(("qwen3_moe", "olmoe"), Format(_QWEN_MOE)),
     "qwen2_moe": Format(_QWEN_MOE_GATED),
-    "olmoe": Format(_QWEN_MOE),
     **dict.fromkeys(
         ("glm4_moe", "solar_open", "dots1"), Format(_QWEN_MOE_SHARED, layers_beyond="num_nextn_predict_layers")
     ),
@@ -304,8 +291,7 @@ FORMATS = dict.fromkeys(_OF_LLAMA, Format(_LLAMA)) | {
     "sarvam_moe": Format(_SARVAM_MOE, layers_beyond="num_nextn_predict_layers"),
     "aria_text": Format(_ARIA, transposed=(".experts.",), stacked=(".experts.",)),
     "starcoder2": Format(_renamed(_LLAMA, {"up_proj": "c_fc", "down_proj": "c_proj"})),
-    "helium": Format(_LLAMA, rotated_in_pairs=_PAIRS),
-    "ernie4_5": Format(_LLAMA, rotated_in_pairs=_PAIRS),
+    **dict.fromkeys(("helium", "ernie4_5"), Format(_LLAMA, rotated_in_pairs=_PAIRS)),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "youtu", "glm4_moe_lite", "sarvam_mla"),
         Format(

@@ -43,14 +43,10 @@ COPIES_TO_TRY = {
     "output": _WEIGHT_COPIES,
     "input_gradient": _WEIGHT_COPIES,
     "weight_gradient": (
-        Copies(),
-        Copies(left="turned"),
-        Copies(right="turned"),
-        Copies(left="turned and padded"),
-        Copies(right="turned and padded"),
-        Copies(left="padded", right="padded"),
+        Copies(), Copies(left="turned"), Copies(right="turned"), Copies(left="turned and padded"),
+        Copies(right="turned and padded"), Copies(left="padded", right="padded"),
     ),
-}
+}  # fmt: skip
 """For each matmul, the ways to copy its operands that are tried. The first way copies nothing."""
 
 K = TypeVar("K", bound=Hashable)

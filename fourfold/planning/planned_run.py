@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fourfold.config.optimizer_rules import OptimizerConfig
 from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.run import RunConfig
 from fourfold.data.atomic_files import write_output
@@ -59,22 +58,6 @@ def planned_run(request: Request, layout: Prediction, tokens: float | None = Non
     return make_run(table, where="the planned layout")
 
 
-def rate_to_choose(request: Request) -> str | None:
-    """Return a warning if the request switches to or from Lion, because the learning rate was chosen for the other
-    optimizer. Return None otherwise.
-
-    AdamW and Muon use the same learning rate (docs/optimizers.md), so a switch between these two needs no warning.
-    """
-    before = OptimizerConfig() if request.run is None else request.run.optimizer
-    if request.optimizer is None or (request.optimizer == "lion") == (before.name == "lion"):
-        return None
-    advice = " (often 3 to 10 times smaller)" if request.optimizer == "lion" else ""
-    return (
-        f"optimizer.lr = {before.lr:g} is a rate for {before.name}: choose a rate for {request.optimizer}{advice}, and "
-        "betas"
-    )
-
-
 def write_run(path: Path, request: Request, layout: Prediction, tokens: float | None = None) -> None:
     """Write the run file of a planned layout. Its comments tell the user what is left to choose.
 
@@ -92,6 +75,4 @@ def write_run(path: Path, request: Request, layout: Prediction, tokens: float | 
         comment += (
             f"# checkpoint.interval: checkpoints every {between / 60:,.0f} min lose the least time to failures.\n"
         )
-    if note := rate_to_choose(request):
-        comment += f"# {note}.\n"
     write_output(path, comment + to_toml(run))

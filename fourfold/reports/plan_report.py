@@ -10,7 +10,15 @@ from fourfold.data.atomic_files import write_output
 from fourfold.reports import html
 from fourfold.reports.basic_charts import stacked_bars
 from fourfold.reports.layout_columns import choices, figures, predicted
-from fourfold.reports.plan_terminal import COLUMNS, costs_sentence, doubts, largest_parts, slower_by, tune_command
+from fourfold.reports.plan_terminal import (
+    COLUMNS,
+    costs_sentence,
+    doubts,
+    largest_parts,
+    other_program_sentences,
+    slower_by,
+    tune_command,
+)
 
 if TYPE_CHECKING:
     from fourfold.planning.plan_record import PlanRecord
@@ -68,7 +76,8 @@ def _layouts(result: PlanRecord) -> list[str]:
     )
     table = html.search_table(header, [[row[name] for name in header] for row in rows])
     refused = html.table(["refused because", "layouts"], [[name, f"{n:,}"] for name, n in found.rejected().items()])
-    return [f"<h2>Layouts</h2><p>{escape(text)}</p>", table, refused]
+    of_other = [f"<p>{escape(sentence)}</p>" for sentence in other_program_sentences(result)]
+    return [f"<h2>Layouts</h2><p>{escape(text)}</p>", table, *of_other, refused]
 
 
 def _waterfall(explanation: dict[str, Any], with_own: bool) -> str:

@@ -129,14 +129,18 @@ def other_program_sentences(result: PlanRecord) -> list[str]:
             f"with 90 % probability {predicted * low:.3g} to {predicted * high:.3g} s. The table's predictions use "
             "constants that are fitted to the measured step."
         )
+        if not predicted * low <= measured <= predicted * high:
+            sentences.append("This is outside the interval, so check that the file was read correctly.")
     if own.p_oom > 0.5:
         sentences.append(f"Your layout is not predicted to fit: P(OOM) is {own.p_oom:.0%}.")
     factor = result.within_error.factor
     for name, best in ((other.row.program, result.theirs), ("fourfold", result.plan.best)):
-        gain = own.seconds / best.seconds if best is not None else 0.0
-        doubt = f" Below {factor:.2f}, either may be the faster one." if 1 / factor < gain < factor else ""
-        faster = f"The best layout in {name} is {gain:.2f} times as fast as yours.{doubt}"
-        sentences.append(faster if best is not None else f"No layout of {name} fits.")
+        if best is None or best.seconds >= own.seconds:
+            sentences.append(f"The planner finds no layout in {name} that fits and is faster than yours.")
+            continue
+        gain = own.seconds / best.seconds
+        doubt = f" Below {factor:.2f}, either may be the faster one." if gain < factor else ""
+        sentences.append(f"The best layout in {name} is {gain:.2f} times as fast as yours.{doubt}")
     return sentences
 
 

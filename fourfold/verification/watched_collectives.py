@@ -21,18 +21,14 @@ from fourfold.verification.collective_names import CollectiveNames
 from fourfold.verification.exposure import Line
 
 OPERATIONS = {
-    "allreduce": "all_reduce",
-    "_allgather_base": "all_gather",
-    "all_gather_single": "all_gather",  # These names exist since torch 2.13.
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
+    # The names with "single" exist since torch 2.13.
+    "allreduce": "all_reduce", "_allgather_base": "all_gather", "all_gather_single": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter", "reduce_scatter_single": "reduce_scatter",
     # On gloo, fourfold runs a reduce-scatter as an all-to-all and a local sum
     # (parallel.grid.communicate.by_all_to_all).
-    "alltoall_base": "reduce_scatter",
-    "all_to_all_single": "reduce_scatter",
-    "send": "send",
-    "recv": "recv",
-}
+    "alltoall_base": "reduce_scatter", "all_to_all_single": "reduce_scatter",
+    "send": "send", "recv": "recv",
+}  # fmt: skip
 """Maps methods of a process group to the operations that they run. torch's functions and FSDP2 call these methods."""
 
 

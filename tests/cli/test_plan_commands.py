@@ -92,31 +92,6 @@ def test_a_written_run_file_loads(cli: Cli, tmp_path: Path) -> None:
     assert run.activation_checkpoint.mode == best["activation_checkpoint"]
 
 
-@pytest.mark.parametrize(
-    ("words", "note"),
-    [
-        (
-            ["--set", "optimizer.lr=1e-3", "--optimizer", "lion"],
-            "optimizer.lr = 0.001 is a rate for adamw: choose a rate",
-        ),
-        (["--set", "optimizer.name=lion", "--optimizer", "muon"], "optimizer.lr = 0.0003 is a rate for lion: choose"),
-        (["--set", "optimizer.name=muon", "--optimizer", "adamw"], None),
-        (["--set", "optimizer.name=lion", "--optimizer", "lion"], None),
-    ],
-)
-def test_another_optimizer_needs_another_rate(cli: Cli, tmp_path: Path, words: list[str], note: str | None) -> None:
-    run, target = tmp_path / "run.toml", tmp_path / "planned.toml"
-    sizes = "global_batch_size = 8\nseq_length = 64\ntrain_steps = 8\n"
-    run.write_text(f'[model]\npreset = "llama-tiny"\n[data]\nsource = "python-stdlib"\n[training]\n{sizes}')
-    code, _, errors = cli("plan", run, "--machine", "laptop", *words, "--write", target)
-    comments = [line for line in target.read_text().splitlines() if line.startswith("# optimizer.lr")]
-    assert code == 0 and load_run(target).optimizer.name == words[-1]
-    if note is None:
-        assert comments == [] and "warning" not in errors
-    else:
-        assert f"warning: {target}: {note}" in errors and comments[0].startswith(f"# {note}")
-
-
 def test_a_run_file_is_predicted_and_replanned(cli: Cli) -> None:
     code, out, _ = cli("plan", REPOSITORY / "examples" / "llama3-8b-8gpus.toml", "--machine", "dgx-h100", "--json")
     record = json.loads(out)

@@ -87,7 +87,8 @@ MIXTRAL_SCRIPT = Configuration(
 GPUS_PER_NODE=8
 NODES=${SLURM_NNODES:-"1"}
 torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NODES pretrain_gpt.py --num-layers 32 --hidden-size 4096 \\
-    --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8 --swiglu --normalization RMSNorm \\
+    --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 --swiglu \\
+    --normalization RMSNorm \\
     --untie-embeddings-and-output-weights --seq-length 4096 --num-experts 8 --moe-router-topk 2 --moe-grouped-gemm \\
     --moe-token-dispatcher-type alltoall --micro-batch-size 1 --global-batch-size 256 --bf16 \\
     --pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --use-distributed-optimizer --sequence-parallel

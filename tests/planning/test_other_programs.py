@@ -74,10 +74,78 @@ def test_formulas_compute_what_a_file_leaves_out(tmp_path: Path) -> None:
         5,
         3,
     ]
-    latent = row_of(tmp_path, options + "--kv-lora-rank 64 --qk-head-dim 48 --qk-pos-emb-head-dim 16 --v-head-dim 48")
+    latent = row_of(
+        tmp_path,
+        options
+        + "--multi-latent-attention --kv-lora-rank 64 --qk-head-dim 48 --qk-pos-emb-head-dim 16 --v-head-dim 48",
+    )
     assert (latent.head_dim, latent.qk_rope_head_dim, latent.v_head_dim) == (64, 16, 48)
     stages = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"
     assert row_of(tmp_path, options + stages).vpp == 2
+
+
+MEGATRON = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --micro-batch-size 2 "
+    "--global-batch-size 32 --bf16 "
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--nnodes $SLURM_NNODES --nproc-per-node 8", "nnodes = $SLURM_NNODES is not a number"),
+        ("--tensor-model-parallel-size 3", "gpus /tp /pp /cp is not a whole number (gpus = 8, tp = 3, pp = 1, cp = 1)"),
+        ("--num-experts 6 --expert-model-parallel-size 4", "experts /ep is not a whole number"),
+        ("--global-batch-size 101", "global_batch /micro_batch /copies is not a whole number"),
+        ("--num-experts 4 --moe-layer-freq '([1]*3+[0]*1)*2'", "is no pattern of layers such as"),
+    ],
+)
+def test_values_that_cannot_be_true_are_refused(tmp_path: Path, options: str, words: str) -> None:
+    given = {} if "nnodes" in options else {"gpus": "8"}
+    with pytest.raises(UserError) as error:
+        read_program(saved(tmp_path, "a.sh", MEGATRON + options), {"machine": "dgx-h100", **given})
+    assert words in str(error.value)
+
+
+def test_contradicting_settings_are_refused(tmp_path: Path) -> None:
+    json = saved(tmp_path, "zero.json", '{"zero_optimization": {"stage": 3}, "train_batch_size": 256}')
+    script = "--model_max_length 512 --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --nproc_per_node 8"
+    script = f"{script} --model_name_or_path meta-llama/Llama-3.1-8B --deepspeed {json.name}"
+    with pytest.raises(UserError, match=r"global_batch = 256, but local_batch · copies = 64"):
+        read_program(saved(tmp_path, "a.sh", script), {"machine": "dgx-h100"})
+
+
+def test_an_option_that_needs_a_flag_has_no_effect_without_it(tmp_path: Path) -> None:
+    file = saved(tmp_path, "a.sh", MEGATRON + "--num-query-groups 4")
+    row, _, lists = read_program(file, H100 | {"gpus": "8"})
+    assert row.kv_heads in (None, row.heads) and "num_query_groups" in lists["without_effect"]
+    assert row_of(tmp_path, MEGATRON + "--num-query-groups 4 --group-query-attention").kv_heads == 4
+
+
+def test_a_flag_does_not_take_a_variable_as_its_value(tmp_path: Path) -> None:
+    row = row_of(tmp_path, MEGATRON + '--swiglu $EXTRA_ARGS --use-distributed-optimizer "$@"')
+    assert (row.mlp, row.sharding) == ("swiglu", "zero1")
+
+
+def test_a_script_with_several_commands_on_a_line(tmp_path: Path) -> None:
+    row = row_of(tmp_path, f"TP=2; PP=4\ntorchrun {MEGATRON} --tensor-model-parallel-size $TP; echo done")
+    assert row.tp == 2
+
+
+def test_an_option_that_is_given_twice_is_listed(tmp_path: Path) -> None:
+    text = f"python pretrain.py {MEGATRON}\npython serve.py --seq-length 1024 --micro-batch-size 4"
+    _, _, lists = read_program(saved(tmp_path, "a.sh", text), H100 | {"gpus": "8"})
+    assert "--seq-length 512 (a later value replaces it)" in lists["conditions_not_checked"]
+
+
+def test_a_column_that_is_computed_from_a_default_is_assumed(tmp_path: Path) -> None:
+    _, _, lists = read_program(saved(tmp_path, "a.sh", MEGATRON), H100 | {"gpus": "8"})
+    assert any(text.startswith("vocab =") for text in lists["assumed"])
+
+
+def test_a_script_of_nested_variables_stays_small(tmp_path: Path) -> None:
+    text = f"A={'$A' * 1000}\nB={'$A' * 1000}\nC={'$B' * 1000}\n{MEGATRON} --tokenizer-model $C"
+    assert row_of(tmp_path, text).layers == 8
 
 
 def test_torchtitan_divides_its_batch_over_ranks_and_pipeline_micro_batches(tmp_path: Path) -> None:
@@ -158,7 +226,7 @@ BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}
         ("a.sh", "ls -l", "must have 1 to 10,000 settings"),
         ("a.sh", "--lr 1", "is of no known program"),
         ("a.sh", "--num-layers 8 --hidden-size 64", "add --machine --gpus"),
-        ("a.sh", "--num-layers 8 --tensor-model-parallel-size x", "tp"),
+        ("a.sh", "--num-layers 8 --tensor-model-parallel-size x", "tensor_model_parallel_size = x is not a number"),
         ("a.yaml", "model_name_or_path: a/b\nper_device_train_batch_size: 1", "of a/b; add --model --machine --gpus"),
         ("a.yaml", FACTORY.text, "needs examples/deepspeed/zero3.json, which does not exist"),
     ],
@@ -166,7 +234,9 @@ BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}
 def test_files_that_cannot_be_read_get_one_sentence(tmp_path: Path, name: str, text: str, words: str) -> None:
     file = saved(tmp_path, name, text)
     with pytest.raises(UserError) as error:
-        read_program(file, H100 | {"gpus": "8", "seq_len": "64", "global_batch": "8"} if words == "tp" else {})
+        read_program(
+            file, H100 | {"gpus": "8", "seq_len": "64", "global_batch": "8"} if "not a number" in words else {}
+        )
     assert words in str(error.value) and str(file) in str(error.value) and "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
@@ -184,9 +254,9 @@ def test_runs_that_cannot_be_predicted_say_why(tmp_path: Path) -> None:
     lora = saved(tmp_path, "a.yaml", FACTORY.text.replace("full", "lora").replace("deepspeed:", "other:"))
     with pytest.raises(UserError, match=r"on 8 GPUs \(LoRA\)"):
         read_other_run(lora, {**H100, "gpus": "8"}, None)
-    with pytest.raises(UserError, match="pp = 4 is more than the 2 GPUs"):
+    with pytest.raises(UserError, match=r"is not a whole number \(gpus = 2, tp = 1, pp = 4, cp = 1\)"):
         read_other_run(written(tmp_path, MIXTRAL_SCRIPT), {**H100, "gpus": "2"}, None)
     with pytest.raises(UserError, match="ep does not divide the GPUs"):
-        read_other_run(written(tmp_path, MIXTRAL_SCRIPT), {**H100, "gpus": "24"}, None)
+        read_other_run(written(tmp_path, MIXTRAL_SCRIPT), {**H100, "gpus": "16"}, None)
     with pytest.raises(UserError, match="machine"):
         read_other_run(written(tmp_path, MIXTRAL_SCRIPT), {"machine": "abacus", "gpus": "64"}, None)

@@ -38,27 +38,20 @@ STYLES: dict[str, str] = {
 """The styles that a plan may use. If transformers has the same style, it has the same name there."""
 
 SYNONYMS = {
-    "colwise_rep": "colwise_gather_output",
-    "rowwise_rep": "rowwise_split_input",
-    "embedding_rowwise": "embedding",
-    "vocab_parallel_embedding": "embedding",
-    "replicated": "replicate",
-    "moe_tp_experts": "experts",
-}
+    "colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input", "replicated": "replicate",
+    "embedding_rowwise": "embedding", "vocab_parallel_embedding": "embedding", "moe_tp_experts": "experts",
+}  # fmt: skip
 
 IN_SHARES = ("colwise", "colwise_in_parts", "rowwise")
 """Styles of layers that leave features split, so that the next layer in the group reads split features."""
 
 PLANS = {
     "gpt2": {
-        "h.*.attn.c_attn": "colwise_in_parts",
-        "h.*.attn.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-        "wpe": "embedding",
+        "h.*.attn.c_attn": "colwise_in_parts", "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise", "wpe": "embedding",
     },
     "gpt_oss": {"layers.*.mlp.experts": "experts"},
-}
+}  # fmt: skip
 """fourfold's plans by model_type. They cover modules that the plans of transformers leave out."""
 
 

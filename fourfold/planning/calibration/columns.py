@@ -240,7 +240,7 @@ class MeasuredRow(BaseModel):
     def _is_possible(self) -> Self:
         """Raise ``ValueError`` for a combination of values that no run can have."""
         for name, whole, unit, part in (
-            ("hidden", self.hidden, "heads", self.heads),
+            ("hidden", None if self.head_dim else self.hidden, "heads", self.heads),
             ("heads", self.heads, "kv_heads", self.kv_heads),
             ("gpus", self.gpus, "shard_group", self.shard_group),
         ):

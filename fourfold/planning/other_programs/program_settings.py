@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
 from importlib.resources import files
@@ -22,17 +22,9 @@ from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
 from fourfold.planning.calibration.columns import MeasuredRow, parse_cells
 from fourfold.planning.calibration.rows import GPT_VOCABULARY
-from fourfold.planning.other_programs.settings_file import read_settings, setting_text
+from fourfold.planning.other_programs.settings_file import PARSERS, read_settings, setting_text
 
 TABLES = tomllib.loads((files("fourfold.planning.other_programs") / "settings.toml").read_text(encoding="utf-8"))
-GIVEN_BY = {
-    "layers": "--model",
-    "machine": "--machine",
-    "gpus": "--gpus",
-    "seq_len": "--seq",
-    "global_batch": "--global-batch",
-}
-"""Columns that a prediction needs, each with the option that gives it."""
 
 
 def read_program(
@@ -59,28 +51,37 @@ def read_program(
     if table is None:
         marks = " or ".join(table["marks"][0] for table in programs)
         raise UserError(f"--from {path} is of no known program; give a file with a setting such as {marks}")
-    found, understood = _columns(table["settings"], settings)
-    name = " ".join(found.pop(key) for key in ("model", "flavor") if key in found).lower()
-    preset = next((preset for pattern, preset in TABLES["presets"].items() if fnmatch(name, pattern)), None)
-    model = model or (ModelConfig.model_validate(PRESETS[preset]) if preset else None)
-    found |= {**(_sizes(model) if model else {}), **given}
-    columns = _complete({**table["defaults"], **found})
-    if missing := [column for column in GIVEN_BY if column not in columns]:
-        of_model, options = f" of {name}" if name else "", " ".join(GIVEN_BY[column] for column in missing)
-        raise UserError(f"--from {path} does not give {', '.join(missing)}{of_model}; add {options}")
+    replaced = {name for column in given for name in (column, *TABLES["replaced"].get(column, ()))}
+    # Megatron-LM ignores some options of a script if a flag is not given.
+    needs = table.get("needs", {}) if path.suffix not in PARSERS else {}
+    idle = [name for name, flag in needs.items() if name in settings and settings.get(flag) != "true"]
+    assumed = set(table["defaults"])
     try:
+        used = {name: value for name, value in settings.items() if name not in idle}
+        found, understood = _columns(table["settings"], used, replaced)
+        name = " ".join(found.pop(key) for key in ("model", "flavor") if key in found).lower()
+        preset = next((preset for pattern, preset in TABLES["presets"].items() if fnmatch(name, pattern)), None)
+        model = model or (ModelConfig.model_validate(PRESETS[preset]) if preset else None)
+        found = {name: value for name, value in found.items() if name not in replaced}
+        found |= {**(_sizes(model) if model else {}), **given}
+        assumed -= found.keys()
+        columns = _complete({**table["defaults"], **found}, assumed)
+        if missing := [column for column in TABLES["given_by"] if column not in columns]:
+            options, of_model = " ".join(TABLES["given_by"][each] for each in missing), f" of {name}" if name else ""
+            raise ValueError(f"the file does not give {', '.join(missing)}{of_model}; add {options}")
         row = parse_cells(columns)
         model = model or _model_of(row)
     except ValueError as error:
-        problem = mistake(error.errors()[0], ModelConfig) if isinstance(error, ValidationError) else error
-        raise UserError(f"--from {path}: {problem}; change the file, or give --gpus or --model") from None
+        problem = mistake(error.errors()[0], ModelConfig) if isinstance(error, ValidationError) else str(error)
+        raise UserError(
+            f"--from {path}: {problem}{'' if ';' in problem else '; change the file or the options'}"
+        ) from None
     others = [name for name in settings if name not in understood]
     known = {name for key in table["settings"] for name in _named(key, settings)}
-    idle = [name for name in others if name not in known and _is_without_effect(name)]
-    is_assumed = {column: column in table["defaults"] and column not in found for column in columns}
+    idle += [name for name in others if name not in {*known, *idle} and _is_without_effect(name)]
     return row, model, {
-        "read": [f"{column} = {text}" for column, text in columns.items() if not is_assumed[column]],
-        "assumed": [f"{column} = {text}" for column, text in columns.items() if is_assumed[column]],
+        "read": [f"{column} = {text}" for column, text in columns.items() if column not in assumed],
+        "assumed": [f"{column} = {text}" for column, text in columns.items() if column in assumed],
         "without_effect": idle,
         "not_understood": [f"{name} = {settings[name]}" for name in others if name not in idle],
         "conditions_not_checked": conditions,
@@ -98,14 +99,33 @@ def _named(key: str, settings: Mapping[str, str]) -> list[str]:
     return [name for name in settings if key in (name, name.rpartition(".")[2])]
 
 
-def _columns(meanings: Mapping[str, Any], settings: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
-    """Return the columns that the settings set, and the names of the settings that were understood."""
+def _columns(
+    meanings: Mapping[str, Any], settings: Mapping[str, str], replaced: Container[str] = ()
+) -> tuple[dict[str, str], set[str]]:
+    """Return the columns that the settings set, and the names of the settings that were understood.
+
+    Raises:
+        ValueError: The value of a column is not a number, or two settings contradict each other. Values of ``replaced``
+            columns can be anything.
+    """
     columns: dict[str, str] = {}
     understood = set()
     for name, meaning in ((name, meaning) for key, meaning in meanings.items() for name in _named(key, settings)):
         value = settings[name]
-        change = meaning if isinstance(meaning, str) else meaning.get(value.lower(), meaning.get("*"))
-        if change is not None and "$" not in value:
+        if isinstance(meaning, str):
+            is_number = re.fullmatch(r"\d[\d.]*", value)
+            if not is_number and meaning not in TABLES["words"] and meaning not in replaced:
+                raise ValueError(f"{name} = {value} is not a number")
+            if meaning in TABLES["once"] and columns.get(meaning, value) != value:
+                raise ValueError(f"{name} = {value}, but another setting says {columns[meaning]}")
+            change = {meaning: value} if is_number or (meaning in TABLES["words"] and "$" not in value) else None
+        else:
+            # A flag has no value. The word of a shell script after it, such as $EXTRA_ARGS, is not its value.
+            is_flag = value.startswith("$") and "true" in meaning
+            change = (
+                meaning["true"] if is_flag else meaning.get(value.lower(), None if "$" in value else meaning.get("*"))
+            )
+        if change is not None:
             columns |= {change: value} if isinstance(change, str) else change
             understood.add(name)
     return columns, understood
@@ -129,18 +149,44 @@ def _model_of(row: MeasuredRow) -> ModelConfig:
     return ModelConfig.model_validate({key: int(size) for key, size in sizes if size} | more)
 
 
-def _complete(columns: dict[str, str]) -> dict[str, str]:
-    """Compute missing columns with the formulas in the tables, and remove names that are no columns."""
+def _complete(columns: dict[str, str], assumed: set[str]) -> dict[str, str]:
+    """Compute missing columns with the formulas in the tables, and remove names that are no columns.
+
+    Args:
+        assumed: Names of assumed columns. The columns that are computed from them are added.
+
+    Raises:
+        ValueError: Columns contradict each other.
+    """
     numbers = {name: float(text) for name, text in columns.items() if re.fullmatch(r"\d{1,12}(\.\d+)?", text)}
     if numbers.get("pp", 1) > 1 and "pipeline_micro_batch" in numbers:
         numbers["micro_batch"] = numbers["pipeline_micro_batch"]
-    pattern = columns.get("expert_layer_pattern", "1")
-    zeros = [int(times or 1) for times in re.findall(r"\b0\b\]?(?:\*(\d{1,9}))?", pattern)]
-    numbers |= {"expert_layer_every": int(pattern)} if pattern.isdecimal() else {"dense_layers": sum(zeros)}
+    pattern = re.sub(
+        r"(?<=\d) (?=\d)", ",", columns.get("expert_layer_pattern", "1")
+    )  # A list in YAML has no brackets.
+    pattern = f"[{pattern}]" if "," in pattern and "[" not in pattern else pattern.replace(" ", "").strip("()")
+    lists = re.findall(r"(\[[01](?:,[01])*\])(\*\d{1,4})?", pattern)
+    if not pattern.isdecimal() and "+".join(map("".join, lists)) != pattern:
+        raise ValueError(f"{pattern} is no pattern of layers such as [0]*3+[1]*29")
+    zeros = sum(layers.count("0") * int(times[1:] or 1) for layers, times in lists)
+    numbers |= {"expert_layer_every": int(pattern)} if pattern.isdecimal() else {"dense_layers": zeros}
+    accumulates = None if "accumulation" in assumed else columns.get("accumulation")
+    # Without a number of accumulations, a local batch says nothing about the global batch.
+    certain = {"dp", "gpus", "global_batch"} - ({"global_batch"} if accumulates is None else set())
     for column, terms in TABLES["formulas"]:
-        with suppress(ValueError, ZeroDivisionError):  # A name in the formula is unknown.
+        with suppress(KeyError, ZeroDivisionError):  # A name in the formula is unknown.
             value = sum((_product(term, numbers) for term in terms.split(" + ")), 0.0)
-            numbers |= {column: value} if column not in {*columns, *numbers} and value.is_integer() else {}
+            names = {column, *re.findall(r"[a-z]\w*", terms)}
+            if column not in {*columns, *numbers} and value.is_integer():
+                numbers[column] = value
+                assumed |= {column} if any(numbers[name] != 1 for name in names & assumed) else set()
+            elif column in certain and numbers[column] != value and not names & assumed:
+                raise ValueError(f"{column} = {numbers[column]:g}, but {terms.replace(' ', ' · ')} = {value:g}")
+    for term in TABLES["whole"]:
+        with suppress(KeyError, ZeroDivisionError):
+            if not _product(term, numbers).is_integer():
+                figures = ", ".join(f"{name} = {numbers[name]:g}" for name in re.findall(r"\w+", term))
+                raise ValueError(f"{term} is not a whole number ({figures})")
     texts = columns | {name: f"{value:.15g}" for name, value in numbers.items()}
     unused = () if "experts" in columns else tuple(name for name in texts if name.startswith("expert"))
     return {name: text for name, text in texts.items() if name in MeasuredRow.model_fields and name not in unused}
@@ -149,6 +195,6 @@ def _complete(columns: dict[str, str]) -> dict[str, str]:
 def _product(term: str, numbers: Mapping[str, float]) -> float:
     value = 1.0
     for sign, name in re.findall(r"(/{0,2})([\w-]+)", term):
-        number = numbers[name] if name in numbers else float(name)
+        number = float(name) if re.fullmatch(r"-?\d+", name) else numbers[name]
         value = value // number if sign == "//" else value / number if sign else value * number
     return value

@@ -46,7 +46,7 @@ def read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
     """
     text = read_text_file(path, "--from", FILES)
     try:
-        parser = PARSERS.get(path.suffix)
+        parser = PARSERS.get(path.suffix.lower())
         table, conditions = read_options(text) if parser is None else (parser(text), [])
         pairs = dict(islice(dotted_keys(table), MOST + 1))
         settings = {key.replace(".--", ".").replace("-", "_"): setting_text(value) for key, value in pairs.items()}

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 import shlex
 
-LONGEST = 1 << 14
+LONGEST = 1 << 13
 """Largest number of characters of a variable. Longer values are cut off."""
 WITHOUT_QUOTES = str.maketrans("\"'\n", "   ")
 ARRAY = re.compile(r"(\w\+?=)\(((?:[^()]|\$\([^()]*\)|\$\(\([^()]*\)\))*)\)")
 ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 CONDITION = re.compile(r"^\s*((?:if|elif|else|case|for|while|until)\b.*?)\s*$", re.MULTILINE)
-VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^{}$]*))?\}|\$(\w+)")
+VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}$]*))?\}|\$(\w+)")
 OPTION = re.compile(r"(?<!\S)--(\w[\w.-]*)[= ]?((?: ?(?!-[^\d.]|\S*\.py\b|\d?[|&>);}])\S+)*)")
 """An option with its values. A dash, the name of a Python file, and an operator of the shell are not values."""
 
@@ -33,6 +33,7 @@ def read_options(text: str) -> tuple[dict[str, str], list[str]]:
     Raises:
         ValueError: A quote is not closed.
     """
+    text = re.sub(r";(?=\s)", " ; ", text)
     text = re.sub(r"\\[ \t]*\n", " ", re.sub(r"(?m)(^|\s)#.*$", r"\1", text))
     arrays = ARRAY.sub(lambda array: f'{array[1]}"{array[2].translate(WITHOUT_QUOTES)}"', text)
     lexer = shlex.shlex(arrays.replace("\n", " \n "), posix=True)
@@ -45,7 +46,12 @@ def read_options(text: str) -> tuple[dict[str, str], list[str]]:
             variables[match[1]] = (before + _replaced(match[3], variables))[:LONGEST]
         else:
             words.append(re.sub(r"\s+", " ", _replaced(word, variables)) if word != "\n" else word)
-    return {name: value or "true" for name, value in OPTION.findall(" ".join(words))}, CONDITION.findall(text)
+    pairs = OPTION.findall(" ".join(words))
+    options = {name: value or "true" for name, value in pairs}
+    earlier = [
+        f"--{name} {value} (a later value replaces it)" for name, value in pairs if value not in (options[name], "")
+    ]
+    return options, CONDITION.findall(text) + earlier
 
 
 def _replaced(text: str, variables: dict[str, str]) -> str:
@@ -56,5 +62,5 @@ def _replaced(text: str, variables: dict[str, str]) -> str:
         return (value or match[2]) if match[2] is not None else match[0] if value is None else value
 
     for _ in range(3):  # The default of a variable can be another variable.
-        text = VARIABLE.sub(value_of, text)
+        text = VARIABLE.sub(value_of, text)[:LONGEST]
     return text
