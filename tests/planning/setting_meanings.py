@@ -25,3 +25,40 @@ MEANINGS += [
      {"program": "megatron-deepspeed", "pp": 2, "tp": 4, "seq_len": 2048, "global_batch": 32, "precision": "bf16",
       "recompute": "full", "sharding": "zero1"}, ("activation = swiglu",)),
 ]  # fmt: skip
+
+MEGATRON = "pretrain_gpt.py --num-layers 32 --seq-length 4096 --micro-batch-size 1 --global-batch-size 64 --bf16 "
+LATENT = "--multi-latent-attention --kv-lora-rank 512 "
+FSDP = MEGATRON + "--use-distributed-optimizer --use-megatron-fsdp "
+SELECTIVE = MEGATRON + "--recompute-granularity selective --recompute-modules "
+BRIDGE = (
+    "train: {train_iters: 5}\nmodel: {num_layers: 32, seq_length: 4096}\nmicro_batch_size: 1\nglobal_batch_size: 64\n"
+)
+MEANINGS += [
+    ("experts.sh", MEGATRON + "--swiglu --num-experts 8",
+     {"experts": 8, "experts_per_token": 2, "experts_over_tp": True}, ()),
+    ("dense.sh", MEGATRON, {"experts": None, "experts_per_token": None, "cp_method": "ring"}, ()),
+    ("ulysses.sh", MEGATRON + "--cp-comm-type a2a", {"cp_method": "ulysses"}, ()),
+    ("norms.sh", SELECTIVE + "layernorm moe_act", {"recompute": "selective", "recompute_what": "activations"}, ()),
+    ("core.sh", SELECTIVE + "core_attn", {"recompute_what": "attention"}, ()),
+    ("moe.sh", SELECTIVE + "moe", {"recompute_what": "attention"}, ("recompute_modules = moe",)),
+    ("old.sh", MEGATRON + "--checkpoint-activations --checkpoint-num-layers 1", {"recompute": "full"}, ()),
+    ("fsdp.sh", FSDP, {"sharding": "fsdp"}, ()),
+    ("unsharded.sh", FSDP + "--data-parallel-sharding-strategy no_shard", {"sharding": "zero1"}, ()),
+    ("optim.sh", FSDP + "--data-parallel-sharding-strategy optim", {"sharding": "zero1"}, ()),
+    ("grads.sh", FSDP + "--data-parallel-sharding-strategy optim_grads", {"sharding": "zero2"}, ()),
+    ("custom.sh", MEGATRON + "--use-distributed-optimizer --use-custom-fsdp", {"sharding": "zero1"}, ()),
+    ("ddp.yaml", BRIDGE + "ddp: {use_distributed_optimizer: false, data_parallel_sharding_strategy: no_shard}",
+     {"program": "nemo", "sharding": "none"}, ()),
+    ("latent.sh", MEGATRON + LATENT, {"head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 128}, ()),
+    ("narrow.sh", MEGATRON + LATENT + "--qk-head-dim 64 --v-head-dim 96",
+     {"head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 96}, ()),
+    ("swiglu.yaml", BRIDGE + "language_model: {activation_func: swiglu}", {"mlp": "swiglu", "ffn_hidden": 10880}, ()),
+    ("relu.yaml", BRIDGE + "language_model: {activation_func: squared_relu}", {"mlp": "sqrelu"}, ()),
+    ("silu.yaml", BRIDGE + "language_model: {activation_func: silu, gated_linear_unit: true}",
+     {"mlp": "swiglu", "ffn_hidden": None}, ()),
+    ("bf16.yaml", BRIDGE + "mixed_precision: bf16_mixed", {"precision": "bf16", "reduce_dtype": "fp32"}, ()),
+    ("fp8.yaml", BRIDGE + "mixed_precision: bf16_with_fp8_current_scaling_mixed", {"precision": "fp8"}, ()),
+    ("mxfp8.yaml", BRIDGE + "mixed_precision: bf16_with_mxfp8_mixed", {"precision": "mxfp8"}, ()),
+    ("fp16.yaml", BRIDGE + "mixed_precision: fp16_mixed", {"precision": "fp16", "reduce_dtype": None}, ()),
+    ("checkpoint.sh", MEGATRON + "--use-checkpoint-args", {"layers": 32}, ("use_checkpoint_args = true",)),
+]  # fmt: skip
