@@ -62,3 +62,14 @@ MEANINGS += [
     ("fp16.yaml", BRIDGE + "mixed_precision: fp16_mixed", {"precision": "fp16", "reduce_dtype": None}, ()),
     ("checkpoint.sh", MEGATRON + "--use-checkpoint-args", {"layers": 32}, ("use_checkpoint_args = true",)),
 ]  # fmt: skip
+
+# Tokenizers. An explicit size of the vocabulary wins.
+MEANINGS += [
+    ("gpt2.sh", MEGATRON + "--tokenizer-type GPT2BPETokenizer --vocab-file a --merge-file b", {"vocab": 50304}, ()),
+    ("llama2.sh", MEGATRON + "--tokenizer-type Llama2Tokenizer", {"vocab": 32000}, ()),
+    ("sized.sh", MEGATRON + "--vocab-size 128256 --tokenizer-type Llama2Tokenizer", {"vocab": 128256}, ()),
+    ("padded.sh", MEGATRON + "--padded-vocab-size 40000 --tokenizer-type Llama2Tokenizer", {"vocab": 40000}, ()),
+    ("null.sh", MEGATRON + "--tokenizer-type NullTokenizer --vocab-size 131072", {"vocab": 131072}, ()),
+    ("hub.sh", MEGATRON + "--tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Meta-Llama-3-8B",
+     {"vocab": 50304}, ("tokenizer_type = HuggingFaceTokenizer", "tokenizer_model = meta-llama/Meta-Llama-3-8B")),
+]  # fmt: skip
