@@ -73,3 +73,29 @@ MEANINGS += [
     ("hub.sh", MEGATRON + "--tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Meta-Llama-3-8B",
      {"vocab": 50304}, ("tokenizer_type = HuggingFaceTokenizer", "tokenizer_model = meta-llama/Meta-Llama-3-8B")),
 ]  # fmt: skip
+
+TITAN = "[training]\nlocal_batch_size = 8\n[model]\nname = 'qwen3'\nflavor = '30B-A3B'\n"
+DEGREES = TITAN + "[parallelism]\ntensor_parallel_degree = 2\n"
+INTERLEAVED = TITAN + "[parallelism]\npipeline_parallel_schedule = 'Interleaved1F1B'\npipeline_parallel_degree = "
+OLD_TITAN = """[training]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = 4
+tensor_parallel_degree = 4
+[experimental]
+pipeline_parallel_degree = 2
+context_parallel_degree = 1
+"""
+MEANINGS += [
+    ("ep.toml", DEGREES + "expert_parallel_degree = 4", {"ep": 4, "experts_over_tp": False}, ()),
+    ("over.toml", DEGREES + "expert_parallel_degree = 4\nexpert_tensor_parallel_degree = 2",
+     {"ep": 4, "experts_over_tp": True}, ()),
+    ("one.toml", DEGREES + "expert_tensor_parallel_degree = 1", {"ep": 1, "experts_over_tp": True}, ()),
+    ("old.toml", OLD_TITAN, {"tp": 4, "pp": 2, "cp": 1, "shard_group": 4, "global_batch": 64, "micro_batch": 1}, ()),
+    ("stages.toml", INTERLEAVED + "2", {"pp": 2, "vpp": 2}, ()),
+    ("stage.toml", INTERLEAVED + "1", {"pp": 1, "vpp": 1}, ()),
+    ("float8.toml", TITAN + "converters = ['quantize.linear.float8']", {"precision": "fp8"}, ()),
+    ("other.toml", TITAN + "converters = ['quantize.grouped_mm.mx']", {"precision": "bf16"},
+     ("model.converters = quantize.grouped_mm.mx",)),
+    ("job.sh", "--job.config_file a.toml --training.local_batch_size 4 --job.dump_folder out", {"micro_batch": 4},
+     ("job.config_file = a.toml",)),
+]  # fmt: skip
