@@ -170,6 +170,6 @@ train: {global_batch_size: 8192, micro_batch_size: 1, train_iters: 50}
      "experts": 256, "experts_per_token": 8, "expert_ffn_hidden": 2048, "shared_ffn_hidden": 2048, "dense_layers": 3,
      "experts_over_tp": False, "dispatcher": "deepep", "seq_len": 4096, "global_batch": 8192, "micro_batch": 1,
      "tp": 2, "pp": 8, "vpp": 4, "ep": 64, "precision": "fp8", "reduce_dtype": "bf16", "moments": "bf16",
-     "sharding": "zero1", "recompute": "selective", "recompute_what": "activations", "tie_word_embeddings": False},
-    ("ddp.overlap_grad_reduce = false", "model.mtp_num_layers = 1"),
+     "sharding": "zero1", "recompute": "selective", "recompute_what": "attention", "tie_word_embeddings": False},
+    ("ddp.overlap_grad_reduce = false", "model.mtp_num_layers = 1", "model.recompute_modules = mla_up_proj mlp"),
 )  # fmt: skip

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from megatron_configurations import LLAMA_FP8, MIXTRAL_SCRIPT, Configuration
 from other_configurations import CONFIGURATIONS, FACTORY, TITAN_8B
+from setting_meanings import MEANINGS
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
@@ -43,6 +45,17 @@ def test_public_configurations_have_the_values_that_their_programs_use(
     assert tuple(lists["not_understood"]) == configuration.not_understood
     read = {text.partition(" = ")[0] for text in lists["read"]}
     assert read.isdisjoint(text.partition(" = ")[0] for text in lists["assumed"]) and {"layers", "gpus"} <= read
+
+
+@pytest.mark.parametrize(("name", "text", "columns", "not_understood"), MEANINGS, ids=lambda value: str(value)[:60])
+def test_settings_and_defaults_have_the_meaning_that_their_programs_give_them(
+    tmp_path: Path, name: str, text: str, columns: dict[str, Any], not_understood: tuple[str, ...]
+) -> None:
+    sizes = {"layers": "32", "hidden": "4096", "heads": "32"}
+    given = {column: value for column, value in sizes.items() if column not in columns}
+    row, _, lists = read_program(saved(tmp_path, name, text), {**H100, "gpus": "64", **given})
+    assert {column: getattr(row, column) for column in columns} == columns
+    assert tuple(lists["not_understood"]) == not_understood
 
 
 def test_every_setting_is_in_a_list_or_changes_a_column(tmp_path: Path) -> None:

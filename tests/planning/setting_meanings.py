@@ -1,0 +1,101 @@
+"""Settings of other programs, each with the columns that they mean and with the settings that are not understood.
+
+The settings follow the programs' documentation and code: NVIDIA/Megatron-LM at d98e8a64, NVIDIA-NeMo/Megatron-Bridge at
+a9497c6b, pytorch/torchtitan at 01424cb2, and hiyouga/LLaMA-Factory at 03da9a79. The tests give the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+MEANINGS: list[tuple[str, str, dict[str, Any], tuple[str, ...]]] = []
+"""Name of a file, its text, and the columns and the settings that are not understood."""
+
+# The marks of torchtitan and of GPT-NeoX, which share names with Megatron-LM.
+MEANINGS += [
+    ("flavor.toml", "[model]\nflavor = '8B'\n[training]\nglobal_batch_size = 1024",
+     {"program": "torchtitan", "seq_len": 2048, "global_batch": 1024, "micro_batch": 8}, ()),
+    ("degree.toml", "[parallelism]\ntensor_parallel_degree = 2\n[training]\nglobal_batch_size = 1024",
+     {"program": "torchtitan", "tp": 2}, ()),
+    ("local.toml", "[training]\nlocal_batch_size = 4\nglobal_batch_size = 1024",
+     {"program": "torchtitan", "micro_batch": 4}, ()),
+    ("neox.yml", "pipe-parallel-size: 2\nmodel-parallel-size: 4\nnum-layers: 8\nseq-length: 2048\n"
+     "train_micro_batch_size_per_gpu: 4\nbf16: {enabled: true}\ncheckpoint-activations: true\n"
+     "zero_optimization: {stage: 1}\nactivation: swiglu",
+     {"program": "megatron-deepspeed", "pp": 2, "tp": 4, "seq_len": 2048, "global_batch": 32, "precision": "bf16",
+      "recompute": "full", "sharding": "zero1"}, ("activation = swiglu",)),
+]  # fmt: skip
+
+MEGATRON = "pretrain_gpt.py --num-layers 32 --seq-length 4096 --micro-batch-size 1 --global-batch-size 64 --bf16 "
+LATENT = "--multi-latent-attention --kv-lora-rank 512 "
+FSDP = MEGATRON + "--use-distributed-optimizer --use-megatron-fsdp "
+SELECTIVE = MEGATRON + "--recompute-granularity selective --recompute-modules "
+BRIDGE = (
+    "train: {train_iters: 5}\nmodel: {num_layers: 32, seq_length: 4096}\nmicro_batch_size: 1\nglobal_batch_size: 64\n"
+)
+MEANINGS += [
+    ("experts.sh", MEGATRON + "--swiglu --num-experts 8",
+     {"experts": 8, "experts_per_token": 2, "experts_over_tp": True}, ()),
+    ("dense.sh", MEGATRON, {"experts": None, "experts_per_token": None, "cp_method": "ring"}, ()),
+    ("ulysses.sh", MEGATRON + "--cp-comm-type a2a", {"cp_method": "ulysses"}, ()),
+    ("norms.sh", SELECTIVE + "layernorm moe_act", {"recompute": "selective", "recompute_what": "activations"}, ()),
+    ("core.sh", SELECTIVE + "core_attn", {"recompute_what": "attention"}, ()),
+    ("moe.sh", SELECTIVE + "moe", {"recompute_what": "attention"}, ("recompute_modules = moe",)),
+    ("old.sh", MEGATRON + "--checkpoint-activations --checkpoint-num-layers 1", {"recompute": "full"}, ()),
+    ("fsdp.sh", FSDP, {"sharding": "fsdp"}, ()),
+    ("unsharded.sh", FSDP + "--data-parallel-sharding-strategy no_shard", {"sharding": "zero1"}, ()),
+    ("optim.sh", FSDP + "--data-parallel-sharding-strategy optim", {"sharding": "zero1"}, ()),
+    ("grads.sh", FSDP + "--data-parallel-sharding-strategy optim_grads", {"sharding": "zero2"}, ()),
+    ("custom.sh", MEGATRON + "--use-distributed-optimizer --use-custom-fsdp", {"sharding": "zero1"}, ()),
+    ("ddp.yaml", BRIDGE + "ddp: {use_distributed_optimizer: false, data_parallel_sharding_strategy: no_shard}",
+     {"program": "nemo", "sharding": "none"}, ()),
+    ("latent.sh", MEGATRON + LATENT, {"head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 128}, ()),
+    ("narrow.sh", MEGATRON + LATENT + "--qk-head-dim 64 --v-head-dim 96",
+     {"head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 96}, ()),
+    ("swiglu.yaml", BRIDGE + "language_model: {activation_func: swiglu}", {"mlp": "swiglu", "ffn_hidden": 10880}, ()),
+    ("relu.yaml", BRIDGE + "language_model: {activation_func: squared_relu}", {"mlp": "sqrelu"}, ()),
+    ("silu.yaml", BRIDGE + "language_model: {activation_func: silu, gated_linear_unit: true}",
+     {"mlp": "swiglu", "ffn_hidden": None}, ()),
+    ("bf16.yaml", BRIDGE + "mixed_precision: bf16_mixed", {"precision": "bf16", "reduce_dtype": "fp32"}, ()),
+    ("fp8.yaml", BRIDGE + "mixed_precision: bf16_with_fp8_current_scaling_mixed", {"precision": "fp8"}, ()),
+    ("mxfp8.yaml", BRIDGE + "mixed_precision: bf16_with_mxfp8_mixed", {"precision": "mxfp8"}, ()),
+    ("fp16.yaml", BRIDGE + "mixed_precision: fp16_mixed", {"precision": "fp16", "reduce_dtype": None}, ()),
+    ("checkpoint.sh", MEGATRON + "--use-checkpoint-args", {"layers": 32}, ("use_checkpoint_args = true",)),
+]  # fmt: skip
+
+# Tokenizers. An explicit size of the vocabulary wins.
+MEANINGS += [
+    ("gpt2.sh", MEGATRON + "--tokenizer-type GPT2BPETokenizer --vocab-file a --merge-file b", {"vocab": 50304}, ()),
+    ("llama2.sh", MEGATRON + "--tokenizer-type Llama2Tokenizer", {"vocab": 32000}, ()),
+    ("sized.sh", MEGATRON + "--vocab-size 128256 --tokenizer-type Llama2Tokenizer", {"vocab": 128256}, ()),
+    ("padded.sh", MEGATRON + "--padded-vocab-size 40000 --tokenizer-type Llama2Tokenizer", {"vocab": 40000}, ()),
+    ("null.sh", MEGATRON + "--tokenizer-type NullTokenizer --vocab-size 131072", {"vocab": 131072}, ()),
+    ("hub.sh", MEGATRON + "--tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Meta-Llama-3-8B",
+     {"vocab": 50304}, ("tokenizer_type = HuggingFaceTokenizer", "tokenizer_model = meta-llama/Meta-Llama-3-8B")),
+]  # fmt: skip
+
+TITAN = "[training]\nlocal_batch_size = 8\n[model]\nname = 'qwen3'\nflavor = '30B-A3B'\n"
+DEGREES = TITAN + "[parallelism]\ntensor_parallel_degree = 2\n"
+INTERLEAVED = TITAN + "[parallelism]\npipeline_parallel_schedule = 'Interleaved1F1B'\npipeline_parallel_degree = "
+OLD_TITAN = """[training]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = 4
+tensor_parallel_degree = 4
+[experimental]
+pipeline_parallel_degree = 2
+context_parallel_degree = 1
+"""
+MEANINGS += [
+    ("ep.toml", DEGREES + "expert_parallel_degree = 4", {"ep": 4, "experts_over_tp": False}, ()),
+    ("over.toml", DEGREES + "expert_parallel_degree = 4\nexpert_tensor_parallel_degree = 2",
+     {"ep": 4, "experts_over_tp": True}, ()),
+    ("one.toml", DEGREES + "expert_tensor_parallel_degree = 1", {"ep": 1, "experts_over_tp": True}, ()),
+    ("old.toml", OLD_TITAN, {"tp": 4, "pp": 2, "cp": 1, "shard_group": 4, "global_batch": 64, "micro_batch": 1}, ()),
+    ("stages.toml", INTERLEAVED + "2", {"pp": 2, "vpp": 2}, ()),
+    ("stage.toml", INTERLEAVED + "1", {"pp": 1, "vpp": 1}, ()),
+    ("float8.toml", TITAN + "converters = ['quantize.linear.float8']", {"precision": "fp8"}, ()),
+    ("other.toml", TITAN + "converters = ['quantize.grouped_mm.mx']", {"precision": "bf16"},
+     ("model.converters = quantize.grouped_mm.mx",)),
+    ("job.sh", "--job.config_file a.toml --training.local_batch_size 4 --job.dump_folder out", {"micro_batch": 4},
+     ("job.config_file = a.toml",)),
+]  # fmt: skip
