@@ -52,9 +52,10 @@ def read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
         settings = {key.replace(".--", ".").replace("-", "_"): setting_text(value) for key, value in pairs.items()}
     # A table can contain itself, or can be no table at all.
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"--from {path} is not a table of settings ({' '.join(str(error).split())}); {FILES}") from None
+        reason = f" ({' '.join(str(error).split())})" if isinstance(error, ValueError) else ""
+        raise UserError(f"--from {path} is not a table of settings{reason}; {FILES}") from None
     if not 0 < len(pairs) <= MOST:
-        raise UserError(f"--from {path} must have 1 to {MOST:,} settings; {FILES}")
+        raise UserError(f"--from {path} has no settings such as --num-layers, or more than {MOST:,}; {FILES}")
     named = Path(settings.get("deepspeed", ""))
     if named.suffix == ".json" and path.suffix != ".json":
         folder = path.parent.resolve()
