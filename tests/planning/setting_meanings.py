@@ -121,3 +121,17 @@ MEANINGS += [
     ("accelerate.sh", "accelerate launch --config_file fsdp.yaml train.py --max_length 512 "
      "--per_device_train_batch_size 2", {"micro_batch": 2}, ("config_file = fsdp.yaml",)),
 ]  # fmt: skip
+
+# Names that look harmless.
+MEANINGS += [
+    ("harmless.sh", MEGATRON + "--lr 1e-4 --seed 1 --log-interval 10 --save out --data-path data --rotary-base 10000",
+     {"layers": 32}, ()),
+    ("harmful.sh", MEGATRON + "--rampup-batch-size 16 16 1000 --qk-rope-head-dim 64 --no-rope-fusion",
+     {"qk_rope_head_dim": None},
+     ("rampup_batch_size = 16 16 1000", "qk_rope_head_dim = 64", "no_rope_fusion = true")),
+    ("mini.yaml", FACE + "learning_rate: 1e-5\nuse_adam_mini: true", {"optimizer": "adamw"}, ("use_adam_mini = true",)),
+    ("peft.yml", BRIDGE + "peft: {_target_: megatron.bridge.peft.lora.LoRA}\ncheckpoint: {use_checkpoint_args: true}",
+     {"lora": False}, ("peft._target_ = megatron.bridge.peft.lora.LoRA", "checkpoint.use_checkpoint_args = true")),
+    ("neox16.yml", "pipe_parallel_size: 1\nseq_length: 64\ntrain_micro_batch_size_per_gpu: 4\n"
+     "fp16: {type: bfloat16, loss_scale: 0}", {"precision": "fp32"}, ("fp16.type = bfloat16",)),
+]  # fmt: skip
