@@ -99,3 +99,39 @@ MEANINGS += [
     ("job.sh", "--job.config_file a.toml --training.local_batch_size 4 --job.dump_folder out", {"micro_batch": 4},
      ("job.config_file = a.toml",)),
 ]  # fmt: skip
+
+FACE = "per_device_train_batch_size: 1\ncutoff_len: 2048\nbf16: true\n"
+SHARDED = FACE + "fsdp: full_shard auto_wrap\n"
+MEANINGS += [
+    ("default.yaml", FACE + "stage: sft", {"lora": True, "recompute": "full"}, ()),
+    ("full.yaml", FACE + "stage: pt\nfinetuning_type: full\nlora_rank: 8", {"lora": False, "recompute": "full"},
+     ("lora_rank = 8",)),
+    ("freeze.yaml", FACE + "stage: sft\nfinetuning_type: freeze", {"recompute": "full"}, ("finetuning_type = freeze",)),
+    ("peft.yaml", FACE + "use_peft: false\nlora_r: 16", {"lora": False}, ("lora_r = 16",)),
+    ("ddp.yaml", FACE, {"sharding": "none", "precision": "bf16", "autocast": True}, ()),
+    ("fsdp.yaml", SHARDED, {"sharding": "fsdp", "autocast": False, "recompute": "none"}, ()),
+    ("recompute.yaml", SHARDED + "fsdp_config: {activation_checkpointing: true}", {"recompute": "full"}, ()),
+    ("grad.yaml", FACE + "fsdp: shard_grad_op auto_wrap", {"sharding": "zero2", "autocast": False}, ()),
+    ("zero.yaml", FACE + "zero_optimization: {stage: 2}",
+     {"program": "deepspeed", "sharding": "zero2", "autocast": False}, ()),
+    ("half.yaml", FACE + "pure_bf16: true", {"master_weights": "bf16", "moments": "bf16", "autocast": False}, ()),
+    ("mixed.yaml", "per_device_train_batch_size: 1\nmax_length: 512\nmixed_precision: bf16",
+     {"precision": "bf16", "seq_len": 512}, ()),
+    ("paged.yaml", FACE + "optim: paged_adamw_8bit", {"moments": "int8"}, ()),
+    ("accelerate.sh", "accelerate launch --config_file fsdp.yaml train.py --max_length 512 "
+     "--per_device_train_batch_size 2", {"micro_batch": 2}, ("config_file = fsdp.yaml",)),
+]  # fmt: skip
+
+# Names that look harmless.
+MEANINGS += [
+    ("harmless.sh", MEGATRON + "--lr 1e-4 --seed 1 --log-interval 10 --save out --data-path data --rotary-base 10000",
+     {"layers": 32}, ()),
+    ("harmful.sh", MEGATRON + "--rampup-batch-size 16 16 1000 --qk-rope-head-dim 64 --no-rope-fusion",
+     {"qk_rope_head_dim": None},
+     ("rampup_batch_size = 16 16 1000", "qk_rope_head_dim = 64", "no_rope_fusion = true")),
+    ("mini.yaml", FACE + "learning_rate: 1e-5\nuse_adam_mini: true", {"optimizer": "adamw"}, ("use_adam_mini = true",)),
+    ("peft.yml", BRIDGE + "peft: {_target_: megatron.bridge.peft.lora.LoRA}\ncheckpoint: {use_checkpoint_args: true}",
+     {"lora": False}, ("peft._target_ = megatron.bridge.peft.lora.LoRA", "checkpoint.use_checkpoint_args = true")),
+    ("neox16.yml", "pipe_parallel_size: 1\nseq_length: 64\ntrain_micro_batch_size_per_gpu: 4\n"
+     "fp16: {type: bfloat16, loss_scale: 0}", {"precision": "fp32"}, ("fp16.type = bfloat16",)),
+]  # fmt: skip
