@@ -203,7 +203,8 @@ def test_a_page_that_speaks_of_a_run_file_shows_it() -> None:
     """If a page runs a run file, the page shows the file or its commands write the file."""
     for page in PAGES:
         shown = {name for block in blocks_of(page) for name in re.findall(r"^# (\w+\.toml)$", block.text, re.MULTILINE)}
-        made = {name for block in blocks_of(page) for name in re.findall(r"--(?:out|write) (\w+\.toml)", block.text)}
+        texts = [block.text for block in blocks_of(page)]
+        made = {name for text in texts for name in re.findall(r"(?:--out|--write|cat >) (\w+\.toml)", text)}
         for block in filter(is_run, blocks_of(page)):
             used = set(re.findall(r"(?<![\w/.-])[\w-]+\.toml", block.text))
             assert used <= shown | made, f"{page.name}: {used - shown - made}"
