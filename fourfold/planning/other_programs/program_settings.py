@@ -161,18 +161,9 @@ def _complete(columns: dict[str, str], assumed: set[str]) -> dict[str, str]:
     numbers = {name: float(text) for name, text in columns.items() if re.fullmatch(r"\d{1,12}(\.\d+)?", text)}
     if numbers.get("pp", 1) > 1 and "pipeline_micro_batch" in numbers:
         numbers["micro_batch"] = numbers["pipeline_micro_batch"]
-    pattern = re.sub(
-        r"(?<=\d) (?=\d)", ",", columns.get("expert_layer_pattern", "1")
-    )  # A list in YAML has no brackets.
-    pattern = f"[{pattern}]" if "," in pattern and "[" not in pattern else pattern.replace(" ", "").strip("()")
-    lists = re.findall(r"(\[[01](?:,[01])*\])(\*\d{1,4})?", pattern)
-    if not pattern.isdecimal() and "+".join(map("".join, lists)) != pattern:
-        raise ValueError(f"{pattern} is no pattern of layers such as [0]*3+[1]*29")
-    zeros = sum(layers.count("0") * int(times[1:] or 1) for layers, times in lists)
-    numbers |= {"expert_layer_every": int(pattern)} if pattern.isdecimal() else {"dense_layers": zeros}
-    accumulates = None if "accumulation" in assumed else columns.get("accumulation")
+    numbers |= _expert_layers(columns.get("expert_layer_pattern", "1"))
     # Without a number of accumulations, a local batch says nothing about the global batch.
-    certain = {"dp", "gpus", "global_batch"} - ({"global_batch"} if accumulates is None else set())
+    certain = {"dp", "gpus"} | ({"global_batch"} if "accumulation" in columns.keys() - assumed else set())
     for column, terms in TABLES["formulas"]:
         with suppress(KeyError, ZeroDivisionError):  # A name in the formula is unknown.
             value = sum((_product(term, numbers) for term in terms.split(" + ")), 0.0)
@@ -190,6 +181,19 @@ def _complete(columns: dict[str, str], assumed: set[str]) -> dict[str, str]:
     texts = columns | {name: f"{value:.15g}" for name, value in numbers.items()}
     unused = () if "experts" in columns else tuple(name for name in texts if name.startswith("expert"))
     return {name: text for name, text in texts.items() if name in MeasuredRow.model_fields and name not in unused}
+
+
+def _expert_layers(pattern: str) -> dict[str, float]:
+    """Return which layers have experts: how many layers apart they are, or the number of dense layers."""
+    if pattern.isdecimal():
+        return {"expert_layer_every": int(pattern)}
+    # A list of a YAML file has no brackets.
+    listed = f"[{pattern.replace(' ', ',')}]" if re.fullmatch(r"[01]([ ,][01])+", pattern) else pattern
+    text = listed.replace(" ", "").strip("()")
+    lists = re.findall(r"(\[[01](?:,[01])*\])(\*\d{1,4})?", text)
+    if "+".join(map("".join, lists)) != text:
+        raise ValueError(f"{pattern} is no pattern of layers such as [0]*3+[1]*29")
+    return {"dense_layers": sum(layers.count("0") * int(times[1:] or 1) for layers, times in lists)}
 
 
 def _product(term: str, numbers: Mapping[str, float]) -> float:
