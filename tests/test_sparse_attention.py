@@ -246,13 +246,13 @@ def test_loki_is_the_decoding_step_of_fourfold() -> None:
 
 def test_a_shared_budget_reads_as_many_keys_and_the_best_of_all_heads() -> None:
     step, basis_KDd = random_step(), orthonormal(HEAD_DIM)
-    rival = LokiSharedBudget([basis_KDd], LokiConfig(k=9, min_seq=0))
+    rival = LokiSharedBudget([basis_KDd], LokiConfig(k=9, sink=2, recent=3, min_seq=0))
     worth_BKS = rival.score(step)
     chosen_BKS = rival.select(step, worth_BKS)
     assert chosen_BKS.sum((1, 2)).tolist() == [9 * KV_HEADS] * BATCH
-    assert chosen_BKS[..., -1].all()
-    earlier_BKS, chosen_BKS = worth_BKS[..., :-1], chosen_BKS[..., :-1]
-    for worth_KS, chosen_KS in zip(earlier_BKS, chosen_BKS, strict=True):
+    assert chosen_BKS[..., :2].all() and chosen_BKS[..., -3:].all()
+    middle_BKS, chosen_BKS = worth_BKS[..., 2:-3], chosen_BKS[..., 2:-3]
+    for worth_KS, chosen_KS in zip(middle_BKS, chosen_BKS, strict=True):
         assert worth_KS[chosen_KS].min() >= worth_KS[~chosen_KS].max()
 
 

@@ -64,15 +64,18 @@ def prompt(batch: int = 2, length: int = 50, seed: int = 2) -> Tensor:
 def slow_decode(
     query_ND: Tensor, key_KSD: Tensor, value_KSD: Tensor, basis_KDD: Tensor, d: int, k: int, scaling: float
 ) -> Tensor:
-    """Run one step of Loki on one sequence, head by head, as in the paper. Query heads that share a KV head choose keys
-    by the sum of their softmaxes."""
+    """Run one step of Loki on one sequence, head by head. Query heads that share a KV head choose keys by the sum of
+    their softmaxes. The first 4 and the last 64 keys, but at most a quarter of the k keys each, are always chosen."""
     group = len(query_ND) // len(key_KSD)
     out = []
     for head, (key_SD, value_SD, basis_DD) in enumerate(zip(key_KSD, value_KSD, basis_KDD, strict=True)):
         queries_GD = query_ND[head * group : (head + 1) * group]
         approximate_GS = (queries_GD @ basis_DD)[:, :d] @ (key_SD @ basis_DD)[:, :d].T
         worth_S = torch.softmax(approximate_GS * scaling, -1).sum(0)
-        chosen = set(worth_S.argsort(descending=True)[:k].tolist())
+        last = len(key_SD) - min(64, k // 4)
+        ends = [*range(min(4, k // 4)), *range(last, len(key_SD))]
+        best = [place for place in worth_S.argsort(descending=True).tolist() if place not in ends]
+        chosen = {*ends, *best[: k - len(ends)]}
         hidden_S = torch.tensor([place not in chosen for place in range(len(key_SD))])
         scores_GS = (queries_GD @ key_SD.T * scaling).masked_fill(hidden_S, float("-inf"))
         out.append(torch.softmax(scores_GS, -1) @ value_SD)

@@ -30,9 +30,8 @@ BOUNDS = ("exact top-k", "exact top-p")
 class LokiSettings:
     """The settings of a variant of Loki that are the same for all budgets."""
 
-    sink: int = 0
-    recent: float = 0.0
-    """Number of last keys that are always chosen, as a share of k."""
+    keeps_ends: bool = True
+    """Whether the first and the last keys are always chosen, as they are by default."""
     is_shared: bool = False
     """Whether the KV heads of a layer share a budget of keys."""
     is_top_p: bool = False
@@ -43,9 +42,9 @@ class LokiSettings:
 LOKI = "Loki"
 VARIANTS = {
     LOKI: LokiSettings(),
-    "Loki, sinks and recent keys": LokiSettings(SINKS, 0.25),
+    "Loki, as in the paper": LokiSettings(keeps_ends=False),
     "Loki, shared budget": LokiSettings(is_shared=True),
-    "Loki, top-p": LokiSettings(is_top_p=True),
+    "Loki, top-p": LokiSettings(keeps_ends=False, is_top_p=True),
 }
 METHODS = (
     *VARIANTS,
@@ -137,8 +136,8 @@ def loki(name: str, settings: LokiSettings, budget: float, length: int, setup: S
     k = keys_within(budget, length, setup.basis.head_dim, dims * length)
     if k < 1:
         return None
-    sink, recent = min(settings.sink, k // 4), int(settings.recent * k)
-    config = LokiConfig(d=dims, k=k, sink=sink, recent=recent, min_seq=0, basis=settings.kind)
+    ends = None if settings.keeps_ends else 0
+    config = LokiConfig(d=dims, k=k, sink=ends, recent=ends, min_seq=0, basis=settings.kind)
     bases = [setup.basis.of_layer(layer, config) for layer in range(setup.basis.layers)]
     made = (LokiSharedBudget if settings.is_shared else Loki)(bases, config)
     return TopP(made, setup.thresholds.get((name, budget, length), 1.0), 4 * k) if settings.is_top_p else made

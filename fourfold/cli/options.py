@@ -54,7 +54,7 @@ LokiValues = Annotated[
         "--loki",
         metavar="KEY=VALUE",
         help="Options of Loki (docs/loki.md): d=32, d_f=0.25, or variance=0.9. k=2048 or k_f=0.25. min_k=128, "
-        "min_seq=512, sink=4, recent=8, skip_layers=0,1. prefill=dense or simulate. basis=best, pre, or post. "
+        "min_seq=512, sink=4, recent=64, skip_layers=0,1. prefill=dense or simulate. basis=best, pre, or post. "
         "kernels=auto, torch, triton, or numba. Repeatable.",
     ),
 ]

@@ -18,7 +18,7 @@ from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, enable_lok
 from fourfold.inference.loki.basis import Components
 from fourfold.inference.loki.key_hooks import observe_keys, undo_rotary
 from fourfold.inference.loki.principal_components import Moments
-from fourfold.inference.loki.select import choose_keys
+from fourfold.inference.loki.select import always_chosen, choose_keys, keys_per_sequence
 from fourfold.inference.loki.simulate import Probe, simulate
 
 
@@ -50,7 +50,7 @@ def test_planted_directions_are_found() -> None:
     found = vectors_KDD[..., :3] @ vectors_KDD[..., :3].transpose(-1, -2)
     torch.testing.assert_close(found, buffer @ buffer.transpose(-1, -2), rtol=1e-3, atol=1e-3)
     query = torch.randn(1, 8, 300, 16, generator=generator)
-    probe, config = Probe(), LokiConfig(k=30, min_seq=0)
+    probe, config = Probe(), LokiConfig(k=30, sink=0, recent=0, min_seq=0)
     simulate(query, keys, keys, vectors_KDD[..., :3], config, 0.25, None, probe)
     assert torch.cat(probe.recall).min() > 0.95
 
@@ -222,3 +222,30 @@ def test_first_and_last_are_always_chosen() -> None:
     chosen = choose_keys(worth.masked_fill(~visible, -torch.inf), 8, config, visible)
     for row in chosen[0].tolist():
         assert {5, 6, 27, 28, 29} <= set(row)
+
+
+@pytest.mark.parametrize(
+    ("given", "k", "ends"),
+    [
+        ({}, 2048, (4, 64)),
+        ({}, 40, (4, 10)),
+        ({}, 9, (2, 2)),
+        ({}, 3, (0, 0)),
+        ({"sink": 8}, 9, (8, 1)),
+        ({"recent": 9}, 9, (0, 9)),
+        ({"sink": 0, "recent": 0}, 2048, (0, 0)),
+    ],
+)
+def test_how_many_first_and_last_keys_are_always_chosen(given: dict[str, int], k: int, ends: tuple[int, int]) -> None:
+    config = LokiConfig(k=k, **given)
+    for number in (torch.tensor(k), torch.tensor([k, k])):
+        assert [each.unique().item() for each in config.ends(number)] == list(ends)
+
+
+def test_each_sequence_of_a_batch_keeps_its_own_ends() -> None:
+    visible = torch.arange(100).expand(2, 1, 100) >= torch.tensor([60, 0])[:, None, None]
+    config = LokiConfig(k_f=0.5, min_k=1, min_seq=0)
+    kept = always_chosen(config, 50, keys_per_sequence(visible[:, 0].sum(-1), config), visible, 100, "cpu")
+    assert kept is not None
+    assert kept[0, 0].nonzero().flatten().tolist() == [60, 61, 62, 63, *range(95, 100)]  # k = 20
+    assert kept[1, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, *range(88, 100)]  # k = 50

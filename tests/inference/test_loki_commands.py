@@ -81,7 +81,8 @@ def test_evaluate(cli: Cli, model: Path, text: Path, basis: Path, monkeypatch: p
     assert record["all"]["oracle"]["recall"] > 0.999
     assert 0 < record["all"]["loki"]["recall"] < 0.999
     assert record["all"]["loki"]["mass"] <= record["all"]["oracle"]["mass"] + 1e-6
-    full = json.loads(cli(*arguments, "--windows", 1, "--loki", "d=8", "--loki", "k=24", "--json")[1])
+    by_score = ("--loki", "sink=0", "--loki", "recent=0")
+    full = json.loads(cli(*arguments, "--windows", 1, "--loki", "d=8", "--loki", "k=24", *by_score, "--json")[1])
     assert full["perplexity"]["loki"] == pytest.approx(full["perplexity"]["oracle"], rel=1e-4)
     assert full["perplexity"]["dense"] != pytest.approx(full["perplexity"]["oracle"], rel=1e-5)
 

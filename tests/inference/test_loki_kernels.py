@@ -163,7 +163,7 @@ def test_ties_go_to_the_left(kernels: str) -> None:
     value = torch.arange(600.0).view(1, 1, 600, 1).expand(1, 1, 600, 16).contiguous().to(device)
     same = torch.ones(1, 1, 600, 16, device=device)
     query = torch.ones(1, 1, 2, 16, device=device)
-    out = kernel(DecodeStep(query, query, same, value, same, 5, LokiConfig(k=5, min_seq=0), 0.25))
+    out = kernel(DecodeStep(query, query, same, value, same, 5, LokiConfig(k=5, min_seq=0, recent=0), 0.25))
     torch.testing.assert_close(out, torch.full_like(out, 2.0))
 
 
@@ -207,7 +207,7 @@ def test_triton_interprets_its_own_functions_whatever_tests_come_first() -> None
 
 def test_nothing_but_what_is_chosen_is_read(kernels: str) -> None:
     """Keys and values that are not chosen may be NaN. A NaN that is chosen must show in the output."""
-    config = LokiConfig(k=20, min_seq=0, kernels=kernels)
+    config = LokiConfig(k=20, sink=0, recent=0, min_seq=0, kernels=kernels)
     generator = torch.Generator().manual_seed(0)
     key, value = torch.randn(2, 1, 1, 500, 16, generator=generator)
     query, proxy = torch.randn(1, 2, 16, generator=generator), key[..., :4].clone()

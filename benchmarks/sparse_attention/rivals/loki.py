@@ -49,11 +49,11 @@ class LokiSharedBudget(Loki):
 
     def select(self, step: Step, worth_BKS: Tensor | None) -> Tensor:
         assert worth_BKS is not None
-        kept_S = always_chosen(self.config, None, step.length, worth_BKS.device)
+        k = self.config.key_count(step.length)
+        kept_S = always_chosen(self.config, k, None, None, step.length, worth_BKS.device)
         if kept_S is not None:
             worth_BKS = worth_BKS.masked_fill(kept_S, float("inf"))
         worth_BKS = torch.cat([worth_BKS[..., :-1], torch.full_like(worth_BKS[..., -1:], float("inf"))], -1)
-        count = self.config.key_count(step.length) * worth_BKS.shape[1]
-        best_Bk = worth_BKS.flatten(1).topk(count, -1).indices
+        best_Bk = worth_BKS.flatten(1).topk(k * worth_BKS.shape[1], -1).indices
         chosen_BKS = torch.zeros_like(worth_BKS, dtype=torch.bool)
         return chosen_BKS.flatten(1).scatter_(-1, best_Bk, True).view_as(chosen_BKS)

@@ -121,7 +121,7 @@ def _compare(
 ) -> dict[str, list[float]]:
     """Return the recall of each kind of components in each layer. The recall is measured for a ranking with a quarter
     of the dims, which chooses a quarter of the keys."""
-    config = LokiConfig(min_k=1, min_seq=0)
+    config = LokiConfig(min_k=1, min_seq=0, sink=0, recent=0)
     probes = {kind: [Probe() for _ in attentions] for kind in components}
 
     def rank(number: int, query: Tensor, keys: dict[str, Tensor], scaling: float) -> None:

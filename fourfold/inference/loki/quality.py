@@ -1,8 +1,8 @@
 """Measure what a model loses with Loki: recall, captured attention, perplexity, and task scores.
 
 On a text, Loki is compared with an oracle and with a control. The oracle chooses the same number of keys by their exact
-scores, which Loki approximates. So no other ranking has a higher recall, but its perplexity can be lower by chance. The
-control ranks keys by random directions. A calibrated basis must be better than the control.
+scores, which Loki approximates. So no other choice has a higher recall, but its perplexity can be lower by chance. The
+control is Loki with random directions. A calibrated basis must be better than the control.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fourfold.inference.loki.basis import LokiBasis
 from fourfold.inference.loki.enable import disable_loki, enable_loki
 from fourfold.inference.loki.loki_attention import state_of
 from fourfold.inference.loki.settings import LokiConfig
-from fourfold.inference.loki.simulate import Probe
+from fourfold.inference.loki.simulate import Probe, only_by_score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,7 +66,7 @@ def measure_quality(
             "windows (--seq-len), or fewer keys (--loki k=…, k_f=… or min_k=…)"
         )
     disable_loki(model)
-    exact = config.model_copy(update={"d": basis.head_dim, "d_f": None, "variance": None})
+    exact = only_by_score(config).model_copy(update={"d": basis.head_dim, "d_f": None, "variance": None})
     variants = {
         "loki": (basis, config),
         "oracle": (basis, exact),

@@ -40,8 +40,8 @@ class DecodeStep:
     @property
     def always_BS(self) -> Tensor | None:
         """Return 1 for keys that are chosen regardless of their scores, or None if there are none."""
-        key_BKSD = self.key_BKSD
-        return self._as_bytes(always_chosen(self.config, self.visible_B1S, key_BKSD.shape[2], key_BKSD.device))
+        length, device = self.key_BKSD.shape[2], self.key_BKSD.device
+        return self._as_bytes(always_chosen(self.config, self.k, self.k_B, self.visible_B1S, length, device))
 
     def _as_bytes(self, flags: Tensor | None) -> Tensor | None:
         batch, _, length, _ = self.key_BKSD.shape
@@ -87,13 +87,13 @@ def keys_per_sequence(counts_B: Tensor, config: LokiConfig) -> Tensor:
 def choose_keys(
     worth_BK_S: Tensor, k: int, config: LokiConfig, visible_B1_S: Tensor | None = None, k_B: Tensor | None = None
 ) -> Tensor:
-    """Return the positions of the k best keys, [B, K, …, k]. They include the first ``sink`` keys and the last
-    ``recent`` keys.
+    """Return the positions of the k best keys, [B, K, …, k]. They include the first and the last keys that
+    ``config`` always chooses.
 
     The positions are unordered, except that with ``k_B`` the best keys come first. If fewer than k keys are visible,
     the remaining positions are of invisible keys, and attention must mask them.
     """
-    kept_B1_S = always_chosen(config, visible_B1_S, worth_BK_S.shape[-1], worth_BK_S.device)
+    kept_B1_S = always_chosen(config, k, k_B, visible_B1_S, worth_BK_S.shape[-1], worth_BK_S.device)
     if kept_B1_S is not None:
         worth_BK_S = worth_BK_S.masked_fill(kept_B1_S, ALWAYS)
     chosen_BK_k = torch.topk(worth_BK_S, k, dim=-1, sorted=False).indices
@@ -104,15 +104,22 @@ def choose_keys(
 
 
 def always_chosen(
-    config: LokiConfig, visible_B1_S: Tensor | None, length: int, device: torch.device | str
+    config: LokiConfig,
+    k: int,
+    k_B: Tensor | None,
+    visible_B1_S: Tensor | None,
+    length: int,
+    device: torch.device | str,
 ) -> Tensor | None:
-    """Return a mask of the first ``sink`` and the last ``recent`` visible keys, [S] or shaped like ``visible_B1_S``, or
-    None if both numbers are 0."""
-    if not config.sink and not config.recent:
+    """Return a mask of the first and the last visible keys that are always chosen, [S] or shaped like
+    ``visible_B1_S``, or None if there are none."""
+    if config.sink == config.recent == 0:
         return None
+    sink, recent = config.ends(torch.tensor(k) if k_B is None else k_B)
     if visible_B1_S is None:
         places_S = torch.arange(length, device=device)
-        return (places_S < config.sink) | (places_S >= length - config.recent)
+        return (places_S < sink) | (places_S >= length - recent)
+    of_sequence = (-1, *[1] * (visible_B1_S.dim() - 1))
     from_left = visible_B1_S.cumsum(-1)
     from_right = from_left[..., -1:] - from_left
-    return visible_B1_S & ((from_left <= config.sink) | (from_right < config.recent))
+    return visible_B1_S & ((from_left <= sink.view(of_sequence)) | (from_right < recent.view(of_sequence)))

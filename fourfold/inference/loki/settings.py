@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
 
 from fourfold.config.expected_values import mistake
 from fourfold.errors import UserError
 
 DEFAULT_D_F, DEFAULT_K_F = 0.25, 0.25
+
+MOST_SINKS, MOST_RECENT = 4, 64
+"""Largest number of first and last keys that are always chosen by default (also at most a quarter of a step's keys)."""
 
 NUMBA_DTYPES = (torch.float32, torch.bfloat16)
 """Cache dtypes that the Numba kernels read."""
@@ -57,10 +61,10 @@ class LokiConfig(BaseModel):
     """The number of keys as a fraction of the context (default 0.25)."""
     min_k: int = Field(128, ge=1)
     """Smallest number of keys if ``k`` is not set."""
-    sink: int = Field(0, ge=0)
-    """Number of keys at the start that are always chosen."""
-    recent: int = Field(0, ge=0)
-    """Number of keys at the end that are always chosen."""
+    sink: Annotated[int, Field(ge=0)] | None = None
+    """Number of keys at the start that are always chosen (default 4, but at most a quarter of a step's keys)."""
+    recent: Annotated[int, Field(ge=0)] | None = None
+    """Number of keys at the end that are always chosen (default 64, but at most a quarter of a step's keys)."""
     skip_layers: LayerNumbers = ()
     """Layers that stay dense."""
     min_seq: int = Field(512, ge=0)
@@ -95,10 +99,10 @@ class LokiConfig(BaseModel):
                 one = "all but one" if given[2:] else "one"
                 raise ValueError(f"{' and '.join(given)} exclude each other; leave out {one}")
         name, least = ("min_k", self.min_k) if self.k is None else ("k", self.k)
-        if self.sink + self.recent > least:
+        ends = (self.sink or 0) + (self.recent or 0)
+        if ends > least:
             raise ValueError(
-                f"sink + recent = {self.sink + self.recent} exceeds the {name} = {least} keys of a step; raise {name} "
-                f"to at least {self.sink + self.recent}"
+                f"sink + recent = {ends} exceeds the {name} = {least} keys of a step; raise {name} to at least {ends}"
             )
         return self
 
@@ -142,6 +146,21 @@ class LokiConfig(BaseModel):
         if self.d > head_dim:
             raise UserError(f"loki: d = {self.d} is more than the {head_dim} dims of a head; give at most {head_dim}")
         return self.d
+
+    def ends(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how many of the first keys and of the last keys are always chosen.
+
+        Args:
+            k: Number of keys that each sequence attends to.
+        """
+        sink, recent = (k // 4).clamp(max=MOST_SINKS), (k // 4).clamp(max=MOST_RECENT)
+        if self.sink is not None:
+            sink = torch.full_like(k, self.sink)
+            recent = recent.minimum(k - sink)
+        if self.recent is not None:
+            recent = torch.full_like(k, self.recent)
+            sink = sink.minimum(k - recent)
+        return sink, recent
 
     def is_dense_at(self, length: int) -> bool:
         """Return whether a step attends to all keys.

@@ -73,7 +73,7 @@ def simulate(
         scores_BKGQS = torch.matmul(query_BKGQD[:, :, :, chunk], key_BKSD.transpose(-1, -2)[:, :, None])
         scores_BKGQS = scores_BKGQS.float() * scaling
         if probe is not None:
-            best_BKQS = _best(scores_BKGQS, k, config, visible_B1QS, k_B)
+            best_BKQS = _best(scores_BKGQS, k, only_by_score(config), visible_B1QS, k_B)
             weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~visible_B1QS[:, :, None], NEVER), -1)
             is_sparse_B1Q = visible_B1QS.sum(-1) > (k if k_B is None else k_B[:, None, None])
             probe.add(chosen_BKQS, best_BKQS, weights_BKGQS, is_sparse_B1Q.expand(best_BKQS.shape[:3]))
@@ -81,6 +81,11 @@ def simulate(
         weights_BKGQS = weights_BKGQS.masked_fill(~visible_B1QS.any(-1, keepdim=True)[:, :, None], 0.0)
         out.append(torch.matmul(weights_BKGQS.to(value_BKSD.dtype), value_BKSD[:, :, None]))
     return torch.cat(out, dim=3).flatten(1, 2)
+
+
+def only_by_score(config: LokiConfig) -> LokiConfig:
+    """Return the settings without first and last keys that are always chosen."""
+    return config.model_copy(update={"sink": 0, "recent": 0})
 
 
 def _best(scores_BKGQS: Tensor, k: int, config: LokiConfig, visible_B1QS: Tensor, k_B: Tensor | None) -> Tensor:
