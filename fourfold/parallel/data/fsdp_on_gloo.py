@@ -27,8 +27,8 @@ IN_FLIGHT = 2
 class GatherInBackground(Allocation):
     """An asynchronous all-gather for FSDP2's ``set_custom_all_gather``.
 
-    FSDP2 waits for it before it reads the weights. With two levels, a thread waits for the first level, and then starts
-    the second level.
+    FSDP2 waits for the all-gather only when it needs the weights. With two levels, a thread waits for the first level,
+    and then starts the second level.
     """
 
     def __call__(
@@ -157,7 +157,7 @@ class SumInBackground(Allocation):
         self._all_reduces.clear()
 
     def _finish(self, left: int) -> None:
-        """Wait until at most ``left`` reduce-scatters are in flight, including those in their first level."""
+        """Wait until at most ``left`` reduce-scatters are in flight. A reduce-scatter in its first level counts too."""
         while len(self._inside) > min(left, 1):
             inside = self._inside.popleft()
             across = Exchange.start(inside.exchange.finish(), inside.nodes, inside.sum)
