@@ -68,7 +68,7 @@ def styles_of(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> dict[st
     with_weights = [name for name, module in model.named_modules() if _has_own_parameters(module)]
     for pattern in rules:
         if not fnmatch.filter(with_weights, pattern):
-            raise UserError(f"no module with weights matches the rule '{pattern}', such as {with_weights[0]}")
+            raise UserError(f"no module with weights matches the rule '{pattern}'; one of them is {with_weights[0]}")
     by_rule = {name: _style(name, rules) for name in with_weights}
     for name, style in by_rule.items():
         if style is not None and style not in STYLES:

@@ -49,8 +49,8 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
 
     Raises:
         UserError: ``styles_of`` finds no valid styles, a module does not support its style, or a size is not divisible
-            by an axis. Also if the model has dropout or other randomness, because ranks that repeat the same work would
-            get different results.
+            by an axis. Or the model has dropout or another source of randomness. Ranks that repeat the same work would
+            then get different results.
     """
     styles = styles_of(model, grid, rules)
     _check_nothing_random(model)
