@@ -74,8 +74,8 @@ class TensorFiles:
             raise UserError(f"{self.folder}: no file has the tensor {names[0]}")
         if self.shapes[name] != shape:
             raise UserError(
-                f"{self.file_of[name]}: the tensor {name} has the shape {list(self.shapes[name])}, and the model's is "
-                f"{list(shape)}"
+                f"{self.file_of[name]}: the tensor {name} has the shape {list(self.shapes[name])}, but the model needs "
+                f"the shape {list(shape)}"
             )
         return name
 

@@ -13,7 +13,7 @@ FORWARD_KERNELS, BACKWARD_KERNELS = 60.0, 100.0
 """Number of kernels that one block launches in eager PyTorch: matmuls, biases, norms, casts, dropout, copies,
 activation, and attention."""
 FUSED_SHARE = 0.5
-"""Fraction of these kernels that remain if norms, rotary embeddings, and attention are fused."""
+"""Fraction of a block's kernels that remain if norms, rotary embeddings, and attention are fused."""
 COLLECTIVE_KERNELS = 3.0
 """Number of launches per collective: the copies before and after it, and the events that order streams."""
 BLOCKING = 1.5
