@@ -32,8 +32,8 @@ class SharedAttentionCore(AttentionCore, Tiled):
     or the queries of each sequence ("sequence"). The axis x always splits the heads. ``method`` says how the ranks of
     the context axis cp share attention: "ring" or "ulysses".
 
-    The number of key-value heads may not be divisible by the number of ranks that split the query heads. In this case,
-    the ranks gather the key-value heads in the forward pass, and sum the gradients of these heads in the backward pass.
+    If the key-value heads cannot be divided evenly among the ranks that split the query heads, these ranks gather the
+    key-value heads in the forward pass. In the backward pass, they sum the gradients of these heads.
     """
 
     def __init__(

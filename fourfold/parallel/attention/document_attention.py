@@ -101,7 +101,7 @@ def _has_kernel(q: Tensor, softcap: float) -> bool:
     """Return whether one kernel call can handle all documents.
 
     The kernel needs half precision and a head dim of at most ``WIDEST_FLASH``, and it cannot soft-cap scores. We never
-    use AMD's kernel. It pads its log-sum-exps to [documents, N, S], which can take more memory than a mask.
+    use AMD's kernel, because it pads its log-sum-exps to [documents, N, S]. This can take more memory than a mask.
     """
     is_half, fits = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1] <= WIDEST_FLASH
     return q.is_cuda and torch.version.hip is None and is_half and fits and not softcap

@@ -1,6 +1,6 @@
 """Run FSDP2's collectives on gloo while the CPU computes.
 
-On a GPU, FSDP2 starts collectives on separate CUDA streams, so they overlap with computation. A CPU has no streams, and
+On a GPU, FSDP2 starts collectives on separate CUDA streams, so they overlap with computation. A CPU has no streams, so
 FSDP2 would wait for each of gloo's collectives.
 """
 
@@ -106,8 +106,8 @@ class SumInBackground(Allocation):
     With two levels, the nodes then exchange their sums. If there are replicas, an all-reduce over them follows in the
     background (``all_reduce``).
 
-    The result is returned before the sum is complete. This is safe as long as FSDP2 only makes views of it. If FSDP2
-    will read the result, set ``at_once`` or ``at_once_over_shards``.
+    The result is returned before the sum is complete. This is safe as long as FSDP2 only makes views of the result. If
+    FSDP2 will read the result, set ``at_once`` or ``at_once_over_shards``.
     """
 
     def __init__(self) -> None:

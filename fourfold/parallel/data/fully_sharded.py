@@ -108,8 +108,8 @@ class FullySharded(DataParallel):
         super().materialize(device)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                # With None, torch accepts gradients in any dtype. FSDP2 may sum gradients in another dtype than the
-                # weight's.
+                # With None, torch accepts gradients in any dtype. FSDP2 may sum gradients in a dtype that differs from
+                # the weight's dtype.
                 parameter.grad_dtype = None
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:

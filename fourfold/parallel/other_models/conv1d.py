@@ -56,9 +56,9 @@ def bias_tile(tile: Tile, parts: int) -> Tile:
 def output_first(weight: Tensor, ranks: int) -> Tensor:
     """Return a weight tile [in, out] or [in, parts, out/parts] as [out, in].
 
-    The ``ranks`` of y split the tile's rows. The rows of the first rank come first, and contain a slice of every part.
-    With several parts and several ranks, the result is a copy, which stays in memory until the backward pass. Otherwise
-    it is a view.
+    The output of the matmul is later divided evenly among ``ranks`` ranks of y. So the rows for the first rank come
+    first, with a slice of every part, and then the rows for the next rank. With several parts and several ranks, the
+    result is a copy, which stays in memory until the backward pass. Otherwise it is a view.
     """
     if weight.dim() == 3:
         weight = weight.unflatten(-1, (ranks, -1)).transpose(1, 2).flatten(1)

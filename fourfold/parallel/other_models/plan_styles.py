@@ -35,7 +35,7 @@ STYLES: dict[str, str] = {
     "replicated_with_grad_allreduce": "small weights that every rank applies to its share of the features",
     "replicate": "computed whole by every rank",
 }
-"""The styles that a plan may use. If transformers has the same style, it has the same name there."""
+"""The styles that a plan may use. Styles that transformers also has keep their names from transformers."""
 
 SYNONYMS = {
     "colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input", "replicated": "replicate",

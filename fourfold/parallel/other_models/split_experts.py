@@ -38,9 +38,9 @@ def is_stack(module: nn.Module) -> bool:
 def split_experts(module: Any, grid: Grid, name: str) -> None:
     """Keep only this rank's experts in a stack of experts (``is_stack``), and add hooks around its forward pass.
 
-    The stack reads tokens [N, H], the indices of their chosen experts [N, K], and the experts' weights [N, K]. It
-    returns outputs [N, H]. Every rank reads all tokens and computes its own experts. The hooks sum the outputs of all
-    ranks.
+    The stack reads tokens [N, H], the indices of their chosen experts [N, K], and factors for the experts' outputs
+    [N, K]. It returns outputs [N, H]. Every rank reads all tokens and computes its own experts. The hooks sum the
+    outputs of all ranks.
 
     Raises:
         UserError: The module is not a stack, it contains modules with weights, or the number of experts is not

@@ -20,7 +20,8 @@ from fourfold.parallel.tensor.sharding import Tile
 M = TypeVar("M", bound=nn.Module)
 
 SCALED_EMBEDDING = "ScaledWordEmbedding"
-"""Suffix of class names in transformers. These embeddings multiply their output by ``embed_scale``, as in Gemma."""
+"""Suffix of the class names of some embeddings in transformers. They multiply their output by ``embed_scale``, as in
+Gemma."""
 
 _HEAD_SIZES = ("head_dim", "head_size")
 """Names of attributes that hold the head size in attention modules of transformers."""

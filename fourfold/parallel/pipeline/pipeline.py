@@ -199,8 +199,9 @@ class _PipelineStep:
 def copies_as_one(shards: Sequence[LocalShard], is_tied: bool) -> list[LocalShard]:
     """Mark the two copies of the embedding, in the first and in the last stage, as replicas of one parameter.
 
-    Both copies get the same name and twice as many replicas. So the gradient norm counts the embedding once. The copy
-    in the last stage is the head if the two are tied. Otherwise it is the embedding that prediction layers read.
+    Both copies get the same name and twice as many replicas. So the gradient norm counts the embedding once. If head
+    and embedding are tied, the copy in the last stage is the head. Otherwise it is the embedding that prediction layers
+    read.
     """
     ends = ("embed_tokens.weight", *(["lm_head.weight"] if is_tied else []))
     return [

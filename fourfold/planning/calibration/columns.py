@@ -75,8 +75,8 @@ class MeasuredRow(BaseModel):
     model: str = ""
     """The model's name. Give runs of the same model the same name."""
     architecture: Literal["dense", "moe", "hybrid"] = "dense"
-    """Kind of model. `moe` is a mixture of experts. `hybrid` is a model with latent attention, or with blocks other
-    than attention and MLP. The planner does not predict `hybrid`."""
+    """Kind of model. `moe` is a mixture of experts. `hybrid` is a model with blocks other than attention and MLP, or
+    with latent attention of unknown widths. The planner does not predict `hybrid`."""
     layers: Count | None = Field(None, le=MOST_LAYERS)
     """Number of blocks."""
     hidden: Count | None = None

@@ -121,8 +121,8 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
     """Return the bytes of weights that a rank holds between the forward pass and the backward pass, in the step's
     dtype.
 
-    With ``zero`` 1 or 2 and z > 1, a rank holds its shard over z (docs/parallelism.md). In all other cases, the bytes
-    are 0.
+    With ``zero`` 1 or 2 and z > 1, a rank keeps weights that are split only over z (docs/parallelism.md). In all other
+    cases, the bytes are 0.
 
     Returns:
         The bytes of one block with its experts, and the bytes of embedding and head.
@@ -145,7 +145,7 @@ class BlockBytes(ArrayFields):
       selectively, or recomputes fully.
     - backward, backward_replicated: the two peaks of ``mlp_backward``, or the peaks of the experts' backward pass if
       they are higher.
-    - attention_backward: ``attention_backward``.
+    - attention_backward: the result of the function ``attention_backward``.
     - mlp_again, core_again: tensors that selective recompute computes again, in the MLP (``mlp_made_again``) and inside
       attention.
     - head, head_kept: peak of head and loss, and the tensors that they hold until their backward pass.

@@ -58,11 +58,11 @@ def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, bloc
 def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
     """Return the exposed seconds of communication over cp in one block, in forward and backward.
 
-    There are three methods. Either the ranks gather keys and values and scatter their gradients, or they pass keys,
-    values, and gradients (in fp32) around a ring. Attention hides the transfers of these two methods. With Ulysses, one
-    all-to-all before attention gives each rank all tokens of some heads, and another one returns the outputs. No
-    computation hides these two exchanges. Linear attention always uses Ulysses, and repeats both exchanges in its
-    recomputation.
+    There are three methods. Either the ranks gather keys and values and scatter their gradients, or they pass keys and
+    values, and later their gradients in fp32, around a ring. Attention hides the transfers of these two methods. With
+    Ulysses, one all-to-all before attention gives each rank all tokens of some heads, and another one returns the
+    outputs. No computation hides these two exchanges. Linear attention always uses Ulysses, and repeats both exchanges
+    in its recomputation.
     """
     if not has_linear(work):
         return _cp_of_softmax(work, machine, constants, block)

@@ -1,5 +1,5 @@
-"""Compute the exposed communication of blocks whose batch parts take turns, by replaying the events of the blocks as
-the trace does.
+"""Compute the exposed communication of blocks whose batch parts take turns. This module replays the events of the
+blocks, as ``fourfold trace`` does.
 
 The order of the events does not depend on how long they take. So the order is recorded once per kind of block
 (``batch_part_events``), and then timed for many layouts together.

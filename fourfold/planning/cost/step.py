@@ -282,8 +282,9 @@ def _entries_stepped(work: Workload) -> Number:
 def _seconds_for_a_weight(work: Workload, machine: Machine, constants: Constants) -> Number:
     """Return the seconds that the memory traffic of weights and gradients takes in a micro-batch, per weight entry.
 
-    The seconds are a mean over the micro-batches of a step. Entries are counted before any split. If a rank holds
-    unsharded gradients, it casts or copies the first micro-batch's gradient, and adds later gradients to it.
+    The seconds are a mean over the micro-batches of a step. An entry means an entry of the full weight, before the axes
+    split it. If a rank holds unsharded gradients, it casts or copies the first micro-batch's gradient, and adds later
+    gradients to it.
     """
     step, program = work.step, work.program
     item, reduced = step.item_bytes, step.reduce_bytes

@@ -21,7 +21,7 @@ from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import Prediction, make_plan
 
 SOURCE = "--measured"
-"""Source of the user's measured step in a fit."""
+"""Source name of the row with the user's measured step, when constants are fitted to it."""
 
 
 @dataclass(frozen=True)

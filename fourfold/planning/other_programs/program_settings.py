@@ -151,7 +151,7 @@ def _model_of(row: MeasuredRow) -> ModelConfig:
 
 
 def _complete(columns: dict[str, str], assumed: set[str]) -> dict[str, str]:
-    """Compute missing columns with the formulas in the tables, and remove names that are no columns.
+    """Compute missing columns with the formulas in the tables, and remove names that are not columns.
 
     Args:
         assumed: Names of assumed columns. The columns that are computed from them are added.

@@ -32,9 +32,9 @@ NARROW, NARROW_FLASH2 = 0.8, 0.9
 """Rate of a fused kernel with a head_dim of 64, relative to its rate with 128, for forward and backward together.
 ``NARROW`` is for cuDNN and FlashAttention-3, and ``NARROW_FLASH2`` for FlashAttention-2.
 
-Source: Shah et al. 2024, arXiv 2407.08608, figures 5 and 6. In a causal forward pass with 16k tokens, the three kernels
-reach 388, 473, and 299 TFLOP/s with 64, and 539, 616, and 335 TFLOP/s with 128. In the backward pass, the rates are
-closer.
+Source: Shah et al. 2024, arXiv 2407.08608, figures 5 and 6. In a causal forward pass with 16k tokens and a head_dim of
+64, cuDNN, FlashAttention-3, and FlashAttention-2 reach 388, 473, and 299 TFLOP/s. With a head_dim of 128, they reach
+539, 616, and 335 TFLOP/s. In the backward pass, the rates for 64 and for 128 are closer.
 """
 
 CAPPED_FORWARD, CAPPED_BACKWARD = 96.0, 154.0
