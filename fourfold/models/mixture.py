@@ -76,9 +76,11 @@ BIAS = "e_score_correction_bias"
 
 
 class BiasInFloat32(nn.Module):
-    """A base class for routers. It keeps the router's bias in float32 when the model is converted to a 16-bit dtype.
+    """A base class for routers. It keeps ``e_score_correction_bias`` in float32 when the model is converted to a 16-bit
+    dtype.
 
-    Training changes the bias in steps that are too small for bf16.
+    The router adds this bias to the scores before it chooses experts. Training changes the bias in steps that are too
+    small for bf16.
     """
 
     e_score_correction_bias: nn.Parameter | None
@@ -112,7 +114,7 @@ class Router(BiasInFloat32):
 
 
 def is_router_bias(name: str) -> bool:
-    """Return whether a parameter is a router's bias. Training updates this bias without a gradient."""
+    """Return whether a parameter is an ``e_score_correction_bias``. Training updates this bias without a gradient."""
     return name.endswith(BIAS)
 
 

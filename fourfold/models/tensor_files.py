@@ -67,7 +67,7 @@ class TensorFiles:
         """Return the first of several possible names of a tensor that is in a file.
 
         Raises:
-            UserError: no file has a tensor with any of these names, or the tensor does not have this shape.
+            UserError: no file has a tensor with any of these names, or the tensor has a shape other than ``shape``.
         """
         name = next((name for name in names if name in self.shapes), None)
         if name is None:
