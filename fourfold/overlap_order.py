@@ -16,10 +16,10 @@ class Until(Enum):
     GATHERED = auto()
     """The part's input has been gathered. The next step runs a matmul on it."""
     SUMMED = auto()
-    """The sums of the last step's matmuls are complete."""
+    """The partial results of the last step's matmuls have been summed over the ranks."""
     SUMMED_TO_GATHER = auto()
-    """The sums of the last step's matmuls are complete. The next step starts an all-gather immediately, with no matmul
-    before it."""
+    """As with ``SUMMED``, the partial results have been summed. The next step starts an all-gather immediately, with no
+    matmul before it."""
     ALL_PARTS = auto()
     """All parts of the micro-batch have reached this point."""
 

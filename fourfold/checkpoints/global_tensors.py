@@ -114,11 +114,11 @@ def weight_parts(job: TrainingState) -> PartsByName:
 
 
 def layout_of(parts: PartsByName, grid: Grid, shards_per_node: int = 1) -> CheckpointTensors:
-    """Return the layout of a checkpoint with these tensors. Every pipeline rank must call this.
+    """Return the layout of a checkpoint that has the tensors in `parts`. Every pipeline rank must call this.
 
     If several processes hold the same part of a tensor, the layout says which of them writes it:
 
-    - Of several pipeline stages, the first stage writes the tensor.
+    - If several pipeline stages hold a tensor, the first of them writes it.
     - Replicas over dp and cp share the work: replica 0 writes the first tensor, replica 1 the second tensor, and so on.
     - If x or y does not cut a tensor, the first rank of this axis writes it. Such tensors are small, and loading them
       then opens only a few files.

@@ -60,7 +60,7 @@ def calibrate(
         typer.Option("--from", metavar="PATH", help="runs/NAME/metrics.jsonl, or a table of rows (.csv). Repeatable."),
     ] = [],  # noqa: B006 (typer only reads it)
     machine: Annotated[
-        str, typer.Option(help=f"The machine to start from. Values that are not measured stay as they are. {MACHINES}")
+        str, typer.Option(help=f"Copy the values that are not measured from this machine. {MACHINES}")
     ] = "laptop",
     processes: Annotated[
         int | None,

@@ -92,10 +92,10 @@ def build_goldfish_mask(
 def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]:
     """Choose the dropped targets with strategy "hash", which hashes the h tokens before each target in its document.
 
-    The hash is a dot product of the h tokens with odd 64-bit coefficients, so the order of the tokens matters. The bits
-    of this number are then mixed, and the target is dropped if the result is below 2^64/k. So every target that is
-    dropped with 2k is also dropped with k. The first h tokens of a document are kept. Without look-back, the first h
-    tokens of each window are kept too.
+    The hash starts from a dot product of the h tokens with odd 64-bit coefficients, so the order of the tokens matters.
+    The bits of the product are then mixed, and the target is dropped if the result is below 2^64/k. So every target
+    that is dropped with 2k is also dropped with k. The first h tokens of a document are kept. Without look-back, the
+    first h tokens of each window are kept too.
 
     Returns:
         True for each dropped target [samples, S].

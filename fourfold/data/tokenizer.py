@@ -148,8 +148,8 @@ class HFTokenizer:
     def eod_of(self, fingerprint: str) -> int | None:
         """Return the id that ends documents in a corpus whose manifest has this fingerprint.
 
-        Tries every id, with and without this tokenizer's beginning-of-text token. Returns None if no fingerprint
-        matches, because another tokenizer made the corpus.
+        The fingerprint depends on this id. So try every id, with and without this tokenizer's beginning-of-text token.
+        Returns None if no fingerprint matches, because another tokenizer made the corpus.
         """
         ends = ((end, bos) for bos in {None, self.bos_id} for end in (self.eod_id, *range(self.vocab_size)))
         return next((end for end, bos in ends if self._fingerprint(end, bos) == fingerprint), None)

@@ -116,8 +116,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         longest = max((len(answer) for _, _, answer in requests), default=0)
         if longest > self.max_length:
             raise UserError(
-                f"an answer of the task has {longest} tokens, and the context {self.max_length}; such a task cannot be "
-                "scored with it"
+                f"an answer of the task has {longest} tokens, and the model's context only {self.max_length}, so the "
+                "model cannot score the task"
             )
         documents = [np.array(context + answer)[-(self.max_length + 1) :] for _, context, answer in requests]
         answers: list[tuple[float, bool]] = []

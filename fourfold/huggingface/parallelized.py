@@ -51,7 +51,7 @@ class Parallelized(nn.Module):
         """Wrap a model on the grid.
 
         Args:
-            on_grid: The model. It is stage 0, and the only stage.
+            on_grid: The model. It has a single pipeline stage.
             placed: The layout of each module.
             in_files: How the model's tensors are stored in files, determined before the model was put on the grid.
         """

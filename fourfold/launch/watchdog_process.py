@@ -218,8 +218,8 @@ def find_awaited(reports: list[HangingRank]) -> HangingRank:
     4. all ranks
 
     If any rank is behind, keep only the candidates with the fewest heartbeats in the current step. Of the remaining
-    candidates, return the rank that has been silent longest. On each machine, this is the rank with the oldest
-    heartbeat. Between machines, compare the time of silence instead, because clocks differ.
+    candidates, return the rank that has been silent longest. To find it, take the rank with the oldest heartbeat on
+    each machine. Then compare the lengths of the silence, because the clocks of different machines differ.
     """
     stopped = [report for report in reports if report.state in STOPPED]
     behind = [one for one in reports if any(_is_behind(one, other) for other in reports)]

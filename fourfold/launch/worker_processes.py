@@ -44,7 +44,7 @@ class WorkerProcesses:
         self._starter: BaseProcess | None = None
 
     def start(self, work: Work, args: Sequence[tuple[object, ...]], modules: Sequence[str]) -> None:
-        """Start the starter, which then starts the workers. If this process blocks a signal, they all block it too.
+        """Start the starter, which then starts the workers. They all inherit the signals that this process blocks.
 
         Args:
             work: The function that each worker runs.

@@ -29,8 +29,8 @@ from fourfold.training.job import Job
 
 REFERENCE_FILE = "reference.json"
 MASKED_SAMPLES = 1024
-"""Number of answers whose labels are in the digest that reveals changed masks. This many take a fraction of a
-second."""
+"""Number of answers whose labels are in the digest that reveals changed masks. Reading this many answers takes a
+fraction of a second."""
 
 
 def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Path | None) -> None:

@@ -78,7 +78,8 @@ class Callback(Protocol):
 
 
 CallbackMaker = Callable[[RunConfig, Job, Tokenizer | None, Path], Callback]
-"""Creates a callback before the first step. It receives the run, its job, its tokenizer (or None), and its folder."""
+"""A function that creates a callback before the first step. It receives the run, the job, the tokenizer (or None), and
+the run's folder."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker] = ())
     Args:
         place: This process's place in the job.
         run: The run. It resumes from the checkpoint that ``checkpoint.resume`` selects.
-        callbacks: Functions that create the callbacks. The callbacks are called in this order after each step.
+        callbacks: Functions that create the callbacks. After each step, the callbacks run in the order of this list.
 
     Returns:
         The outcome. Every process returns its own.
@@ -216,7 +217,7 @@ class Trainer:
             # Count the tokens of all ranks, because the loss is a mean over them.
             kept = job.count_kept(batches)
             loss = self.replay.forward_backward(step, batches, kept)
-            # The replay check does not count as time of the step.
+            # Leave the time of the replay check out of the step's time.
             started += self.replay.seconds
             result = StepResult(loss, job.clip(), kept)
         failure = None if self.record is None else self.record.failure

@@ -26,7 +26,7 @@ BETTER, UNLIKELY = 0.02, 0.05
 """A layout is *better* if it saves at least the fraction ``BETTER`` of the best layout's step time. The search ends
 when the probability that any layout is better falls below ``UNLIKELY``."""
 MOST_LIKELY_OUT = 0.2
-"""Layouts that run out of memory with a higher probability are not tried."""
+"""A layout is not tried if its probability of running out of memory is higher than this."""
 MOST_TRIALS_OF_ONE = 3
 """Largest number of trials of one layout. Repeated trials show whether a difference is noise."""
 NOISE, NOISE_WEIGHT = 0.02, 2

@@ -192,9 +192,8 @@ class Comparison:
         """Return how far float32 rounding errors can move the weights, by tensor name. Tensors that Muon updates have
         no entry.
 
-        Lion limits each update to ±1, which hides most rounding errors. The errors that remain are in other entries on
-        the grid than on one process, by chance. So the value for Lion is the deviation of one process without this
-        limit.
+        Lion limits each update to ±1, which hides most rounding errors. By chance, different errors stay visible on the
+        grid and on one process. So the value for Lion is the deviation of one process without this limit.
 
         AdamW hides rounding errors in gradients that are far above eps, because the size of the update does not depend
         on the size of such a gradient. If a gradient is far below eps, AdamW multiplies its rounding error by lr / eps.

@@ -36,8 +36,8 @@ FP16_SCALE = 1024.0
 """The first loss scale. In most small models, gradients neither overflow nor underflow with it."""
 
 LESS = 16.0
-"""Divisor of the loss scale after an overflow. It is large, so that another overflow is unlikely, on one process and in
-later steps."""
+"""Divisor of the loss scale after an overflow. It is large, so that the new scale probably overflows neither on one
+process nor in later steps."""
 
 OVERFLOWS_AT = 2.0**60
 """A loss scale so large that every gradient overflows."""
@@ -163,8 +163,8 @@ def _root_mean_square(name: str, errors: Iterable[Deviation]) -> Deviation:
 def _worst_of(gradients: list[Deviation]) -> list[Deviation]:
     """Return the deviation of the tensor with the worst gradients. The list is empty if there are no gradients.
 
-    A tensor's error on the grid is compared with its error on one process. If the error of all tensors together on one
-    process is larger, it is used instead.
+    A tensor's error on the grid is compared with the larger of two errors on one process: the error of the tensor, and
+    the error of all tensors together.
     """
     typical = _root_mean_square("", gradients).one_process
     names = dict.fromkeys(error.tensor for error in gradients)

@@ -56,7 +56,7 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
 
 
 def _scaling(rope: dict[str, Any], kind: str, given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Return the factors that stretch rotary embeddings of a type, from their table in config.json."""
+    """Return the factors of a type of rotary scaling, from the table ``rope`` of config.json."""
     # transformers reads null as false, and a missing key as true.
     if "truncate" in rope and rope["truncate"] is None:
         rope["truncate"] = False

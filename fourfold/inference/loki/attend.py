@@ -60,7 +60,7 @@ def decode(
 
 
 def _compiled(step: DecodeStep, package: Literal["triton", "numba"]) -> Tensor:
-    """Run the step with the kernels of a package. The package is imported here."""
+    """Run the step with the kernels of a package. Import the package only now, because it may not be installed."""
     if package == "triton":
         from fourfold.inference.loki import triton_kernels
 

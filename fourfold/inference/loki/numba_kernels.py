@@ -112,7 +112,8 @@ def _padded_to_fours(query_BKGx: Tensor) -> np.ndarray:
 
 
 def _rows(x_BKSD: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return all rows of a cache, with its unused memory, [rows, row stride], and each head's first row, [R]."""
+    """Return all rows of a cache, including its unused memory, as [rows, row stride]. Also return the index of each
+    head's first row, [R]."""
     batch, heads, length, _ = x_BKSD.shape
     of_batch, of_head, of_row, of_dim = x_BKSD.stride()
     assert of_dim == 1 and of_batch % of_row == of_head % of_row == 0, "a cache consists of whole rows"
@@ -293,10 +294,10 @@ def _exponentiate(scores_S):
 
 @_inlined
 def _exp(x):
-    """Return e^x for x ≤ 0, at least e^−87: 2^n · e^r with |r| ≤ ln 2 / 2 and a series up to r⁶ (relative error 4e−7
-    down to e^−5, and 4e−6 down to e^−87).
+    """Return e^x for x ≤ 0, but at least e^−87. Compute 2^n · e^r with |r| ≤ ln 2 / 2, with a series up to r⁶ for e^r.
+    The relative error is 4e−7 down to e^−5, and 4e−6 down to e^−87.
 
-    Unlike the C library's function, which takes one number at a time, this vectorizes.
+    The compiler can vectorize this function. It cannot vectorize the C library's function, which takes one number.
     """
     x = np.float32(-87) if x < np.float32(-87) else x  # A NaN stays NaN, because it is not below −87.
     powers_of_two = x * np.float32(1 / np.log(2))
