@@ -207,7 +207,7 @@ class Checkpointer:
             self._prune(state.step)
 
     def _prune(self, step: int) -> None:
-        """Remove old checkpoints, except those that the settings in [checkpoint] keep. `step` is the new checkpoint's
+        """Remove the old checkpoints that the settings in [checkpoint] do not keep. `step` is the new checkpoint's
         step."""
         if self.config.keep_latest_k:
             every, best = self.config.keep_every, best_checkpoint(self.folder)

@@ -1,4 +1,4 @@
-"""Check that a run can resume from a checkpoint. It must have the same model, adapters, optimizer, and sample order."""
+"""Check that a run can resume from a checkpoint: model, adapters, optimizer, and sample order must be the same."""
 
 from __future__ import annotations
 

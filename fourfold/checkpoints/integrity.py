@@ -48,7 +48,7 @@ def seal(folder: Path, written: Mapping[str, Written] | None = None) -> None:
 
     Args:
         folder: The checkpoint.
-        written: Sizes and checksums that are already known. This function computes the others.
+        written: Sizes and checksums that are already known. This function computes all other sizes and checksums.
     """
     known = dict(written or {})
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))

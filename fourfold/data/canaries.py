@@ -165,8 +165,8 @@ class CorpusPieces:
 
 
 def plant(split: CorpusSplit, canaries: Canaries, tokenizer: Tokenizer, text_key: str, ledger: Path) -> CorpusSplit:
-    """Write a second corpus next to the corpus of `split`. It has the pieces of `split`, with canaries at random
-    positions between them. Also write the ledger.
+    """Write a second corpus next to the corpus of `split`. The second corpus has the pieces of `split`, with canaries
+    at random positions between the pieces. Also write the ledger.
 
     Pieces that become canaries are taken out of the corpus, so a canary with 0 repeats occurs nowhere.
 

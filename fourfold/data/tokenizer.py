@@ -243,7 +243,8 @@ def begin_of(tokenizer: Tokenizer) -> list[int]:
 def encode_completion(
     prompt: str, completion: str, tokenizer: Tokenizer
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Tokenize a prompt and its completion as one document. Both are tokenized separately, as at inference.
+    """Tokenize a prompt and its completion as one document. They are tokenized separately, because at inference, the
+    prompt is tokenized alone.
 
     Returns:
         The token ids [tokens], and whether each token is trained [tokens]. The completion and the end-of-document token

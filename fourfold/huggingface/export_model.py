@@ -145,8 +145,8 @@ def as_huggingface(name: str) -> Iterator[tuple[str, str | None]]:
     """Yield the folder of a model that transformers can open, and the folder of its tokenizer.
 
     The tokenizer can be "bytes", and is None if the run's corpora are not found. A checkpoint or run of fourfold is
-    exported into a temporary folder that exists while the block runs. Its weights keep their stored dtypes, and its
-    adapters are merged.
+    exported into a temporary folder that exists while the block runs. The exported weights keep their stored dtypes,
+    and adapters are merged.
 
     Raises:
         UserError: There is no model with that name.

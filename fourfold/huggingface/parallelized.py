@@ -36,9 +36,9 @@ from fourfold.parallel.tensor.sharding import Tile
 class Parallelized(nn.Module):
     """A model on the grid. Call it like the original model, with the sequences of this process.
 
-    It runs all collectives itself. Three calls in your training loop change, because torch's own functions know nothing
-    of the tensor axes x and y: ``backward(loss)`` replaces ``loss.backward()``, ``clip_grad_norm_`` replaces torch's
-    function, and ``save`` and ``load`` replace ``state_dict``.
+    The model runs all collectives itself. Three calls in your training loop change, because torch's own functions know
+    nothing about the tensor axes x and y: ``backward(loss)`` replaces ``loss.backward()``, ``clip_grad_norm_`` replaces
+    torch's function, and ``save`` and ``load`` replace ``state_dict``.
 
     Attributes:
         module: The model, with the grid's layers in place of its own.

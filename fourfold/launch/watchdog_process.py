@@ -45,7 +45,7 @@ FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class Watch(NamedTuple):
-    """The file descriptors of a watchdog's rank, the rank's position in the job, and limits in seconds."""
+    """What a watchdog must know about its rank: file descriptors, the number of the rank, and limits in seconds."""
 
     heartbeat: int
     stacks: int
@@ -125,8 +125,8 @@ def _read_signals(descriptor: int, seconds: float) -> set[int] | None:
 def _must_end(stops: list[float], now: float, watch: Watch) -> bool:
     """Return whether the watchdog must end the rank after a stop signal.
 
-    This is the case after the grace period, which begins with the first stop signal. With `forces`, it is also the case
-    `UNWIND_SECONDS` after a second stop signal.
+    The watchdog must end the rank after the grace period, which begins with the first stop signal. With `forces`, it
+    must also end the rank `UNWIND_SECONDS` after a second stop signal.
     """
     if not stops:
         return False

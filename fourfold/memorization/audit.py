@@ -88,7 +88,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
     """Audit a model. Every process of the model's grid must call this.
 
     Returns:
-        The record on rank 0, and None on the other ranks.
+        The record on rank 0, and None on all other ranks.
 
     Raises:
         UserError: An option is out of range, the goldfish mask of ``run`` cannot be replayed, the documents or the

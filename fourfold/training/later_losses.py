@@ -15,7 +15,8 @@ from fourfold.parallel.grid.grid import Grid
 
 
 class LaterLosses:
-    """The losses of a job's D prediction layers."""
+    """The losses of a job's D prediction layers (multi-token prediction). Layer d predicts the token d steps after the
+    next token."""
 
     def __init__(self, run: RunConfig, grid: Grid, device: torch.device) -> None:
         depths, self.grid = run.model.num_nextn_predict_layers, grid

@@ -92,7 +92,7 @@ def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[
 def digest_of(source: PreferencePairs, masks: Sequence[LossMask]) -> str:
     """Return a digest that changes if a corpus of pairs or its masks change.
 
-    It covers all tokens, the mask of the answers, and the labels of about ``MASKED_SAMPLES`` answers.
+    The digest covers all tokens, the mask of the answers, and the labels of about ``MASKED_SAMPLES`` answers.
     """
     digest = xxhash.xxh3_128()
     for corpus in (source.corpus, source.answers):

@@ -64,8 +64,8 @@ class Callback(Protocol):
     """An object that every process calls after each step, for example to evaluate the model."""
 
     def after_step(self, steps: int) -> None:
-        """Do the work after a step. It may run collectives and forward passes. It is not called after a step that is
-        rolled back.
+        """Do the callback's work after a step. This method may run collectives and forward passes. The trainer does not
+        call it after a step that is rolled back.
 
         Args:
             steps: Number of steps taken since the start of the run.
@@ -94,7 +94,7 @@ class TakenStep:
     """False if the weights are unchanged: the step was bad, its batch was left out, or its fp16 gradients
     overflowed."""
     extra_metrics: dict[str, float]
-    """The metrics of preference training ([dpo]), or the loss of the prediction layers. Empty otherwise."""
+    """The metrics of preference training ([dpo]), or the loss of multi-token prediction. Empty otherwise."""
     seconds: float
 
 
@@ -102,7 +102,7 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker] = ())
     """Train a run. Every process of the job calls this.
 
     Args:
-        place: This process's place in the job.
+        place: The rank of this process, and the size of the job.
         run: The run. It resumes from the checkpoint that ``checkpoint.resume`` selects.
         callbacks: Functions that create the callbacks. After each step, the callbacks run in the order of this list.
 

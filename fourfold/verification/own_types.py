@@ -43,8 +43,8 @@ OVERFLOWS_AT = 2.0**60
 """A loss scale so large that every gradient overflows."""
 
 OF_ONE_TENSOR = 2.0
-"""The error limit for the worst tensor's gradients is this many times the limit for all gradients together. It is
-higher because chance has more effect on the rounding errors of a single tensor."""
+"""The error limit for the tensor with the worst gradients is this many times the limit for all gradients together. The
+limit is higher because chance has more effect on the rounding errors of a single tensor."""
 
 
 Taken = tuple[float, list[LocalShard], list[Tensor], set[torch.dtype]]

@@ -32,7 +32,8 @@ class Sequences:
     is_data_BS: Tensor | None = None
     """False for padding. None if there is no padding."""
     later_tokens_BSD: Tensor | None = None
-    """What the prediction layers read and predict, as ``later_tokens`` says. None if the model has none."""
+    """The tokens that the layers for multi-token prediction read and predict (see ``later_tokens``). None if the model
+    has no such layers."""
     later_targets_BSD: Tensor | None = None
     later_kept_BSD: Tensor | None = None
 

@@ -15,8 +15,8 @@ MOST_LAYERS = 10_000
 
 
 def rotating_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Return no_rope_layers if config.json says which layers rotate queries and keys. It has 1 for each such layer, and
-    0 for each layer without rotation."""
+    """Return the key no_rope_layers if config.json says which layers rotate queries and keys. The list has 1 for each
+    of these layers, and 0 for each layer without rotation."""
     if family.rotating_layers == "with_theta" and given["layer_rope_theta"] is not None:
         return _thetas_of_layers(given, family, where)
     if family.rotating_layers != "listed":

@@ -240,7 +240,7 @@ def _search(ranks_S, k):
 
 @_compiled
 def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD):
-    """Attend exactly to the chosen keys, and write the output to ``out_HD``. It is zero if there are none."""
+    """Attend exactly to the chosen keys, and write the output to ``out_HD``. Without chosen keys, write zeros."""
     k = chosen_k.size
     weights_4k, share_4 = np.empty((4, k), np.float32), np.empty(4, np.float32)
     out_HD[:] = 0
@@ -337,7 +337,7 @@ def _prefetch(_, rows, row, column):
 
 
 def _as_float32(number):
-    """Return a number of the cache as float32. This is implemented only for compiled code."""
+    """Return a number of the cache as float32. This function works only in compiled code."""
     raise NotImplementedError
 
 
