@@ -35,7 +35,7 @@ class _Part(Generic[T]):
     until: Until | None = None
     """Condition that the part's next step waits for. None if the part can continue immediately."""
     matmuls: int = -1
-    """Number of steps with matmuls that all parts together had run when this part's last step ended."""
+    """Number of matmul steps that all parts together had run when this part's last step ended."""
 
 
 def run_batch_parts(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:

@@ -1,6 +1,6 @@
 """Save and load checkpoints that any grid can read.
 
-A checkpoint stores parts of global tensors in safetensors files:
+A checkpoint stores parts of global tensors (the full tensors, before the grid cuts them) in safetensors files:
 
     checkpoints/step_100/
         rank_00000.safetensors      the parts that process 0 wrote

@@ -1,4 +1,5 @@
-"""Describe a job's weights and optimizer moments as parts of global tensors. Checkpoints save and load these parts."""
+"""Describe a job's weights and optimizer moments as parts of global tensors (the full tensors, before the grid cuts
+them). Checkpoints save and load these parts."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def trained_parts(job: TrainingState, with_averages: bool) -> PartsByName:
             parts[f"optimizer.{moment}.{name}"] = SavedPart(shard, local)
         if with_averages and job.average is not None:
             parts[f"{AVERAGE}.{name}"] = SavedPart(shard, job.average.averages[index])
-    if not job.run.lora.rank:  # LoRA freezes the routers' biases, so only other runs save them.
+    if not job.run.lora.rank:  # LoRA freezes the routers' biases, so they are not saved.
         parts |= {
             f"model.{shard.name}": SavedPart(shard, shard.local) for shard in job.shards if is_router_bias(shard.name)
         }

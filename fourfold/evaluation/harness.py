@@ -29,8 +29,8 @@ class TaskFailed(UserError):
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """A model that lm-eval can use. The ranks divide the requests of a call among themselves and score them in one
-    pass.
+    """A model that lm-eval can use. When lm-eval sends requests, the ranks divide them among themselves and score them
+    in one pass.
 
     Args:
         prefix: The token that comes before a text.
@@ -52,7 +52,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
         """Run tasks one after the other.
 
-        If a task fails, only its own scores are lost.
+        If a task fails, the scores of all other tasks are kept.
 
         Returns:
             The metrics by task, as in ``run_tasks``, and the reasons of failures by task.

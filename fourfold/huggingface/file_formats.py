@@ -220,8 +220,8 @@ class Format:
     transposed: tuple[str, ...] = ()
     """Tensors that are stored as [in, out]. The decoder's parameters are [out, in]."""
     by_head: Mapping[str, str] = field(default_factory=dict)
-    """Maps tensors that interleave the rows of the decoder's parameters head by head to the key of [model] with the
-    number of heads."""
+    """Tensors that interleave the rows of the decoder's parameters head by head. Each maps to the key of [model] that
+    has the number of heads."""
     by_row: tuple[str, ...] = ()
     """Tensors that interleave the rows of the decoder's parameters one by one."""
     stacked: tuple[str, ...] = ()
@@ -324,7 +324,7 @@ WITH_STACKED_EXPERTS = {
 """Formats of files that stack the experts, in families whose files can also have one matrix per expert."""
 
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
-"""Endings of tensor names in older files that are buffers, not weights."""
+"""Endings of the names of tensors that are buffers, not weights. Only older files have such tensors."""
 
 HEAD = "lm_head.weight"
 

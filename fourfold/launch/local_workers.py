@@ -243,7 +243,7 @@ def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[in
 
 def _signals_blocked() -> contextlib.AbstractContextManager[None]:
     """Block stop signals in this process. Workers that start meanwhile block them too, until they can handle them."""
-    resource_tracker.ensure_running()  # Start it now, because starting it later would unblock SIGINT.
+    resource_tracker.ensure_running()  # Start the tracker now, because starting it later would unblock SIGINT.
     return held_stop_signals()
 
 

@@ -22,7 +22,7 @@ QUERIES = (1, 100, 10_000, 1_000_000)
 """Sample budgets of an attacker. For each budget, the record gives the fraction of documents that can be extracted."""
 
 CHANCE = 0.5
-"""The probability p in (n, p)-discoverable extraction."""
+"""The probability p in (n, p)-discoverable extraction (see ``Extraction.queries``)."""
 
 
 @dataclass(frozen=True)

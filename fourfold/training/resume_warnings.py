@@ -82,7 +82,7 @@ def rate_at(schedule: SavedSchedule, step: int) -> float:
 
 
 def has_effect(key: str, schedule: SavedSchedule) -> bool:
-    """Return whether a key has any effect with these settings."""
+    """Return whether a key of the run file has any effect in a run with this schedule and optimizer."""
     match key:
         case "training.train_steps" | "lr_scheduler.min_lr_ratio":
             return schedule.decay_style != "constant"

@@ -91,7 +91,7 @@ def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: 
     """Train a few steps on the grid in the run's own dtypes, and compare the errors with one process. Every process
     must call this.
 
-    With fp16, one additional step overflows on purpose. It must change nothing.
+    With fp16, one additional step overflows on purpose. This step must not change any weight.
 
     Returns:
         On rank 0, a list of deviations. The result on other ranks has no meaning. The list has:
@@ -220,7 +220,7 @@ def _stays_finite(run: RunConfig, weights: Parameters, device: torch.device, ste
 
 def _is_published_again(job: Job) -> bool:
     """Multiply all weights by 1.5, publish them, and return ``_is_published``. A training step may change the weights
-    of norms too little to change their working copies, so stale copies would not be found."""
+    of norms too little to change their working copies, so the check could miss stale copies."""
     with job.replacing_weights():
         for shard in job.shards:
             shard.local.mul_(1.5)

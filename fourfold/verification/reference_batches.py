@@ -27,8 +27,8 @@ class Sequences:
     positions_BS: Tensor
     documents_BS: Tensor | None = None
     reference_B: Tensor | None = None
-    """In preference training ([dpo]), the log-probability of each sequence's tokens in the loss under the DPO reference
-    model."""
+    """In preference training ([dpo]), the log-probability that the DPO reference model gives to the tokens in the loss,
+    for each sequence."""
     is_data_BS: Tensor | None = None
     """False for padding. None if there is no padding."""
     later_tokens_BSD: Tensor | None = None

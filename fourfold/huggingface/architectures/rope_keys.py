@@ -86,7 +86,7 @@ def _local_rope(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the rotary base of sliding-window layers, and the rotary table of full-attention layers. rope_scaling
     applies to the table."""
-    # For these families, transformers would ignore a single table for all layers without an error.
+    # In these families, each type of layer has its own table. transformers would silently ignore a single table.
     if tables and not tables.keys() & {FULL, SLIDING}:
         raise UserError(f"{where}: rope_parameters has no table of '{FULL}' or '{SLIDING}'")
     own, full = tables.get(SLIDING) or {}, tables.get(FULL) or {"rope_type": "default"}

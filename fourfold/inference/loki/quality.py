@@ -52,7 +52,8 @@ def measure_quality(
         config: Loki's settings.
 
     Returns:
-        Perplexity, recall, and captured mass of Loki, the oracle, and the control, as JSON values.
+        Perplexity, recall, and captured mass of Loki, the oracle, and the control, as JSON values. The captured mass is
+        the fraction of the exact softmax that is on the chosen keys.
 
     Raises:
         UserError: ``enable_loki`` refuses the model, or the longest window has no more than k keys.
@@ -179,7 +180,7 @@ def _loss(logits_SV: Tensor, targets_S: Tensor) -> float:
 
 
 def _summary(probe: Probe) -> dict[str, float] | None:
-    """Return the mean recall and captured mass of a layer, or None for a layer that stayed dense."""
+    """Return the mean recall and the mean captured mass of a layer. Return None for a layer that stayed dense."""
     if not probe.recall:
         return None
     recall, mass = torch.cat(probe.recall), torch.cat(probe.mass)
