@@ -14,7 +14,7 @@ from torch import Tensor
 from fourfold.parallel.other_models.plan_styles import saved_buffers
 
 RowRanges = dict[str, range]
-"""Maps each tensor in files to the rows of a parameter that it holds. Row numbers run through all stacked experts."""
+"""Maps each tensor in files to the rows of a parameter that it holds. Rows are numbered across all stacked experts."""
 
 
 def rows_in_files(model: Any) -> dict[str, RowRanges]:

@@ -163,8 +163,8 @@ def continue_memory(values: Mapping[ContinuedRun, int], target: ContinuedRun) ->
 
 
 def _bilinear(values: Mapping[tuple[int, int], int], wanted: tuple[int, int]) -> int:
-    """Extrapolate to the value at ``wanted``, linearly in both coordinates. There are values at one or two places along
-    each coordinate."""
+    """Extrapolate to the value at ``wanted``, linearly in both coordinates. The keys of ``values`` have one or two
+    different numbers for each coordinate."""
     firsts, seconds = (sorted(set(places)) for places in zip(*values, strict=True))
     along_first = [_line(firsts, [values[a, b] for a in firsts], wanted[0]) for b in seconds]
     return _line(seconds, along_first, wanted[1])

@@ -85,7 +85,7 @@ def _local_rope(
     given: Mapping[str, Any], family: Family, tables: Mapping[str, Any], scaling: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the rotary base of sliding-window layers, and the rotary table of full-attention layers. rope_scaling
-    applies to the table."""
+    applies only to full-attention layers."""
     # In these families, each type of layer has its own table. transformers would silently ignore a single table.
     if tables and not tables.keys() & {FULL, SLIDING}:
         raise UserError(f"{where}: rope_parameters has no table of '{FULL}' or '{SLIDING}'")
