@@ -62,7 +62,7 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """Return the name of the result.
+        """Return the name under which the result is stored.
 
         Two shards have the same name only if they have the same tokenizer, the same text key, and ranges of the same
         files. Files are the same if path, size, and modification time are equal.

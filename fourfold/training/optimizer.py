@@ -295,8 +295,8 @@ def learning_rate(step: int, train_steps: int, peak: float, config: SchedulerCon
     """Return the learning rate of a step.
 
     The rate rises linearly to ``peak`` in the warm-up. Then it decays to ``peak`` · ``min_lr_ratio`` at the last step,
-    unless ``decay_style`` is "constant". "wsd" holds ``peak`` first, and decays only in the last ``decay_ratio`` of the
-    steps.
+    unless ``decay_style`` is "constant". "wsd" first holds ``peak``, and decays only in the last part of the run. The
+    length of this part is ``decay_ratio`` times the number of steps.
 
     Args:
         step: Index of the step. The first step is 0.

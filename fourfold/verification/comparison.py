@@ -42,7 +42,8 @@ OF_GRADIENTS = 4.0
 """Divisor of ``amplification`` for gradients in preference training (section [dpo]).
 
 In a gradient, the errors of a step's preference pairs partly cancel, so the full amplification would allow too large an
-error. If a gradient exceeds the lower limit, parity measures with random rounding how large the error may be.
+error. If a gradient exceeds the limit with the divided amplification, parity measures with random rounding how large
+the error may be.
 """
 
 

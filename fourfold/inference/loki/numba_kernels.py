@@ -297,7 +297,7 @@ def _exp(x):
     """Return e^x for x ≤ 0, but at least e^−87. Compute 2^n · e^r with |r| ≤ ln 2 / 2, with a series up to r⁶ for e^r.
     The relative error is 4e−7 down to e^−5, and 4e−6 down to e^−87.
 
-    The compiler can vectorize this function. It cannot vectorize the C library's function, which takes one number.
+    The compiler can vectorize this function. The C library's function takes only one number at a time.
     """
     x = np.float32(-87) if x < np.float32(-87) else x  # A NaN stays NaN, because it is not below −87.
     powers_of_two = x * np.float32(1 / np.log(2))
