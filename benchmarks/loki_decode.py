@@ -153,7 +153,7 @@ def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
     operations."""
     basis_KDD = torch.linalg.qr(torch.randn(shape.kv_heads, shape.head_dim, shape.head_dim)).Q.to(shape.device)
     basis_KDd, k = basis_KDD[..., : shape.d].contiguous(), shape.keys_of(context)
-    layer = LokiLayer(basis_KDd, context)
+    layer = LokiLayer(torch.stack([basis_KDd, basis_KDd]), context)
     config = LokiConfig(d=shape.d, k=k, kernels=shape.kernels)
     _fill(layer, shape, context - 1)
     new, query = _tokens(shape, 1), _query(shape)

@@ -241,12 +241,12 @@ def test_loki_is_the_decoding_step_of_fourfold() -> None:
     expected = decode(
         step.query_BKGD.flatten(1, 2), step.key_BKSD, step.value_BKSD, proxy_BKSd, basis_KDd, 9, config, SCALING
     )
-    torch.testing.assert_close(Loki([basis_KDd], config).decode(step).flatten(1, 2), expected)
+    torch.testing.assert_close(Loki([torch.stack([basis_KDd] * 2)], config).decode(step).flatten(1, 2), expected)
 
 
 def test_a_shared_budget_reads_as_many_keys_and_the_best_of_all_heads() -> None:
     step, basis_KDd = random_step(), orthonormal(HEAD_DIM)
-    rival = LokiSharedBudget([basis_KDd], LokiConfig(k=9, sink=2, recent=3, min_seq=0))
+    rival = LokiSharedBudget([torch.stack([basis_KDd] * 2)], LokiConfig(k=9, sink=2, recent=3, min_seq=0))
     worth_BKS = rival.score(step)
     chosen_BKS = rival.select(step, worth_BKS)
     assert chosen_BKS.sum((1, 2)).tolist() == [9 * KV_HEADS] * BATCH
@@ -266,8 +266,8 @@ def all_rivals() -> Sequence[tuple[Rival, float]]:
         (Quest(3, 41), 1 * per_key + LENGTH * per_key),
         (SparQ(7, 3, 2), 3 * LENGTH + 7 * per_key),
         (StreamingLLM(10, 4, torch.ones(HEAD_DIM // 2)), 10 * per_key),
-        (Loki([basis_KDd], LokiConfig(k=9, min_seq=0)), 3 * LENGTH + 9 * per_key),
-        (LokiSharedBudget([basis_KDd], LokiConfig(k=9, min_seq=0)), 3 * LENGTH + 9 * per_key),
+        (Loki([torch.stack([basis_KDd] * 2)], LokiConfig(k=9, min_seq=0)), 3 * LENGTH + 9 * per_key),
+        (LokiSharedBudget([torch.stack([basis_KDd] * 2)], LokiConfig(k=9, min_seq=0)), 3 * LENGTH + 9 * per_key),
     ]
 
 

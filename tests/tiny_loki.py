@@ -62,15 +62,15 @@ def prompt(batch: int = 2, length: int = 50, seed: int = 2) -> Tensor:
 
 
 def slow_decode(
-    query_ND: Tensor, key_KSD: Tensor, value_KSD: Tensor, basis_KDD: Tensor, d: int, k: int, scaling: float
+    query_ND: Tensor, key_KSD: Tensor, value_KSD: Tensor, basis_2KDd: Tensor, k: int, scaling: float
 ) -> Tensor:
     """Run one step of Loki on one sequence, head by head. Query heads that share a KV head choose keys by the sum of
     their softmaxes. The first 4 and the last 64 keys, but at most a quarter of the k keys each, are always chosen."""
     group = len(query_ND) // len(key_KSD)
     out = []
-    for head, (key_SD, value_SD, basis_DD) in enumerate(zip(key_KSD, value_KSD, basis_KDD, strict=True)):
+    for head, (key_SD, value_SD, query_Dd, key_Dd) in enumerate(zip(key_KSD, value_KSD, *basis_2KDd, strict=True)):
         queries_GD = query_ND[head * group : (head + 1) * group]
-        approximate_GS = (queries_GD @ basis_DD)[:, :d] @ (key_SD @ basis_DD)[:, :d].T
+        approximate_GS = (queries_GD @ query_Dd) @ (key_SD @ key_Dd).T
         worth_S = torch.softmax(approximate_GS * scaling, -1).sum(0)
         last = len(key_SD) - min(64, k // 4)
         ends = [*range(min(4, k // 4)), *range(last, len(key_SD))]

@@ -37,7 +37,7 @@ KNOBS = (
 )
 """Help text that lists what a search can be limited to. ``planning.search.limits`` parses the user's limits."""
 StoredDtype = Literal["auto", "fp32", "bf16", "fp16"]
-"""Dtype of stored weights, for options. auto keeps the stored dtype."""
+"""Values of the options for the dtype of weights. auto keeps the stored dtype."""
 ModelName = Annotated[
     str, typer.Option("--model", metavar="DIR|ID|RUN", help="A Hugging Face model, or a run or checkpoint of fourfold.")
 ]
@@ -54,7 +54,7 @@ LokiValues = Annotated[
         "--loki",
         metavar="KEY=VALUE",
         help="Options of Loki (docs/loki.md): d=32, d_f=0.25, or variance=0.9. k=2048 or k_f=0.25. min_k=128, "
-        "min_seq=512, sink=4, recent=64, skip_layers=0,1. prefill=dense or simulate. basis=best, pre, or post. "
+        "min_seq=512, sink=4, recent=64, skip_layers=0,1. prefill=dense or simulate. basis=best, pre, post, or scores. "
         "kernels=auto, torch, triton, or numba. Repeatable.",
     ),
 ]

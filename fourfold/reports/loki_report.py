@@ -10,6 +10,7 @@ from fourfold.reports.tables import print_table
 
 Record = Mapping[str, Any]
 
+TITLES = {"pre": "pre-rotary keys", "post": "post-rotary keys", "scores": "scores"}
 VARIANTS = {"loki": "Loki", "oracle": "exact top-k", "random": "random basis"}
 PERPLEXITY_HEADER = ("attention", "attended keys", "ranking dims", "perplexity", "recall", "captured mass")
 LAYER_COLUMNS = (
@@ -24,21 +25,20 @@ variant's record."""
 def rank_table(record: Record) -> None:
     """Print the result of a calibration, one row per layer.
 
-    A row has two kinds of components: of the keys before their rotary embedding, and of the keys after it. For each
-    kind, the row has the recall, and the mean and the maximum of Rank@90 over the heads. Rank@90 is the number of
-    dimensions that explain 90 % of the variance of the keys. The last cell names the kind that Loki uses to rank keys.
+    For each kind of components, a row has the recall, and the mean and the maximum of Rank@90 over the heads. Rank@90
+    is the number of dimensions that explain 90 % of the variance. The last cell names the kind that ranks the keys.
     """
-    header = [*(f"{kind}-rotary: mean (max)" for kind in record["ranks"]), *(f"recall, {k}" for k in record["recall"])]
+    header = [*(f"{TITLES[kind]}: mean (max)" for kind in record["ranks"]), *(f"recall, {k}" for k in record["recall"])]
     rows = []
     for layer, best in enumerate(record["best"]):
         ranks = [heads[layer] for heads in record["ranks"].values()]
         recalls = [f"{recall[layer]:.1%}" for recall in record["recall"].values()]
         rows.append([str(layer), *(f"{fmean(heads):.1f} ({max(heads)})" for heads in ranks), *recalls, best])
-    title = f"Dims, out of {record['head_dim']}, that explain 90 % of the variance of the keys"
+    title = f"Dims, out of {record['head_dim']}, that explain 90 % of the variance"
     print_table(title, ["layer", *header, "ranked by"], rows)
     console = Console()
     for kind, mean in record["mean_rank"].items():
-        console.print(f"mean of all heads, {kind}-rotary: {mean:.1f}")
+        console.print(f"mean of all heads, {TITLES[kind]}: {mean:.1f}")
     console.print(f"{record['tokens']:,} tokens in windows of {record['seq_length']:,}. Written: {record['basis']}")
 
 

@@ -98,9 +98,8 @@ def test_a_model_decodes_as_the_paper_says(llama: tuple[Any, LokiBasis]) -> None
     def watching(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
         out = attention.loki_attention(module, query, key, value, mask, **more)
         if query.shape[2] == 1:
-            basis_KDd = basis.of_layer(module.layer_idx, SPARSE)
-            d = basis_KDd.shape[-1]
-            expected = slow_decode(query[0, :, 0], key[0], value[0], basis_KDd, d, 12, more["scaling"])
+            basis_2KDd = basis.of_layer(module.layer_idx, SPARSE)
+            expected = slow_decode(query[0, :, 0], key[0], value[0], basis_2KDd, 12, more["scaling"])
             seen.append((out[0][0, 0], expected))
         return out
 
@@ -239,6 +238,6 @@ def test_per_layer_dims_from_the_variance(llama: tuple[Any, LokiBasis]) -> None:
         {"post": Components(basis.components["post"].vectors_LKDD, variances)}, ("post",) * 2, basis.fingerprint, 64, 64
     )
     enable_loki(model, planted, LokiConfig(variance=0.99, k=12, min_seq=0))
-    dims = [layer.self_attn.loki.recipe.basis_KDd.shape[-1] for layer in model.model.layers]
+    dims = [layer.self_attn.loki.recipe.basis_2KDd.shape[-1] for layer in model.model.layers]
     disable_loki(model)
     assert dims == [2, 5]

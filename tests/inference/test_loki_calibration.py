@@ -44,15 +44,38 @@ def test_planted_directions_are_found() -> None:
     inside = torch.randn(1, 2, 300, 3, generator=generator) @ buffer.transpose(-1, -2)
     keys = inside + 4 * torch.randn(1, 2, 1, 16, generator=generator)
     moments = Moments.zero(2, 16)
-    moments.add(keys)
+    moments.add(keys, keys)
     vectors_KDD, variances_KD = moments.components()
     assert Components(vectors_KDD[None], variances_KD[None]).ranks_at(0.999).tolist() == [[3, 3]]
     found = vectors_KDD[..., :3] @ vectors_KDD[..., :3].transpose(-1, -2)
     torch.testing.assert_close(found, buffer @ buffer.transpose(-1, -2), rtol=1e-3, atol=1e-3)
     query = torch.randn(1, 8, 300, 16, generator=generator)
     probe, config = Probe(), LokiConfig(k=30, sink=0, recent=0, min_seq=0)
-    simulate(query, keys, keys, vectors_KDD[..., :3], config, 0.25, None, probe)
+    simulate(query, keys, keys, torch.stack([vectors_KDD[..., :3]] * 2), config, 0.25, None, probe)
     assert torch.cat(probe.recall).min() > 0.95
+
+
+def test_directions_of_scores_approximate_them_best() -> None:
+    """Queries use other directions than keys. Compare with the closed form for white queries: SVD of the scores."""
+    generator = torch.Generator().manual_seed(1)
+    stretch = torch.diag(torch.tensor([4.0, 3, 2, 1, 0.5, 0.4, 0.2, 0.1])).double()
+    turn = torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64)).Q
+    keys, queries = torch.randn(2, 1, 1, 4000, 8, generator=generator, dtype=torch.float64)
+    keys, queries = keys @ stretch @ turn + 3, queries @ stretch.flip(0, 1) @ turn
+    moments = Moments.zero(1, 8)
+    moments.add(queries, keys)
+    of_keys_KDD, variances_KD, of_queries_KDD = (each.double() for each in moments.components_of_scores())
+    scores = queries[0, 0] @ (keys - keys.mean(2, keepdim=True))[0, 0].T
+    left, values, right = torch.linalg.svd(scores, full_matrices=False)
+    found = (queries[0, 0] @ of_queries_KDD[0, :, :3]) @ (
+        (keys - keys.mean(2, keepdim=True))[0, 0] @ of_keys_KDD[0, :, :3]
+    ).T
+    best = left[:, :3] * values[:3] @ right[:3]
+    torch.testing.assert_close(found, best, rtol=0, atol=1e-3 * float(best.abs().max()))
+    torch.testing.assert_close(variances_KD[0].sqrt() * 4000, values[:8], rtol=1e-4, atol=0)
+    of_keys = torch.linalg.eigh(moments.covariance_KDD()).eigenvectors[0, :, -3:]
+    plain = queries[0, 0] @ of_keys @ of_keys.T @ (keys - keys.mean(2, keepdim=True))[0, 0].T
+    assert (found - scores).square().mean() < 0.5 * (plain - scores).square().mean()
 
 
 @pytest.mark.parametrize(("name", "keys"), [("llama", "k_proj"), ("qwen3", "k_norm"), ("yarn", "k_proj")])
@@ -85,14 +108,15 @@ def test_what_a_calibration_says(llama: tuple[Any, LokiBasis]) -> None:
     _, basis = llama
     record = basis.record()
     assert record["tokens"] == 3 * 64  # one of the four windows is held out
-    assert set(record["recall"]) == {"pre", "post"}
+    assert set(record["recall"]) == {"pre", "post", "scores"}
     for layer, kind in enumerate(basis.best):
-        assert record["recall"][kind][layer] == max(record["recall"][name][layer] for name in ("pre", "post"))
+        assert record["recall"][kind][layer] == max(recall[layer] for recall in record["recall"].values())
     for ranks in record["ranks"].values():
         assert all(1 <= rank <= 8 for heads in ranks for rank in heads)
     for components in basis.components.values():
-        products = components.vectors_LKDD.transpose(-1, -2) @ components.vectors_LKDD
-        torch.testing.assert_close(products, torch.eye(8).expand_as(products), rtol=0, atol=1e-5)
+        of_queries_KDD, of_keys_KDD = components.sides(1, 8)
+        products_KDD = of_queries_KDD @ of_keys_KDD.mT
+        torch.testing.assert_close(products_KDD, torch.eye(8).expand_as(products_KDD), rtol=0, atol=1e-4)
 
 
 def test_a_file_gives_the_same_basis(llama: tuple[Any, LokiBasis], tmp_path: Path) -> None:
@@ -100,11 +124,11 @@ def test_a_file_gives_the_same_basis(llama: tuple[Any, LokiBasis], tmp_path: Pat
     basis.save(tmp_path / "basis.safetensors")
     again = LokiBasis.load(tmp_path / "basis.safetensors")
     assert again.record() == basis.record()
-    for kind in ("pre", "post"):
-        assert torch.equal(again.components[kind].vectors_LKDD, basis.components[kind].vectors_LKDD)
-    enable_loki(model, again, LokiConfig(basis="pre"))
-    used_KDd = model.model.layers[1].self_attn.loki.recipe.basis_KDd
-    assert torch.equal(used_KDd, basis.components["pre"].vectors_LKDD[1, ..., :2])
+    for kind in ("pre", "post", "scores"):
+        assert torch.equal(again.components[kind].sides(1, 8), basis.components[kind].sides(1, 8))
+        enable_loki(model, again, LokiConfig(basis=kind))
+        used_2KDd = model.model.layers[1].self_attn.loki.recipe.basis_2KDd
+        assert torch.equal(used_2KDd, basis.components[kind].sides(1, 2))
 
 
 def test_another_model_is_refused(llama: tuple[Any, LokiBasis]) -> None:
@@ -130,7 +154,8 @@ def test_files_that_are_no_basis(llama: tuple[Any, LokiBasis], tmp_path: Path) -
     for name, change, message in (
         ("pre.vectors", lambda t: t.index_fill(0, torch.tensor(1), float("nan")), "NaN"),
         ("post.variances", lambda t: t / 0, "NaN or infinite"),
-        ("post.vectors", lambda t: 1.1 * t, "not orthonormal"),
+        ("post.vectors", lambda t: 1.1 * t, "change the scores"),
+        ("scores.queries", lambda t: t.flip(-1), "change the scores"),
     ):
         tensors = load_file(good)
         tensors[name] = change(tensors[name]).contiguous()

@@ -47,7 +47,7 @@ def fast(tensors: dict[str, Tensor], d: int, k: int, basis_KDD: Tensor, config: 
 
 def slow(tensors: dict[str, Tensor], d: int, k: int) -> Tensor:
     rows = zip(tensors["query"], tensors["key"], tensors["value"], strict=True)
-    return torch.stack([slow_decode(*row, tensors["basis"], d, k, 0.3) for row in rows])
+    return torch.stack([slow_decode(*row, torch.stack([tensors["basis"][..., :d]] * 2), k, 0.3) for row in rows])
 
 
 def exact_step(query: Tensor, key: Tensor, value: Tensor, scaling: float, *rest: Tensor) -> DecodeStep:

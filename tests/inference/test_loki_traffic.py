@@ -19,7 +19,7 @@ def test_bytes_read(length: int, k: int, batch: int) -> None:
     heads, head_dim, d = 2, 64, 16
     generator = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(heads, head_dim, head_dim, generator=generator)).Q[..., :d].contiguous()
-    layer = LokiLayer(basis, capacity=length + 10)
+    layer = LokiLayer(torch.stack([basis, basis]), capacity=length + 10)
     tokens = torch.randn(batch, heads, length, head_dim, generator=generator)
     layer.update(tokens, tokens)
     query = torch.randn(batch, 8, head_dim, generator=generator)

@@ -17,7 +17,7 @@ class Loki(Rival):
     """Rank the keys by their leading principal components.
 
     Args:
-        bases: For each layer, the leading components [K, D, d].
+        bases: For each layer, what ``LokiBasis.of_layer`` returns.
         config: Loki's settings, with ``k``.
     """
 
@@ -26,11 +26,11 @@ class Loki(Rival):
         self.bases, self.config = bases, config
 
     def score(self, step: Step) -> Tensor:
-        basis_KDd = self.bases[step.layer]
-        query_BKGd = project(step.query_BKGD, basis_KDd) * step.scaling
+        of_queries_KDd, of_keys_KDd = self.bases[step.layer]
+        query_BKGd = project(step.query_BKGD, of_queries_KDd) * step.scaling
         # An efficient implementation would cache the projected keys. Projecting them in every step gives the same
         # numbers.
-        return combine_heads(torch.matmul(query_BKGd, project(step.key_BKSD, basis_KDd).transpose(-1, -2)))
+        return combine_heads(torch.matmul(query_BKGd, project(step.key_BKSD, of_keys_KDd).transpose(-1, -2)))
 
     def select(self, step: Step, worth_BKS: Tensor | None) -> Tensor:
         assert worth_BKS is not None

@@ -18,10 +18,11 @@ from fourfold.inference.loki.settings import LokiConfig
 from fourfold.models.tensor_files import opened_tensors
 from fourfold.parsing import parse_json
 
-FORMAT = "1"
+FORMAT = "2"
 AGAIN = "make it again with: fourfold loki calibrate"
-KINDS = ("pre", "post")
-"""Kinds of components: of the keys before ("pre") and after ("post") their rotary embedding."""
+KINDS = ("pre", "post", "scores")
+"""Kinds of components: of the keys before ("pre") and after ("post") their rotary embedding, and of the scores, which
+depend on the keys and on the queries ("scores")."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,11 @@ class Components:
     """The principal components of the keys, for every layer and KV head."""
 
     vectors_LKDD: Tensor
-    """Orthonormal columns, sorted by variance in descending order."""
+    """Columns that project the keys, sorted by variance in descending order."""
     variances_LKD: Tensor
     """Variances along the columns, in descending order."""
+    queries_LKDD: Tensor | None = None
+    """Columns that project the queries. None if they are the same as for the keys."""
 
     def ranks_at(self, share: float) -> Tensor:
         """Return the smallest number of components that explain this fraction of the variance, [L, K] (Rank@v, arXiv
@@ -41,13 +44,18 @@ class Components:
         # Clamp the number, because rounding errors could give more components than exist.
         return ((explained_LKD < share - 1e-12).sum(-1) + 1).clamp(max=variances_LKD.shape[-1])
 
+    def sides(self, layer: int, d: int) -> Tensor:
+        """Return the leading d directions of one layer, for the queries and for the keys, [2, K, D, d]."""
+        of_queries = self.vectors_LKDD if self.queries_LKDD is None else self.queries_LKDD
+        return torch.stack([of_queries[layer, ..., :d], self.vectors_LKDD[layer, ..., :d]])
+
 
 @dataclass(frozen=True)
 class LokiBasis:
     """The result of a calibration."""
 
     components: dict[str, Components]
-    """Principal components by kind ("pre" and "post"). A random basis has only "post"."""
+    """Principal components by kind (one of ``KINDS``). A random basis has only "post"."""
     best: tuple[str, ...]
     """For each layer, the kind that ranked held-out keys better."""
     fingerprint: Fingerprint
@@ -58,8 +66,8 @@ class LokiBasis:
     """Number of calibration tokens."""
     recall: dict[str, list[float]] = field(default_factory=dict)
     """Recall of each layer, by kind: how well the components rank held-out keys. A ranking with a quarter of the dims
-    chooses a quarter of the keys. The recall is the fraction of the truly best quarter that it chooses. Empty for a
-    random basis."""
+    chooses a quarter of the keys. The recall is the fraction of the truly best quarter that this ranking chooses. Empty
+    for a random basis."""
 
     @property
     def layers(self) -> int:
@@ -77,7 +85,8 @@ class LokiBasis:
         return next(iter(self.components.values())).vectors_LKDD.shape[1]
 
     def of_layer(self, layer: int, config: LokiConfig) -> Tensor:
-        """Return the leading components of one layer [K, D, d]. The settings select their kind and their number d.
+        """Return the directions that rank the keys of one layer, [2, K, D, d]. The first matrices project the queries,
+        and the second matrices project the keys. The settings select the kind of components and their number d.
 
         Args:
             layer: Index of the layer.
@@ -88,7 +97,7 @@ class LokiBasis:
         d = config.dim_count(self.head_dim)
         if config.variance is not None:
             d = int(components.ranks_at(config.variance)[layer].max())
-        return components.vectors_LKDD[layer, ..., :d].contiguous()
+        return components.sides(layer, d)
 
     def random(self, seed: int = 0) -> LokiBasis:
         """Return a basis of random directions for the same model. It is a control: a calibrated basis must be better.
@@ -114,6 +123,8 @@ class LokiBasis:
         for kind, components in self.components.items():
             tensors[f"{kind}.vectors"] = components.vectors_LKDD.contiguous()
             tensors[f"{kind}.variances"] = components.variances_LKD.contiguous()
+            if components.queries_LKDD is not None:
+                tensors[f"{kind}.queries"] = components.queries_LKDD.contiguous()
         about = {
             "format": FORMAT,
             "model": self.fingerprint.model,
@@ -145,7 +156,11 @@ class LokiBasis:
         try:
             basis = cls(
                 {
-                    kind: Components(tensors[f"{kind}.vectors"].float(), tensors[f"{kind}.variances"].float())
+                    kind: Components(
+                        tensors[f"{kind}.vectors"].float(),
+                        tensors[f"{kind}.variances"].float(),
+                        tensors["scores.queries"].float() if kind == "scores" else None,
+                    )
                     for kind in KINDS
                 },
                 tuple(str(kind) for kind in parse_json(about["best"])),
@@ -159,7 +174,7 @@ class LokiBasis:
         for kind, each in basis.components.items():
             _check(each, f"{path}: {kind}")
         if not set(basis.best) <= set(KINDS):
-            raise UserError(f"{path} is damaged: components of {KINDS}, and layers by {set(basis.best)}; {AGAIN}")
+            raise UserError(f"{path} is damaged: kinds of components are {KINDS}, not {set(basis.best)}; {AGAIN}")
         return basis
 
     def check_shape(self, layers: int, kv_heads: int, head_dim: int) -> None:
@@ -200,13 +215,16 @@ class LokiBasis:
 
 
 def _check(components: Components, where: str) -> None:
-    """Raise ``UserError`` if the vectors are not a finite orthonormal basis. With a wrong basis, Loki would choose
-    random keys without any error."""
+    """Raise ``UserError`` if the directions are not finite, or if all of them together would change the scores.
+
+    Without this check, Loki would choose random keys without any error.
+    """
     vectors_LKDD = components.vectors_LKDD.double()
     if vectors_LKDD.ndim != 4 or vectors_LKDD.shape[-1] != vectors_LKDD.shape[-2]:
         raise UserError(f"{where}: directions of shape {tuple(vectors_LKDD.shape)} are not a basis; {AGAIN}")
     if not (vectors_LKDD.isfinite().all() and components.variances_LKD.isfinite().all()):
         raise UserError(f"{where}: the basis has NaN or infinite numbers; {AGAIN}")
-    products = vectors_LKDD.transpose(-1, -2) @ vectors_LKDD
+    queries_LKDD = vectors_LKDD if components.queries_LKDD is None else components.queries_LKDD.double()
+    products = queries_LKDD.transpose(-1, -2) @ vectors_LKDD
     if (products - torch.eye(vectors_LKDD.shape[-1], dtype=torch.float64)).abs().max() > 1e-3:
-        raise UserError(f"{where}: the directions are not orthonormal; {AGAIN}")
+        raise UserError(f"{where}: the directions change the scores; {AGAIN}")

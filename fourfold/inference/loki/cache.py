@@ -1,6 +1,6 @@
 """Define Loki's cache layers. In addition to keys and values, they store what is needed to rank the keys.
 
-``replace_cache`` replaces the layers of a transformers cache with these layers, with the same contents.
+``replace_cache`` replaces the layers of a transformers cache with these layers, and copies the contents.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class LokiLayer(GrowingLayer):
     """Keys and values, and a *proxy* of the keys: their leading dims after rotation by the basis, [B, K, S, d]. To rank
     the keys, Loki reads only the proxy."""
 
-    def __init__(self, basis_KDd: Tensor, capacity: int = 0) -> None:
+    def __init__(self, basis_2KDd: Tensor, capacity: int = 0) -> None:
         super().__init__(capacity)
-        self.basis = basis_KDd
+        self.basis = basis_2KDd
         self.proxy_buffer = GrowingTensor(capacity)
         self.proxy_BKSd: Tensor | None = None
         """The proxy during an attention pass, on the device of the keys that ``update`` returned. The attention reads
@@ -103,6 +103,6 @@ class LokiLayer(GrowingLayer):
         return self.key_buffer, self.value_buffer, self.proxy_buffer
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.proxy_buffer.append(project(key_states, self.basis))
+        self.proxy_buffer.append(project(key_states, self.basis[1]))
         self.proxy_BKSd = self.proxy_buffer.filled
         return super().update(key_states, value_states)

@@ -25,7 +25,7 @@ from fourfold.inference.loki.select import keys_per_sequence
 from fourfold.inference.loki.simulate import Probe, simulate
 
 NAME = "loki"
-"""The name of this attention, and of its mask, in transformers' registries."""
+"""The name under which transformers registers this attention function and its mask."""
 
 
 @dataclass(eq=False)
@@ -61,11 +61,11 @@ def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: di
     assert state is not None
     hidden_states = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
     recipe = state.recipe
-    if recipe.basis_KDd is not None and recipe.basis_KDd.device != hidden_states.device:
+    if recipe.basis_2KDd is not None and recipe.basis_2KDd.device != hidden_states.device:
         # The first pass may run in inference mode. A tensor made in this mode cannot be used outside of it, so leave
         # the mode.
         with torch.inference_mode(False):
-            recipe.basis_KDd = recipe.basis_KDd.to(hidden_states.device)
+            recipe.basis_2KDd = recipe.basis_2KDd.to(hidden_states.device)
     state.release()
     # Before version 5.24, transformers used the name past_key_values.
     cache = keywords.get("cache", keywords.get("past_key_values"))
@@ -111,11 +111,11 @@ def loki_attention(
             prompt at once.
     """
     state = state_of(module)
-    basis_KDd = None if state is None else state.recipe.basis_KDd
+    basis_2KDd = None if state is None else state.recipe.basis_2KDd
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     # The layer may be one that stays dense. Or it may belong to a model without Loki that shares its configuration with
     # a model that uses Loki.
-    if state is None or basis_KDd is None:
+    if state is None or basis_2KDd is None:
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     for name in ("softcap", "s_aux"):
         if keywords.get(name) is not None:
@@ -130,11 +130,11 @@ def loki_attention(
         k, k_B = config.key_count(length), None
         if visible_B1S is not None:
             k, k_B = config.largest_key_count(length), keys_per_sequence(visible_B1S[:, 0].sum(-1), config)
-        out = decode(query[:, :, 0], key, value, layer.proxy_BKSd, basis_KDd, k, config, scaling, visible_B1S, k_B)
+        out = decode(query[:, :, 0], key, value, layer.proxy_BKSd, basis_2KDd[0], k, config, scaling, visible_B1S, k_B)
         return out[:, None], None
     if config.prefill == "simulate" and query.shape[2] > 1 and not config.is_dense_at(length):
         if query.shape[2] == length and is_simple:  # The cache holds only this prompt.
-            out = simulate(query, key, value, basis_KDd, config, scaling, attention_mask, state.probe)
+            out = simulate(query, key, value, basis_2KDd, config, scaling, attention_mask, state.probe)
             return out.transpose(1, 2).contiguous(), None
         raise UserError(
             'loki: prefill = "simulate" needs a whole prompt at once, an empty dynamic cache, and no custom mask; '

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,9 +21,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 HELD_OUT = 0.1
-"""Fraction of windows that are held out to compare the kinds of components."""
+"""Fraction of windows that are held out to compare two kinds of components: of the keys before and after their rotary
+embedding."""
 
 ROWS_COMPARED = 512
+
+LEAST_EIGENVALUE = 1e-4
+"""Smallest eigenvalue, relative to the largest one, of a covariance that is inverted."""
 
 
 @dataclass
@@ -36,17 +40,21 @@ class Moments:
     """Sum of the keys k."""
     products_KDD: Tensor
     """Sum of the products k·kᵀ."""
+    of_queries_KDD: Tensor
+    """Sum of the products q·qᵀ of the queries q of each KV head."""
 
     @classmethod
     def zero(cls, heads: int, head_dim: int) -> Moments:
         zeros = torch.zeros(heads, head_dim, head_dim, dtype=torch.float64)
-        return cls(0, zeros[..., 0].clone(), zeros)
+        return cls(0, zeros[..., 0].clone(), zeros, zeros.clone())
 
-    def add(self, key_BKSD: Tensor) -> None:
+    def add(self, query_BNSD: Tensor, key_BKSD: Tensor) -> None:
         keys_KTD = key_BKSD.float().transpose(0, 1).flatten(1, 2)
         self.count += keys_KTD.shape[1]
         self.sum_KD += keys_KTD.double().sum(1).cpu()
         self.products_KDD += (keys_KTD.transpose(1, 2) @ keys_KTD).double().cpu()
+        queries_KTD = query_BNSD.float().unflatten(1, (len(keys_KTD), -1)).transpose(0, 1).flatten(1, 3)
+        self.of_queries_KDD += (queries_KTD.transpose(1, 2) @ queries_KTD).double().cpu()
 
     def covariance_KDD(self) -> Tensor:
         """Return the covariance of the keys around their mean.
@@ -62,20 +70,33 @@ class Moments:
         variances_KD, vectors_KDD = torch.linalg.eigh(self.covariance_KDD())
         return vectors_KDD.flip(-1).float().contiguous(), variances_KD.flip(-1).float().contiguous()
 
+    def components_of_scores(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return matrices [K, D, D] that project keys and queries, and the variances of the scores along their columns.
+
+        The products of the first d columns are the best approximation of rank d to the scores q·k, in the mean square
+        over queries and keys that are independent of each other (KQ-SVD, arXiv 2512.05916).
+        """
+        root_q_KDD, inverse_q_KDD = _square_root(self.of_queries_KDD / self.count)
+        root_k_KDD, inverse_k_KDD = _square_root(self.covariance_KDD())
+        left_KDD, values_KD, right_KDD = torch.linalg.svd(root_q_KDD.mT @ root_k_KDD)
+        scale_K1D = values_KD.sqrt()[:, None]
+        keys_KDD, queries_KDD = inverse_k_KDD @ right_KDD.mT * scale_K1D, inverse_q_KDD @ left_KDD * scale_K1D
+        return keys_KDD.float(), (values_KD**2).float(), queries_KDD.float()
+
 
 @torch.no_grad()
 def calibrate(model: PreTrainedModel, windows: Sequence[Sequence[int]]) -> LokiBasis:
     """Compute a model's basis from windows of token ids, one at a time.
 
-    Each layer gets the kind of components that ranks better on held-out windows (a tenth of the windows, but at least
-    one).
+    There are two kinds of components: of the keys before and after their rotary embedding. Each layer gets the kind
+    that ranks better on held-out windows (a tenth of the windows, but at least one).
 
     Args:
         model: A transformers model.
         windows: Lists of token ids.
 
     Returns:
-        The basis: principal components of the keys of every layer and KV head, of both kinds.
+        The basis: components of every kind, for every layer and KV head.
 
     Raises:
         UserError: The model is not supported, or there is too little text.
@@ -88,29 +109,36 @@ def calibrate(model: PreTrainedModel, windows: Sequence[Sequence[int]]) -> LokiB
             "calibration needs at least two windows of text; give more text or --tokens, or a smaller --seq-len"
         )
     summed, held = windows[: len(windows) - count_held], windows[len(windows) - count_held :]
-    moments = {kind: [Moments.zero(heads, head_dim) for _ in attentions] for kind in KINDS}
+    moments = {kind: [Moments.zero(heads, head_dim) for _ in attentions] for kind in ("pre", "post")}
 
     def add(number: int, query: Tensor, keys: dict[str, Tensor], scaling: float) -> None:
-        for kind in KINDS:
-            moments[kind][number].add(keys[kind])
+        for kind in moments:
+            moments[kind][number].add(query, keys[kind])
 
     _observe(model, attentions, summed, add)
     tokens = sum(map(len, summed))
     if tokens <= head_dim:
         raise UserError(f"calibration on {tokens} tokens cannot tell {head_dim} directions apart; give more text")
-    components = {kind: _joined(of_layers) for kind, of_layers in moments.items()}
+    components = {kind: _joined(of_layers, Moments.components) for kind, of_layers in moments.items()}
+    components["scores"] = _joined(moments["post"], Moments.components_of_scores)
     recall = _compare(model, attentions, components, held)
     best = tuple(max(KINDS, key=lambda kind: recall[kind][n]) for n in range(len(attentions)))
     fingerprint = Fingerprint.of(text_config(model), attentions)
     return LokiBasis(components, best, fingerprint, max(map(len, windows)), tokens, recall)
 
 
-def _joined(of_layers: list[Moments]) -> Components:
+def _square_root(square_KDD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return R with R·Rᵀ equal to the matrix, and the inverse of Rᵀ. Eigenvalues that are nearly zero are raised."""
+    values_KD, vectors_KDD = torch.linalg.eigh(square_KDD)
+    root_KD = values_KD.maximum(LEAST_EIGENVALUE * values_KD[:, -1:]).clamp(min=1e-12).sqrt()
+    return vectors_KDD * root_KD[:, None], vectors_KDD / root_KD[:, None]
+
+
+def _joined(of_layers: list[Moments], components: Callable[[Moments], tuple[Tensor, ...]]) -> Components:
     for number, moments in enumerate(of_layers):
-        if not moments.products_KDD.isfinite().all():
+        if not (moments.products_KDD.isfinite().all() and moments.of_queries_KDD.isfinite().all()):
             raise UserError(f"layer {number} has NaN or infinite keys; load the model in bf16 or fp32")
-    vectors, variances = zip(*(moments.components() for moments in of_layers), strict=True)
-    return Components(torch.stack(vectors), torch.stack(variances))
+    return Components(*map(torch.stack, zip(*map(components, of_layers), strict=True)))
 
 
 def _compare(
@@ -127,8 +155,8 @@ def _compare(
     def rank(number: int, query: Tensor, keys: dict[str, Tensor], scaling: float) -> None:
         key = keys["post"][:, :, :ROWS_COMPARED]
         for kind, each in components.items():
-            basis_KDd = each.vectors_LKDD[number, ..., : config.dim_count(key.shape[-1])].to(key.device)
-            simulate(query[:, :, :ROWS_COMPARED], key, key, basis_KDd, config, scaling, None, probes[kind][number])
+            basis_2KDd = each.sides(number, config.dim_count(key.shape[-1])).to(key.device)
+            simulate(query[:, :, :ROWS_COMPARED], key, key, basis_2KDd, config, scaling, None, probes[kind][number])
 
     _observe(model, attentions, held, rank)
     return {kind: [float(torch.cat(probe.recall).mean()) for probe in each] for kind, each in probes.items()}

@@ -20,15 +20,15 @@ class LayerRecipe:
     """Settings for the cache of one layer."""
 
     config: LokiConfig
-    basis_KDd: Tensor | None = None
-    """The layer's leading components, which rank the keys. None if the layer stays dense."""
+    basis_2KDd: Tensor | None = None
+    """What ``LokiBasis.of_layer`` returns. None if the layer stays dense."""
     capacity: int = 0
     """Number of tokens to allocate memory for at the start."""
     warned: set[type] = field(default_factory=set)
     """Types of caches that a warning has already named. All recipes of a model share this set."""
 
     def new_layer(self) -> GrowingLayer:
-        return GrowingLayer(self.capacity) if self.basis_KDd is None else LokiLayer(self.basis_KDd, self.capacity)
+        return GrowingLayer(self.capacity) if self.basis_2KDd is None else LokiLayer(self.basis_2KDd, self.capacity)
 
 
 def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool) -> GrowingLayer | None:
@@ -48,9 +48,9 @@ def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool)
     layer = cache.layers[number]
     if _is_replaceable(layer, recipe, is_loki):
         layer = cache.layers[number] = _filled_from(layer, recipe)
-    elif is_loki and recipe.basis_KDd is not None:
+    elif is_loki and recipe.basis_2KDd is not None:
         if isinstance(layer, LokiLayer):
-            layer = cache.layers[number] = _with_current_basis(layer, recipe, recipe.basis_KDd)
+            layer = cache.layers[number] = _with_current_basis(layer, recipe, recipe.basis_2KDd)
         elif not isinstance(layer, GrowingLayer) and type(layer) not in recipe.warned:
             recipe.warned.add(type(layer))
             log.warning("layer %d: attention to a cache of type %s is dense", number, type(layer).__name__)
@@ -58,14 +58,15 @@ def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool)
 
 
 def _is_replaceable(layer: object, recipe: LayerRecipe, is_loki: bool) -> bool:
-    """Return whether a layer must and can be replaced. It must be if ``recipe`` asks for another type of layer. It can
-    be if it holds all keys and values, which a layer with a sliding window does only until the window is full."""
+    """Return whether a layer must be replaced and can be replaced. A layer must be replaced if ``recipe`` asks for
+    another type of layer. It can be replaced if it holds all keys and values. A layer with a sliding window holds them
+    all only until the window is full."""
     if not is_loki:
         return False
     if type(layer) is DynamicLayer:
         return True
     is_whole = type(layer) is DynamicSlidingWindowLayer and layer.cumulative_length < layer.sliding_window
-    return recipe.basis_KDd is not None and (type(layer) is GrowingLayer or is_whole)
+    return recipe.basis_2KDd is not None and (type(layer) is GrowingLayer or is_whole)
 
 
 def _filled_from(layer: object, recipe: LayerRecipe) -> GrowingLayer:
@@ -78,12 +79,12 @@ def _filled_from(layer: object, recipe: LayerRecipe) -> GrowingLayer:
     return new
 
 
-def _with_current_basis(layer: LokiLayer, recipe: LayerRecipe, basis_KDd: Tensor) -> GrowingLayer:
+def _with_current_basis(layer: LokiLayer, recipe: LayerRecipe, basis_2KDd: Tensor) -> GrowingLayer:
     """Return the layer. If the basis or the number of ranking dims has changed, return a new layer whose proxy is
     computed again from the keys."""
     # In all steps except the first, the tensor is the same, so there is nothing to compare.
-    if layer.basis is not basis_KDd:
-        if layer.basis.shape != basis_KDd.shape or not torch.equal(layer.basis.to(basis_KDd.device), basis_KDd):
+    if layer.basis is not basis_2KDd:
+        if layer.basis.shape != basis_2KDd.shape or not torch.equal(layer.basis.to(basis_2KDd.device), basis_2KDd):
             return _filled_from(layer, recipe)
-        layer.basis = basis_KDd
+        layer.basis = basis_2KDd
     return layer

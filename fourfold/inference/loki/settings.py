@@ -71,9 +71,9 @@ class LokiConfig(BaseModel):
     """Use dense attention for contexts with fewer tokens than this."""
     prefill: Literal["dense", "simulate"] = "dense"
     """With "simulate", every token of a prompt sees only its best keys, as in the paper's perplexities."""
-    basis: Literal["best", "pre", "post"] = "best"
-    """Use components of the keys before ("pre") or after ("post") their rotary embedding. "best" uses, for each
-    layer, the kind that ranked held-out keys better."""
+    basis: Literal["best", "pre", "post", "scores"] = "best"
+    """Use components of the keys before ("pre") or after ("post") their rotary embedding, or components of the scores
+    ("scores"). "best" uses, for each layer, the kind that ranked held-out keys best."""
     kernels: Literal["auto", "torch", "triton", "numba"] = "auto"
     """What runs a decoding step: torch's operations ("torch"), compiled kernels on a GPU ("triton"), or compiled
     kernels on a CPU for float32 and bfloat16 ("numba"). "auto" uses compiled kernels if they are installed and support

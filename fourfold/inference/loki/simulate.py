@@ -44,7 +44,7 @@ def simulate(
     query_BNQD: Tensor,
     key_BKSD: Tensor,
     value_BKSD: Tensor,
-    basis_KDd: Tensor,
+    basis_2KDd: Tensor,
     config: LokiConfig,
     scaling: float,
     mask_B1QS: Tensor | None = None,
@@ -53,13 +53,13 @@ def simulate(
     """Return the outputs of attention from each token to the best of its preceding keys, [B, N, Q, D], with Q = S.
 
     Args:
-        basis_KDd: The leading components, which rank the keys.
+        basis_2KDd: The directions that rank the keys, as ``LokiBasis.of_layer`` returns them.
         mask_B1QS: True if a query may see a key. None for causal attention. A sequence's k depends on the largest
             number of keys that one of its queries sees, so padding does not count.
         probe: Records the quality of the choices.
     """
     query_BKGQD = query_BNQD.unflatten(1, (key_BKSD.shape[1], -1))
-    query_BKGQd, key_BKSd = project(query_BKGQD, basis_KDd[:, None]), project(key_BKSD, basis_KDd)
+    query_BKGQd, key_BKSd = project(query_BKGQD, basis_2KDd[0][:, None]), project(key_BKSD, basis_2KDd[1])
     length = key_BKSD.shape[2]
     rows = max(1, CHUNK_SCORES // (query_BNQD.shape[0] * query_BNQD.shape[1] * length))
     k_B = None if mask_B1QS is None else keys_per_sequence(mask_B1QS[:, 0].sum(-1).amax(-1), config)
@@ -89,8 +89,8 @@ def only_by_score(config: LokiConfig) -> LokiConfig:
 
 
 def _best(scores_BKGQS: Tensor, k: int, config: LokiConfig, visible_B1QS: Tensor, k_B: Tensor | None) -> Tensor:
-    """Return True for the visible keys that each row chooses by these scores. It chooses k keys, or as many as ``k_B``
-    gives for its sequence."""
+    """Return True for the visible keys that each row chooses by these scores. A row chooses k keys. With ``k_B``, it
+    chooses the number of keys that ``k_B`` has for its sequence."""
     worth_BKQS = combine_heads(scores_BKGQS, visible_B1QS)
     places_BKQk = choose_keys(worth_BKQS, k, config, visible_B1QS, k_B)
     chosen_BKQS = torch.zeros_like(worth_BKQS, dtype=torch.bool)
