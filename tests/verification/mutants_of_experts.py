@@ -32,7 +32,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "the router's gradient covers only one rank's channels",
+        "the gradient of the router covers only one y rank's channels",
         "parallel.experts.experts:ParallelMixture._routed",
         'sum_gradient(routing.weights_TK, self.grid.y, "router: weights\' gradient")',
         "routing.weights_TK",
@@ -40,7 +40,7 @@ EXPERTS = [
         Y2EP2,
     ),
     on_grid(
-        "the router's gradient covers only one rank's tokens",
+        "the gradient of the router covers only one x rank's tokens",
         "parallel.experts.router:ParallelRouter.__init__",
         'Tile(y=1, partial_over=("x",))',
         "Tile(y=1)",
@@ -307,7 +307,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "every micro-batch of a pipeline uses the padding mask of the first one",
+        "every micro-batch of a pipeline uses the padding mask of the first micro-batch",
         "parallel.pipeline.pipeline:_PipelineStep._forward",
         "model(*inputs, self.loss_scale, hidden, batch.reference, batch.is_data, *ahead)",
         "model(*inputs, self.loss_scale, hidden, batch.reference, self.micro_batches[0].is_data, *ahead)",

@@ -125,7 +125,7 @@ BIASES = [
 
 ACTIVATION = [
     Mutant(
-        "the gate is not clamped",
+        "the output of gate is not clamped",
         "models.mlp:_ClampedSwiGLU.forward",
         "gate.clamp(max=limit)",
         "gate",
@@ -139,7 +139,7 @@ ACTIVATION = [
         GPT_OSS,
     ),
     Mutant(
-        "a clamped gate has a gradient",
+        "values of gate that are clamped get a gradient",
         "models.mlp:_ClampedSwiGLU.backward",
         "d_gate.mul_(up.clamp(-limit, limit).add_(1)).mul_(grad).mul_(gate <= limit)",
         "d_gate.mul_(up.clamp(-limit, limit).add_(1)).mul_(grad)",

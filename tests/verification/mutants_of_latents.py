@@ -130,7 +130,7 @@ LATENTS = [
         DEEPSEEK_V3,
     ),
     Mutant(
-        "groups are rated without the experts' biases",
+        "groups of experts are rated without the experts' biases",
         "models.mixture:Choice.experts",
         "by_group_TGe.topk(2 if self.sigmoid else 1, dim=-1)",
         "scores_TE.unflatten(-1, (self.groups, -1)).topk(2 if self.sigmoid else 1, dim=-1)",

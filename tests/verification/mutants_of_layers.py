@@ -28,7 +28,7 @@ COLLECTIVES = [
         grid=Y2,
     ),
     Mutant(
-        "an all-reduce is scaled by the group's size",
+        "an all-reduce divides the sum by the number of ranks",
         "parallel.grid.communicate:start_all_reduce",
         "Pending(partial, [work])",
         "Pending(partial, [work], lambda t: t / axis.size)",

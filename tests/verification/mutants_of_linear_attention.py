@@ -62,7 +62,7 @@ LINEAR_ATTENTION = [
         "plain",
     ),
     Mutant(
-        "the gradient of the gated norm is not summed over y",
+        "the gradient of linear attention's gated norm is not summed over y",
         "parallel.tensor.norm:HeadNorm.__init__",
         'Tile(partial_over=("x", "y"))',
         'Tile(partial_over=("x",))',
@@ -82,7 +82,7 @@ LINEAR_ATTENTION = [
         "plain",
     ),
     Mutant(
-        "the tokens of the output gate stay in rank order",
+        "linear attention's output gate has its tokens in rank order, not in sequence order",
         FORWARD,
         "q, k, v, z, b, a = (whole_sequences(t, self.x.size) for t in (q, k, v, z, b, a))",
         "q, k, v, b, a = (whole_sequences(t, self.x.size) for t in (q, k, v, b, a))\n"
@@ -121,7 +121,7 @@ LINEAR_ATTENTION = [
         PACKED | {"training": {"seq_length": 96}},
     ),
     Mutant(
-        "the convolution leaks into the next document",
+        "the convolution of linear attention leaks into the next document",
         CORE_MIX,
         "short_convolution(t.float(), weight, documents_BS)",
         "short_convolution(t.float(), weight, None)",
@@ -130,7 +130,7 @@ LINEAR_ATTENTION = [
         PACKED,
     ),
     Mutant(
-        "the convolution does not read the last tokens of the previous cp rank",
+        "the convolution of linear attention does not read the last tokens of the previous cp rank",
         "models.delta_net:short_convolution",
         "F.pad(x_BSC[:, :-back], (0, 0, back, 0))",
         "F.pad(x_BSC.unflatten(1, (4, -1))[:, :, :-back], (0, 0, back, 0)).flatten(1, 2)",
@@ -138,14 +138,14 @@ LINEAR_ATTENTION = [
         ULYSSES,
     ),
     Mutant(
-        "the weights of the convolution are in reverse order",
+        "the weights of linear attention's convolution are in reverse order",
         "models.delta_net:short_convolution",
         "weight_CT[:, -1 - back]",
         "weight_CT[:, back - 1]",
         HYBRID,
     ),
     Mutant(
-        "the state decays after a token's update, not before it",
+        "the state of linear attention decays after a token's update, not before it",
         RULE,
         "_decays(decay, documents_BS)",
         "_decays(decay - _chunks(log_decay_BSN), documents_BS)",
@@ -170,7 +170,7 @@ LINEAR_ATTENTION = [
         {"training": {"seq_length": 96}},
     ),
     Mutant(
-        "key heads are assigned to the wrong value heads",
+        "linear attention assigns key heads to the wrong value heads",
         "models.delta_net:unit_heads",
         "t_BSKD.repeat_interleave(heads // t_BSKD.shape[2], dim=2)",
         "t_BSKD.repeat(1, 1, heads // t_BSKD.shape[2], 1)",
@@ -202,7 +202,7 @@ LINEAR_ATTENTION = [
         X2,
     ),
     Mutant(
-        "the gated norm multiplies by the gate before it normalizes, not after",
+        "linear attention's gated norm multiplies by the gate before it normalizes, not after",
         "models.delta_net:DeltaCore.compute",
         "self.norm(out_BSNE) * gate_BSNE",
         "self.norm(out_BSNE * gate_BSNE)",

@@ -115,7 +115,7 @@ MULTI_TOKEN = [
         against="plain",
     ),
     Mutant(
-        "the first and the last stage swap the gradients of their embedding copies instead of summing them",
+        "the first and the last stage do not sum the gradients of their embedding copies",
         "parallel.pipeline.pipeline:EmbeddingCopies.sum_gradients",
         'gradient.add_(swap(gradient, self.holders, "gradients of the embedding\'s copies"))',
         'swap(gradient, self.holders, "gradients of the embedding\'s copies")',

@@ -35,7 +35,7 @@ OPTIMIZERS = [
         "plain",
     ),
     Mutant(
-        "with Muon, an owner writes all its matrices into the first one",
+        "with Muon, an owner collects the shards of all its matrices in its first matrix",
         "training.owned_matrices:_in_place",
         "matrices_BMN[slot]",
         "matrices_BMN[0]",

@@ -164,7 +164,7 @@ DATA = [
         grid=DP2,
     ),
     Mutant(
-        "every micro-batch has the labels of the first one",
+        "every micro-batch has the labels of the first micro-batch",
         "data.loader:Loader.assemble",
         "labels[row]",
         "labels[rows[0]]",

@@ -7,7 +7,10 @@ PUBLISHED = {
         "the gradient of the key that heads share is not summed over y",
         "every batch, with latent attention",
     ),
-    "Automodel #2131": ("the convolution leaks into the next document", "packed documents, with linear attention"),
+    "Automodel #2131": (
+        "the convolution of linear attention leaks into the next document",
+        "packed documents, with linear attention",
+    ),
     "axolotl #3033": (
         "each rank divides its loss by its own number of labels, even if this number is 0",
         "a micro-batch without labels",
@@ -32,7 +35,7 @@ PUBLISHED = {
         "every batch, with latent attention",
     ),
     "Megatron-LM #7452": (
-        "the gradient of the gated norm is not summed over y",
+        "the gradient of linear attention's gated norm is not summed over y",
         "every batch, with linear attention",
     ),
     "optimum-intel #1877": (
@@ -44,7 +47,7 @@ PUBLISHED = {
         "packed documents, with linear attention",
     ),
     "prime-rl #3002, second bug": (
-        "the convolution does not read the last tokens of the previous cp rank",
+        "the convolution of linear attention does not read the last tokens of the previous cp rank",
         "every batch, with linear attention",
     ),
     "slime #1686, Automodel #2131": (
