@@ -100,8 +100,8 @@ class EvaluationConfig(Strict):
     `evaluate`."""
 
     interval: int = Field(0, ge=0)
-    """Number of steps between evaluations. If it is above 0, the evaluation also runs after the last step. 0 disables
-    them."""
+    """Number of steps between evaluations. If it is above 0, the tasks also run after the last step. 0 disables
+    evaluations."""
     tasks: list[str] = Field([])
     """Names of lm-eval tasks."""
     include_path: PathText | None = None

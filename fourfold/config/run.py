@@ -183,8 +183,8 @@ class CheckpointConfig(Strict):
     """What to do if a checkpoint cannot be written, for example on a full disk: continue with a warning, or end the
     run. If the run's last checkpoint cannot be written, the run always ends with an error."""
     resume: PathText = "auto"
-    """Checkpoint to resume from: the run's newest ('auto'), or the path of a checkpoint. 'never' starts without a
-    checkpoint."""
+    """Checkpoint to resume from: the run's newest checkpoint ('auto'), or the path of a checkpoint. 'never' starts
+    without a checkpoint."""
 
 
 class MetricsConfig(Strict):
