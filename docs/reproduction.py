@@ -6,9 +6,9 @@ The script replaces these marks of the template:
   with these cells. {{share; …}} shows it as a percentage. {{rate; …}} is the number in bold, and {{before colon; …}}
   and {{after colon; …}} are the two parts of the cell.
 - {{plan; name}}: a prediction that this script computes with the planner.
-- {{gaps; mask; key}}: a figure of figures/mask_gaps.json. {{gaps one in; mask; S}} shows one in how many passages of S
-  tokens has no dropped token.
-- {{law; k; S}}: the drop law.
+- {{gaps; mask; key}}: a number in figures/mask_gaps.json. {{gaps one in; mask; S}} is the number n if one in n passages
+  of S tokens has no dropped token.
+- {{law; k; S}}: the share of passages of S tokens that have no dropped token, by the drop law.
 - {{said; page.md; pattern}}: a number in the text of a page.
 - {{runs}}: the table of slingshot_runs.csv.
 """

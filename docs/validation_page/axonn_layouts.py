@@ -1,6 +1,6 @@
-"""Reconstruct the layouts that AxoNN's authors tried on a machine. Their own communication model chose these layouts.
+"""Reconstruct the layouts that AxoNN's authors tried on a machine.
 
-The authors chose the layouts of their large runs with this model (axonn-ai/Megatron-AxoNN 8a4ae241,
+The authors chose the layouts of their large runs with a communication model (axonn-ai/Megatron-AxoNN 8a4ae241,
 examples/comm_model.py and launch_per_comm_model.py). The model tries all powers of two for x, y, z, and dp. It computes
 the time of one block's collectives from the bandwidths below, without latency. The authors ran the 20 layouts with the
 shortest time and reported the fastest of them.
@@ -23,8 +23,8 @@ roles."""
 
 
 def tried_layouts(model: str, machine: str, gpus: int, hidden: int, tokens: float, batch: int) -> list[dict[str, int]]:
-    """Return sizes of x, y, z, and dp, best first. The result is empty if the authors gave no bandwidths for the
-    machine."""
+    """Return the sizes of x, y, z, and dp of the layouts that the authors tried, best first. The result is empty if the
+    authors gave no bandwidths for the machine."""
     if machine not in ("frontier", "perlmutter") or model not in LEAST_TENSOR:
         return []
     powers = [1 << i for i in range(gpus.bit_length())]
@@ -43,8 +43,11 @@ def tried_layouts(model: str, machine: str, gpus: int, hidden: int, tokens: floa
 def _seconds(
     machine: str, hidden: int, outputs: int, tokens: float, x: int, y: int, z: int, dp: int, swapped: bool
 ) -> float:
-    """Return the relative time of one matmul's collectives: sums over x and y in 16 bits, weights and their
-    gradients over z in 16 bits (three collectives), and gradients over dp in 32 bits."""
+    """Return the relative time of one matmul's collectives.
+
+    These are sums over x and y in 16 bits, three collectives of weights and their gradients over z in 16 bits, and a
+    sum of gradients over dp in 32 bits.
+    """
     weights = outputs * hidden**2 / (x * y)
     wide, narrow = 2 * 2 * tokens * outputs * hidden, 2 * 2 * tokens * hidden
     over_x, over_y = (narrow / y, 2 * wide / x) if swapped else (2 * wide / y, narrow / x)

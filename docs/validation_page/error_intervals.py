@@ -1,6 +1,8 @@
 """Compute intervals of predicted step times from the errors on sources that the constants were not fitted to.
 
-An interval is a pair of factors on the predicted seconds: the 5th and the 95th percentile of measured over predicted.
+An interval is a pair of factors: the 5th and the 95th percentile of measured seconds divided by predicted seconds. The
+planner multiplies the predicted seconds of a step by these factors.
+
 As in the fit, n rows of a source have the weight of √n rows, because a user's training framework is like a new source,
 not like one more row of a known source. An imagined source stands for all sources that nobody has published. It keeps
 the interval wide for kinds of steps with few sources.
@@ -28,13 +30,14 @@ similar standard deviation."""
 UNKNOWN_ROWS, UNKNOWN_WEIGHT = 39, 2.0
 """Number of ratios that represent the imagined source, and their weight together: as much as a source with 4 rows."""
 NEAR = 1.35
-"""A layout is compared with the best layout if its predicted time is at most this many times as long."""
+"""``order_factor`` compares a layout with the best layout if the predicted time is at most this many times as long."""
 MIN_COMPARED = 10
-"""A source with fewer compared rows than this does not count."""
+"""``order_factor`` ignores a source with fewer compared layouts than this."""
 
 
 def interval_of(scored: Sequence[Scored]) -> tuple[float, float]:
-    """Return the 5th and 95th percentile of measured over predicted seconds, of the rows and of the imagined source."""
+    """Return the 5th and 95th percentile of measured seconds divided by predicted seconds, over the rows and the
+    imagined source."""
     timed = [s for s in scored if s.row.seconds is not None]
     sources = Counter(s.row.source for s in timed)
     ratios = [s.row.seconds / s.seconds for s in timed if s.row.seconds is not None]
@@ -45,7 +48,8 @@ def interval_of(scored: Sequence[Scored]) -> tuple[float, float]:
 
 
 def coverage(scored: Sequence[Scored]) -> dict[str, float]:
-    """Return, for each source, the fraction of its rows inside the interval of all other sources."""
+    """Return the fraction of each source's rows that are inside the interval. The interval of a source is computed from
+    all other sources."""
     shares = {}
     for source in dict.fromkeys(s.row.source for s in scored):
         low, high = interval_of([s for s in scored if s.row.source != source])

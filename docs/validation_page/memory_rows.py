@@ -15,14 +15,14 @@ from validation_page.cells import percent, table
 from validation_page.memory_cases import CAPACITIES, FitCases, memory_cases
 
 NOISE_OF_MEMORY = 0.12
-"""Standard deviation of one measured memory row around its prediction."""
+"""Standard deviation of measured memory / predicted memory, for one row."""
 CACHED_SPREAD = 0.05
 """Standard deviation of ``CACHED`` around its prior, ``UNUSABLE``."""
 
 
 def memory_rows(rows: list[Row]) -> list[tuple[str, ...]]:
-    """Return a table's rows with the errors of each source's memory. The fraction of cached bytes is fitted to all
-    other sources."""
+    """Return the rows of a table with the memory errors of each source. The allocator's share for a source is fitted to
+    all other sources."""
     found, everything = [], []
     for source in dict.fromkeys(row.source for row in rows if row.memory_gb is not None):
         own = [row for row in rows if row.source == source and row.memory_gb is not None]
@@ -38,8 +38,8 @@ def memory_rows(rows: list[Row]) -> list[tuple[str, ...]]:
 
 
 def allocator_share(rows: list[Row]) -> float:
-    """Estimate how many unused bytes the allocator caches, as a fraction of the allocated bytes. The estimate has a
-    prior."""
+    """Estimate how many unused bytes the allocator caches, as a fraction of the allocated bytes. The estimate combines
+    the rows with the prior ``UNUSABLE``."""
     runtime, allocated, measured = memory_parts([row for row in rows if row.memory_gb is not None])
     shares = np.clip((measured - runtime) / allocated - 1, -0.1, 0.4)
     return float(
