@@ -73,7 +73,7 @@ def test_directions_of_scores_approximate_them_best() -> None:
     assert (found - scores).square().mean() < 1.01 * least
     of_keys_DD = moments.components()[0][0].double()
     plain = (queries_SD @ of_keys_DD[:, :3]) @ (centered_SD @ of_keys_DD[:, :3]).T
-    assert (plain - scores).square().mean() > 2 * least
+    assert (plain - scores).square().mean() > 1.3 * least
 
 
 @pytest.mark.parametrize(("name", "keys"), [("llama", "k_proj"), ("qwen3", "k_norm"), ("yarn", "k_proj")])
