@@ -93,7 +93,7 @@ class Sizes:
             seq=training.seq_length,
             batch=training.global_batch_size,
             float8=training.float8 != "none",
-            **{axis: getattr(grid, axis) for axis in ("x", "y", "z", "dp", "cp", "pp", "zero")},
+            **{axis: getattr(grid, axis) for axis in ("x", "y", "z", "dp", "cp", "pp", "ep", "zero")},
             micro_batch=training.micro_batch_size,
             batch_parts=run.overlap.batch_parts,
             shards_per_node=run.overlap.shards_per_node,
@@ -110,7 +110,6 @@ class Sizes:
             linear_heads=model.linear_num_key_heads,
             output_gate=model.attention_output_gate,
             shared_inner=model.shared_expert_intermediate_size,
-            ep=grid.ep,
             predictions=model.num_nextn_predict_layers,
         )
 

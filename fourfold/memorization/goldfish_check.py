@@ -114,9 +114,7 @@ def goldfish_check(
     known = sum(int(replay.known.sum()) for replay in replays)
     losses, agrees = [-each.log_prob for each in scores], [each.agrees for each in scores]
     return {
-        "strategy": config.strategy,
-        "k": config.k,
-        "h": config.h,
+        "strategy": config.strategy, "k": config.k, "h": config.h,
         "drop_rate": sum(int(out.sum()) for out in dropped) / max(1, known),
         "nll_kept": _mean_at(kept, losses),
         "nll_dropped": _mean_at(dropped, losses),
@@ -131,7 +129,7 @@ def goldfish_check(
         "suffix_kept_whole": whole / len(documents),
         "suffix_kept_whole_ci": list(wilson(whole, len(documents))),
         "near_duplicates": near_duplicates(config, exempt, documents, tokenizer),
-    }
+    }  # fmt: skip
 
 
 def near_duplicates(

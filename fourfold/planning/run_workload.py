@@ -12,42 +12,38 @@ from fourfold.planning.model_shape import ModelShape
 from fourfold.planning.program_flags import Program
 from fourfold.planning.workload import CP_METHODS, OPTIMIZERS, RECOMPUTE, SCHEDULES, Layout, Step, Workload
 
+SAME_SIZES = (
+    "num_hidden_layers", "hidden_size", "head_dim", "padded_vocab_size", "tie_word_embeddings", "attention_bias",
+    "qk_norm", "zero_centered_norm", "parallel_residual", "sliding_window", "num_experts",
+    "shared_expert_intermediate_size", "shared_expert_gate", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_key_head_dim", "linear_value_head_dim",
+)  # fmt: skip
+"""Sizes that have the same name in ``ModelConfig`` and in ``ModelShape``."""
+
 
 def model_shape(model: ModelConfig) -> ModelShape:
     """Return the sizes of a run file's model."""
     sparse, kinds = model.sparse_layers, [model.type_of(layer) for layer in range(model.num_hidden_layers)]
     inner = model.intermediate_size if sparse < model.num_hidden_layers else 0
     return ModelShape(
-        num_hidden_layers=model.num_hidden_layers,
-        hidden_size=model.hidden_size,
+        **{name: getattr(model, name) for name in SAME_SIZES},
         queries=model.num_attention_heads * model.head_dim,
         keys=model.num_key_value_heads * model.head_dim,
-        head_dim=model.head_dim,
         intermediate_size=inner,
         gate_up=inner * (2 if model.gated_mlp else 1),
-        padded_vocab_size=model.padded_vocab_size,
-        tie_word_embeddings=model.tie_word_embeddings,
         rope=0 if model.position_embedding == "learned" else 2 if model.rope_local_base_freq else 1,
         rotary_share=model.rotary_dim / model.head_dim,
         rotated=sum(map(model.rotates, range(model.num_hidden_layers))) / model.num_hidden_layers,
         positions=model.max_position_embeddings if model.position_embedding == "learned" else 0,
-        attention_bias=model.attention_bias,
-        qk_norm=model.qk_norm,
         joint_head_norms=model.qk_norm_over == "all_heads",
         layer_norm=model.norm == "layernorm",
-        zero_centered_norm=model.zero_centered_norm,
-        parallel_residual=model.parallel_residual,
         norms=4 if model.norm_placement == "around" else 2,
         output_norms=model.norm_placement != "before",
-        sliding_window=model.sliding_window,
         sliding=model.sliding_layers / model.num_hidden_layers,
         caps_scores=model.attn_logit_softcapping > 0,
         caps_logits=model.final_logit_softcapping > 0,
-        num_experts=model.num_experts,
         num_experts_per_tok=model.num_experts_per_tok if model.num_experts else 0,
         moe_intermediate_size=model.moe_intermediate_size if model.num_experts else 0,
-        shared_expert_intermediate_size=model.shared_expert_intermediate_size,
-        shared_expert_gate=model.shared_expert_gate,
         sparse=sparse / model.num_hidden_layers if sparse else 0,
         clamps_gate=model.swiglu_limit > 0,
         q_latent=model.q_lora_rank,
@@ -57,10 +53,6 @@ def model_shape(model: ModelConfig) -> ModelShape:
         output_gate=model.attention_output_gate,
         linear=model.linear_layers / model.num_hidden_layers,
         after_linear=kinds[::-1].index("linear_attention") if "linear_attention" in kinds else 0,
-        linear_num_key_heads=model.linear_num_key_heads,
-        linear_num_value_heads=model.linear_num_value_heads,
-        linear_key_head_dim=model.linear_key_head_dim,
-        linear_value_head_dim=model.linear_value_head_dim,
     )
 
 
@@ -99,15 +91,11 @@ def workload_of(run: RunConfig) -> Workload:
     training, grid, recompute = run.training, run.parallel, run.activation_checkpoint
     layout = Layout(
         x=grid.x, y=grid.y, z=grid.z, dp=grid.dp, cp=grid.cp, pp=grid.pp, ep=grid.ep, zero=grid.zero,
-        stages_per_rank=stages_per_rank(grid),
-        schedule=SCHEDULES.index(grid.schedule) if grid.pp > 1 else 0,
-        cp_method=CP_METHODS.index(context_method(run)),
-        micro_batch_size=training.micro_batch_size,
-        batch_parts=run.overlap.batch_parts,
-        recompute=RECOMPUTE.index(recompute.mode),
+        stages_per_rank=stages_per_rank(grid), schedule=SCHEDULES.index(grid.schedule) if grid.pp > 1 else 0,
+        cp_method=CP_METHODS.index(context_method(run)), batch_parts=run.overlap.batch_parts,
+        micro_batch_size=training.micro_batch_size, end_layers=_end_layers(run.model),
+        recompute=RECOMPUTE.index(recompute.mode), offload=recompute.offload,
         recompute_every=recompute.every if recompute.mode != "none" else 1,
-        offload=recompute.offload,
-        end_layers=_end_layers(run.model),
         layers_per_stage=grid.layers_per_stage if grid.pp > 1 else None,
     )  # fmt: skip
     weight_bytes = 4 if training.master_weights == "fp32" else 2
@@ -126,16 +114,11 @@ def workload_of(run: RunConfig) -> Workload:
         fused=training.compile,
         fused_loss=training.device != "cpu",
         chunk_logits=CHUNK_LOGITS["cpu" if training.device == "cpu" else "cuda"],
-        overlap_x=run.overlap.input_gradients,
-        gate_first=run.overlap.gate_sum,
-        overlap_z=run.overlap.weight_prefetch > 0,
-        prefetch=run.overlap.weight_prefetch,
+        overlap_x=run.overlap.input_gradients, gate_first=run.overlap.gate_sum,
+        overlap_z=run.overlap.weight_prefetch > 0, prefetch=run.overlap.weight_prefetch,
         shards_per_node=run.overlap.shards_per_node,
-        recomputes_attention="attention" in recompute.modules,
-        recomputes_mlp="mlp" in recompute.modules,
-        recomputes_norms="norms" in recompute.modules,
-        recomputes_gathers="gathers" in recompute.modules,
-    )
+        **{f"recomputes_{each}": each in recompute.modules for each in ("attention", "mlp", "norms", "gathers")},
+    )  # fmt: skip
     return Workload(model_shape(run.model), layout, step, program)
 
 

@@ -55,8 +55,7 @@ def loki_tables(record: Record) -> None:
 
 def _perplexity_rows(record: Record) -> list[list[str]]:
     """Return one row each for dense attention, Loki, exact top-k attention, and a random basis (the control)."""
-    dims = [layer["d"] for layer in record["layers"] if layer["d"] is not None]
-    ranking = f"{min(dims)}" if min(dims) == max(dims) else f"{min(dims)} to {max(dims)}"
+    ranking = next(str(layer["d"]) for layer in record["layers"] if layer["d"] is not None)
     widths = {"loki": ranking, "oracle": str(record["head_dim"]), "random": ranking}
     rows = [["dense", str(record["seq_length"]), "", f"{record['perplexity']['dense']:.4f}", "", ""]]
     for name, title in VARIANTS.items():

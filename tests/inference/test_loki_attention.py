@@ -18,7 +18,6 @@ from transformers import DynamicCache
 from fourfold.errors import UserError
 from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
 from fourfold.inference.loki.architecture import SUPPORTED
-from fourfold.inference.loki.basis import Components
 from fourfold.inference.loki.cache import GrowingLayer, LokiLayer
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -228,16 +227,3 @@ def test_half_precision(llama: tuple[Any, LokiBasis]) -> None:
     enable_loki(half, basis, EVERY)
     found = step_by_step(half, tokens, 20).float()
     assert (found - expected).abs().mean() < 1.3 * rounding
-
-
-def test_per_layer_dims_from_the_variance(llama: tuple[Any, LokiBasis]) -> None:
-    model, basis = llama
-    variances = torch.full((2, 2, 8), 1e-6)
-    variances[0, :, :2], variances[1, :, :3], variances[1, 1, :5] = 1.0, 1.0, 1.0
-    planted = LokiBasis(
-        {"post": Components(basis.components["post"].vectors_LKDD, variances)}, ("post",) * 2, basis.fingerprint, 64, 64
-    )
-    enable_loki(model, planted, LokiConfig(variance=0.99, k=12, min_seq=0))
-    dims = [layer.self_attn.loki.recipe.basis_2KDd.shape[-1] for layer in model.model.layers]
-    disable_loki(model)
-    assert dims == [2, 5]

@@ -204,7 +204,7 @@ def test_architectures_that_cannot_have_it(kind: str) -> None:
         ({"k_f": 0.0}, "must be a number > 0 and ≤ 1"),
         ({"d_f": 1.5}, "≤ 1"),
         ({"k": 5, "k_f": 0.5}, "k and k_f exclude each other"),
-        ({"d": 5, "variance": 0.5}, "d and variance exclude each other"),
+        ({"d": 5, "d_f": 0.5}, "d and d_f exclude each other"),
         ({"k": 5, "sink": 3, "recent": 3}, "raise k to at least 6"),
         ({"min_seq": -1}, "≥ 0"),
         ({"kernels": "cuda"}, "'auto', 'torch', 'triton' or 'numba'"),

@@ -20,7 +20,13 @@ from fourfold.parsing import parse_json
 
 FORMAT = "2"
 AGAIN = "make it again with: fourfold loki calibrate"
-KINDS = ("pre", "post", "scores")
+PARTS = {
+    "pre": ("vectors", "variances"),
+    "post": ("vectors", "variances"),
+    "scores": ("vectors", "variances", "queries"),
+}
+"""The tensors of each kind of components in a file."""
+KINDS = tuple(PARTS)
 """Kinds of components: of the keys before ("pre") and after ("post") their rotary embedding, and of the scores, which
 depend on the keys and on the queries ("scores")."""
 
@@ -93,11 +99,7 @@ class LokiBasis:
             config: Loki's settings.
         """
         kind = self.best[layer] if config.basis == "best" else config.basis
-        components = self.components[kind]
-        d = config.dim_count(self.head_dim)
-        if config.variance is not None:
-            d = int(components.ranks_at(config.variance)[layer].max())
-        return components.sides(layer, d)
+        return self.components[kind].sides(layer, config.dim_count(self.head_dim))
 
     def random(self, seed: int = 0) -> LokiBasis:
         """Return a basis of random directions for the same model. It is a control: a calibrated basis must be better.
@@ -120,11 +122,9 @@ class LokiBasis:
             UserError: The file cannot be written.
         """
         tensors = {"fingerprint": self.fingerprint.sample}
-        for kind, components in self.components.items():
-            tensors[f"{kind}.vectors"] = components.vectors_LKDD.contiguous()
-            tensors[f"{kind}.variances"] = components.variances_LKD.contiguous()
-            if components.queries_LKDD is not None:
-                tensors[f"{kind}.queries"] = components.queries_LKDD.contiguous()
+        for kind, each in self.components.items():
+            parts = zip(PARTS[kind], (each.vectors_LKDD, each.variances_LKD, each.queries_LKDD), strict=False)
+            tensors |= {f"{kind}.{part}": tensor.contiguous() for part, tensor in parts if tensor is not None}
         about = {
             "format": FORMAT,
             "model": self.fingerprint.model,
@@ -155,14 +155,7 @@ class LokiBasis:
             raise UserError(f"{path} is not a basis of this version; {AGAIN}")
         try:
             basis = cls(
-                {
-                    kind: Components(
-                        tensors[f"{kind}.vectors"].float(),
-                        tensors[f"{kind}.variances"].float(),
-                        tensors["scores.queries"].float() if kind == "scores" else None,
-                    )
-                    for kind in KINDS
-                },
+                {kind: Components(*(tensors[f"{kind}.{part}"].float() for part in PARTS[kind])) for kind in KINDS},
                 tuple(str(kind) for kind in parse_json(about["best"])),
                 Fingerprint(about["model"], about["rope"], tensors["fingerprint"]),
                 int(about["seq_length"]),

@@ -67,11 +67,11 @@ def measure_quality(
             "windows (--seq-len), or fewer keys (--loki k=…, k_f=… or min_k=…)"
         )
     disable_loki(model)
-    exact = only_by_score(config).model_copy(update={"d": basis.head_dim, "d_f": None, "variance": None})
+    exact = only_by_score(config).model_copy(update={"d": basis.head_dim, "d_f": None})
     variants = {
         "loki": (basis, config),
         "oracle": (basis, exact),
-        "random": (basis.random(), _with_as_many_dims(config, basis)),
+        "random": (basis.random(), config.model_copy(update={"basis": "best"})),
     }
     perplexity = {"dense": _perplexity(model, windows)}
     found: dict[str, list[dict[str, float] | None]] = {}
@@ -132,18 +132,6 @@ def compare_tasks(
         for task, metrics in results.items():
             found.setdefault(task, {})[name] = {key.removesuffix(",none"): value for key, value in metrics.items()}
     return found
-
-
-def _with_as_many_dims(config: LokiConfig, basis: LokiBasis) -> LokiConfig:
-    """Return settings with which the random basis ranks keys by as many dims as ``basis`` does with ``config``.
-
-    With ``variance``, this number differs between layers, and a random basis has no variances. The settings then use
-    the mean number of dims over the layers of the calibrated basis.
-    """
-    if config.variance is None:
-        return config.model_copy(update={"basis": "best"})
-    dims = [basis.of_layer(layer, config).shape[-1] for layer in range(basis.layers)]
-    return config.model_copy(update={"variance": None, "d": round(sum(dims) / len(dims)), "basis": "best"})
 
 
 @contextmanager

@@ -104,12 +104,7 @@ def choose_keys(
 
 
 def always_chosen(
-    config: LokiConfig,
-    k: int,
-    k_B: Tensor | None,
-    visible_B1_S: Tensor | None,
-    length: int,
-    device: torch.device | str,
+    config: LokiConfig, k: int, k_B: Tensor | None, visible_B1_S: Tensor | None, length: int, device: torch.device | str
 ) -> Tensor | None:
     """Return a mask of the first and the last visible keys that are always chosen, [S] or shaped like
     ``visible_B1_S``, or None if there are none."""

@@ -49,12 +49,10 @@ class LokiConfig(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     d: Annotated[int, Field(ge=1)] | None = None
-    """Number of leading dims (after rotation by the basis) that are used to rank keys. Set at most one of ``d``,
-    ``d_f``, and ``variance``."""
+    """Number of leading dims (after rotation by the basis) that are used to rank keys. Set at most one of ``d``
+    and ``d_f``."""
     d_f: Share | None = None
     """The number of ranking dims as a fraction of head_dim (default 0.25)."""
-    variance: Share | None = None
-    """Rank keys by the fewest leading dims that explain this fraction of the variance in every head of a layer."""
     k: Annotated[int, Field(ge=1)] | None = None
     """Number of keys that a step attends to. Set at most one of ``k`` and ``k_f``."""
     k_f: Share | None = None
@@ -93,11 +91,9 @@ class LokiConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        for names in (("d", "d_f", "variance"), ("k", "k_f")):
-            given = [name for name in names if getattr(self, name) is not None]
-            if len(given) > 1:
-                one = "all but one" if given[2:] else "one"
-                raise ValueError(f"{' and '.join(given)} exclude each other; leave out {one}")
+        for names in (("d", "d_f"), ("k", "k_f")):
+            if all(getattr(self, name) is not None for name in names):
+                raise ValueError(f"{' and '.join(names)} exclude each other; leave out one")
         name, least = ("min_k", self.min_k) if self.k is None else ("k", self.k)
         ends = (self.sink or 0) + (self.recent or 0)
         if ends > least:
@@ -132,7 +128,7 @@ class LokiConfig(BaseModel):
         return min(max(self.key_count(length), self.min_seq - 1), length)
 
     def dim_count(self, head_dim: int) -> int:
-        """Return the number of leading dims that rank keys, unless ``variance`` determines it.
+        """Return the number of leading dims that rank keys.
 
         Args:
             head_dim: Size of a head.

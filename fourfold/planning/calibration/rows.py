@@ -151,20 +151,13 @@ def row_of(measured: MeasuredRow) -> Row:
         raise Skipped("offload, and the machine file does not say how fast the host's memory is")
     work = _divided(work.but(**_layout(measured, machine)), measured)
     return Row(
-        row_id=measured.row_id,
-        source=measured.source,
-        work=work,
-        machine=machine,
-        seconds=measured.step_seconds,
-        memory_gb=None if measured.out_of_memory else measured.memory_gb,
-        out_of_memory=measured.out_of_memory,
+        row_id=measured.row_id, source=measured.source, program=measured.program, work=work, machine=machine,
+        seconds=measured.step_seconds, memory_gb=None if measured.out_of_memory else measured.memory_gb,
+        out_of_memory=measured.out_of_memory, doubt=measured.doubt, mixture=experts,
         ran=not measured.out_of_memory and measured.recompute is not None,
         dense_half=measured.precision in ("bf16", "fp16") and measured.complete and not measured.doubt and not experts,
-        mixture=experts,
         sweep=tuple(_text(getattr(measured, name)) for name in (
             "source", "model", "layers", "hidden", "heads", "gpus", "global_batch", "seq_len", "precision", "machine")),
-        program=measured.program,
-        doubt=measured.doubt,
     )  # fmt: skip
 
 
