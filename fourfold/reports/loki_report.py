@@ -10,7 +10,7 @@ from fourfold.reports.tables import print_table
 
 Record = Mapping[str, Any]
 
-TITLES = {"pre": "pre-rotary keys", "post": "post-rotary keys", "scores": "scores"}
+TITLES = {"pre": "pre-rotary", "post": "post-rotary", "scores": "scores"}
 VARIANTS = {"loki": "Loki", "oracle": "exact top-k", "random": "random basis"}
 PERPLEXITY_HEADER = ("attention", "attended keys", "ranking dims", "perplexity", "recall", "captured mass")
 LAYER_COLUMNS = (

@@ -61,7 +61,7 @@ def test_calibrate(cli: Cli, model: Path, text: Path, tmp_path: Path) -> None:
     arguments = ("loki", "calibrate", "--model", model, "--text", text, "--out", out, "--seq-len", 64)
     code, output, errors = cli(*arguments, "--tokens", 1000)
     assert (code, errors) == (0, "")
-    assert "mean of all heads, post-rotary keys" in output
+    assert "mean of all heads, post-rotary" in output
     assert f"Written: {out}" in output.replace("\n", "")
     record = json.loads(cli(*arguments, "--tokens", 1000, "--json")[1])
     assert list(record["ranks"]) == ["pre", "post", "scores"]

@@ -55,12 +55,30 @@ def test_all_keys_write_the_same_story(trained: Trained, monkeypatch: pytest.Mon
 
 def test_a_quarter_of_keys_and_dims_beats_random_directions(trained: Trained) -> None:
     model, basis, held = trained
-    record = measure_quality(model, held, basis, LokiConfig(k_f=0.25, d_f=0.25, min_k=1))
+    by_score = LokiConfig(k_f=0.25, d_f=0.25, min_k=1, sink=0, recent=0)
+    record = measure_quality(model, held, basis, by_score)
     perplexity, found = record["perplexity"], record["all"]
-    print({name: round(value, 4) for name, value in perplexity.items()}, found)
     assert record["k"] == 64
     assert perplexity["dense"] <= perplexity["oracle"] < perplexity["loki"] < perplexity["random"]
     assert perplexity["loki"] - perplexity["dense"] < 0.5 * (perplexity["random"] - perplexity["dense"])
     assert found["oracle"]["recall"] == pytest.approx(1, abs=1e-3)
     for measure in ("recall", "mass"):
         assert found["random"][measure] < found["loki"][measure] <= found["oracle"][measure] + 1e-6
+
+
+def test_few_dims_of_scores_lose_less_than_few_dims_of_keys(trained: Trained) -> None:
+    model, basis, held = trained
+    assert set(basis.best) == {"scores"}
+    lost = {}
+    for kind in ("scores", "post"):
+        config = LokiConfig(k_f=0.25, d_f=0.125, min_k=1, sink=0, recent=0, basis=kind)
+        perplexity = measure_quality(model, held, basis, config)["perplexity"]
+        lost[kind] = perplexity["loki"] - perplexity["dense"]
+    assert lost["scores"] < 0.5 * lost["post"]
+
+
+def test_the_defaults_lose_little_of_stories(trained: Trained) -> None:
+    model, basis, held = trained
+    record = measure_quality(model, held, basis, LokiConfig(k_f=0.125, d_f=0.25, min_k=1))
+    assert record["perplexity"]["loki"] < 1.05 * record["perplexity"]["dense"]
+    assert record["all"]["random"]["recall"] < record["all"]["loki"]["recall"] < 1
