@@ -34,7 +34,7 @@ class Stage:
     """Number of documents of the corpus."""
 
 
-STAGES = (Stage(128, 900, 8, 3e-3, 24000), Stage(512, 130, 4, 1.5e-3, 1000))
+STAGES = (Stage(128, 5000, 8, 3e-3, 40000), Stage(512, 600, 4, 1.5e-3, 2400))
 
 
 def trained_model(folder: Path) -> Path:
