@@ -1,4 +1,4 @@
-"""Loki, with the functions that fourfold runs in ``fourfold generate``."""
+"""Loki, computed with the same functions as in ``fourfold generate``."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Loki(Rival):
     def score(self, step: Step) -> Tensor:
         basis_KDd = self.bases[step.layer]
         query_BKGd = project(step.query_BKGD, basis_KDd) * step.scaling
-        # An efficient implementation would cache the projected keys. Projecting them in every step gives the same
-        # numbers.
+        # This projects all keys again in every step. An efficient implementation would cache the projected keys, and
+        # get the same numbers.
         return combine_heads(torch.matmul(query_BKGd, project(step.key_BKSD, basis_KDd).transpose(-1, -2)))
 
     def select(self, step: Step, worth_BKS: Tensor | None) -> Tensor:
@@ -42,9 +42,10 @@ class Loki(Rival):
 
 
 class LokiSharedBudget(Loki):
-    """Loki, but the KV heads of a layer share a budget of keys. Heads whose attention is spread out get more keys.
+    """Loki, but the KV heads of a layer share one budget of keys. Heads that spread their attention over many keys get
+    more keys.
 
-    Every head attends to the current token, because attention to no key is not defined.
+    Every head attends at least to the current token, because attention to no key at all is not defined.
     """
 
     def select(self, step: Step, worth_BKS: Tensor | None) -> Tensor:
