@@ -52,7 +52,7 @@ class Decoder:
         self.model, self.capacity = model, capacity
         self.attentions = attentions_of(model)
         is_new = "cache" in inspect.signature(model.forward).parameters
-        self.cache_argument = "cache" if is_new else "past_key_values"  # transformers renamed the argument.
+        self.cache_argument = "cache" if is_new else "past_key_values"  # transformers 5.24 renamed this argument.
         self.rival: Rival | None = None
         self.cache: Any = None
         self.records: list[LayerRecord | None] = []

@@ -1,9 +1,9 @@
-"""Reconstruct the layouts that AxoNN's authors tried on a machine. Their own communication model chose these layouts.
+"""Reconstruct the layouts that AxoNN's authors tried on a machine, with their communication model.
 
-The authors chose the layouts of their large runs with this model (axonn-ai/Megatron-AxoNN 8a4ae241,
-examples/comm_model.py and launch_per_comm_model.py). The model tries all powers of two for x, y, z, and dp. It computes
-the time of one block's collectives from the bandwidths below, without latency. The authors ran the 20 layouts with the
-shortest time and reported the fastest of them.
+The authors used this model to choose the layouts of their large runs (axonn-ai/Megatron-AxoNN 8a4ae241,
+examples/comm_model.py and launch_per_comm_model.py). The model tries all powers of two as sizes of x, y, z, and dp. For
+each layout, it computes the time of one block's collectives from bandwidths, without latencies. The authors ran the 20
+layouts with the shortest predicted time, and reported the fastest of them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ LEAST_TENSOR = {
     "gpt-5b": 4, "gpt-10b": 8, "gpt-20b": 16, "gpt-40b": 32, "gpt-60b": 64, "gpt-80b": 64, "gpt-160b": 128,
     "gpt-320b": 256,
 }  # fmt: skip
-"""Smallest x · y · z that the authors allowed for each model. With a smaller product, the model may not fit into
+"""The smallest x · y · z that the authors tried for each model. With a smaller x · y · z, the model may not fit into
 memory."""
 PRODUCTS = ((3, False), (1, True), (4, False), (4, True))
-"""For each of a block's four matmuls: the output width as a multiple of the hidden size, and whether x and y swap
-roles."""
+"""For each of a block's four matmuls: the wider of its two widths as a multiple of the hidden size, and whether the
+matmul swaps the roles of x and y."""
 
 
 def tried_layouts(model: str, machine: str, gpus: int, hidden: int, tokens: float, batch: int) -> list[dict[str, int]]:
-    """Return sizes of x, y, z, and dp, best first. The result is empty if the authors gave no bandwidths for the
-    machine."""
+    """Return the layouts (sizes of x, y, z, and dp) with the shortest predicted time, best first. Return an empty list
+    if the authors published no bandwidths for the machine."""
     if machine not in ("frontier", "perlmutter") or model not in LEAST_TENSOR:
         return []
     powers = [1 << i for i in range(gpus.bit_length())]
@@ -43,8 +43,8 @@ def tried_layouts(model: str, machine: str, gpus: int, hidden: int, tokens: floa
 def _seconds(
     machine: str, hidden: int, outputs: int, tokens: float, x: int, y: int, z: int, dp: int, swapped: bool
 ) -> float:
-    """Return the relative time of one matmul's collectives: sums over x and y in 16 bits, weights and their
-    gradients over z in 16 bits (three collectives), and gradients over dp in 32 bits."""
+    """Return the relative time of the collectives that belong to one matmul. These are sums over x and y in 16 bits,
+    three collectives of weights and their gradients over z in 16 bits, and sums of gradients over dp in 32 bits."""
     weights = outputs * hidden**2 / (x * y)
     wide, narrow = 2 * 2 * tokens * outputs * hidden, 2 * 2 * tokens * hidden
     over_x, over_y = (narrow / y, 2 * wide / x) if swapped else (2 * wide / y, narrow / x)
@@ -62,8 +62,8 @@ def _share(size: int) -> float:
 
 
 def _bandwidth(machine: str, earlier: int, size: int) -> float:
-    """Return the bandwidth in GB/s that the authors measured or assumed for a group of ``size`` ranks with a
-    distance of ``earlier`` ranks between neighbors."""
+    """Return the bandwidth in GB/s that the authors measured or assumed for a process group. The group has ``size``
+    ranks, and the numbers of two neighboring ranks differ by ``earlier``."""
     if machine == "perlmutter":
         if earlier == 1:
             return {2: 76.0, 4: 225.0}.get(size, 80.0)

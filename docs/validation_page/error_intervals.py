@@ -1,12 +1,13 @@
-"""Compute intervals of predicted step times from the errors on sources that the constants were not fitted to.
+"""Compute the intervals of predicted step times, from the errors of predictions for sources that are not in the fit.
 
-An interval is a pair of factors on the predicted seconds: the 5th and the 95th percentile of measured over predicted.
-As in the fit, n rows of a source have the weight of √n rows, because a user's training framework is like a new source,
-not like one more row of a known source. An imagined source stands for all sources that nobody has published. It keeps
-the interval wide for kinds of steps with few sources.
+A source is a publication with measured step times (rows). An interval is a pair of factors on the predicted seconds:
+the 5th and the 95th percentile of measured divided by predicted seconds. n rows of a source together have the weight
+√n, as in the fit, because a user's training framework is like a new source, not like one more row of a known source. We
+add an imagined source, which stands for programs that nobody has published. It keeps the interval wide for kinds of
+steps with few sources.
 
-There are intervals for each kind of step (``machine_constants.kind_of_step``), and for two kinds of predictions: for a
-machine whose rows are in the fit, and for a new machine.
+Each kind of step (``machine_constants.kind_of_step``) has two intervals: one for machines with rows in the fit, and one
+for new machines.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ EXTRAPOLATIONS = ("known machine", "new machine")
 KINDS = ("dense", "small batch", "long context", "mixture")
 LOW, HIGH = 0.05, 0.95
 UNKNOWN = NormalDist(0, 0.35)
-"""Distribution of log(measured / predicted) for the imagined source. The sources that the planner predicts worst have a
-similar standard deviation."""
+"""Distribution of log(measured / predicted) for the imagined source. Its standard deviation is similar to the standard
+deviations of the sources that the planner predicts worst."""
 UNKNOWN_ROWS, UNKNOWN_WEIGHT = 39, 2.0
-"""Number of ratios that represent the imagined source, and their weight together: as much as a source with 4 rows."""
+"""The imagined source has this many ratios of measured to predicted seconds. Together, they have as much weight as a
+source with 4 rows (√4 = 2)."""
 NEAR = 1.35
-"""A layout is compared with the best layout if its predicted time is at most this many times as long."""
+"""``order_factor`` compares a layout with the best layout of its sweep if its predicted time is at most this many times
+as long."""
 MIN_COMPARED = 10
-"""A source with fewer compared rows than this does not count."""
+"""``order_factor`` leaves out sources with fewer comparisons than this."""
 
 
 def interval_of(scored: Sequence[Scored]) -> tuple[float, float]:
-    """Return the 5th and 95th percentile of measured over predicted seconds, of the rows and of the imagined source."""
+    """Return the 5th and the 95th percentile of measured divided by predicted seconds, over the rows and the imagined
+    source."""
     timed = [s for s in scored if s.row.seconds is not None]
     sources = Counter(s.row.source for s in timed)
     ratios = [s.row.seconds / s.seconds for s in timed if s.row.seconds is not None]
@@ -45,7 +49,7 @@ def interval_of(scored: Sequence[Scored]) -> tuple[float, float]:
 
 
 def coverage(scored: Sequence[Scored]) -> dict[str, float]:
-    """Return, for each source, the fraction of its rows inside the interval of all other sources."""
+    """Return for each source the fraction of its rows that lie inside the interval of all other sources."""
     shares = {}
     for source in dict.fromkeys(s.row.source for s in scored):
         low, high = interval_of([s for s in scored if s.row.source != source])
@@ -55,13 +59,13 @@ def coverage(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def order_factor(scored: Sequence[Scored]) -> float:
-    """Return the ratio of two predicted times above which the measured times have the same order with a probability of
-    95 %.
+    """Return how far two predicted times must be apart, as a ratio, so that the measured times have the same order with
+    a probability of 95 %.
 
     In each sweep, the layout with the shortest predicted time is compared with every layout whose predicted time is
-    close. Each pair has a measured ratio and a predicted ratio of the two times, and these ratios differ by a factor.
-    The result is the 90th percentile of these factors. Every source with at least ``MIN_COMPARED`` comparisons has the
-    same weight.
+    close. For each pair, we compute the ratio of the two measured times and the ratio of the two predicted times, and
+    the factor between these two ratios. The result is the 90th percentile of these factors. Every source with at least
+    ``MIN_COMPARED`` comparisons has the same weight.
     """
     found: dict[str, list[float]] = {}
     for sweep in sweeps_in(scored):

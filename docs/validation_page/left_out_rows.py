@@ -1,5 +1,5 @@
-"""Write the sections on rows whose source or machine was left out of the fit: errors, ranking, memory, and
-intervals."""
+"""Write the sections on errors, ranking, memory, and intervals of rows whose source or machine is left out of the
+fit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from validation_page.memory_rows import allocator_share, memory_coverage, memory
 
 
 def all_left_out(rows: list[Row]) -> dict[str, list[Scored]]:
-    """Predict rows with a new source, a new machine, or both."""
+    """Predict all rows three times, with constants from a fit without the row's source, without its machine, and
+    without both."""
     fits = left_out_fits(rows, "machine")
     return {
         "source": predict_left_out(rows, "source"),
@@ -108,8 +109,8 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
 
 
 def error_rows(scored: list[Scored], by: str) -> list[tuple[str, ...]]:
-    """Return rows of a table with the errors of all rows, of each source or machine, of doubtful rows, and of rows
-    without a group."""
+    """Return a table's rows. They have the errors of all measured rows, of each source or machine, of doubtful rows,
+    and of rows that do not belong to a group."""
     result = summary(scored)
     groups = {"all": dense(scored)}
     for s in dense(scored):
@@ -183,7 +184,7 @@ def intervals(left_out: dict[str, list[Scored]]) -> dict[str, dict[str, tuple[fl
 
 
 def by_kind(left_out: dict[str, list[Scored]]) -> dict[str, dict[str, list[Scored]]]:
-    """Return the predictions for each interval. Doubtful rows are left out."""
+    """Return the predictions that determine each interval, without doubtful rows."""
     timed = ([s for s in left_out[by] if s.error is not None and not s.row.doubt] for by in ("source", "both"))
     return {
         extrapolation: {kind: [s for s in scored if s.kind == kind] for kind in KINDS}

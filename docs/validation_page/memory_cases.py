@@ -1,7 +1,7 @@
-"""Score the predicted probability of running out of memory on constructed cases.
+"""Test how well the planner predicts whether a run fits into memory, on constructed cases.
 
-Runs that ran out of memory are rarely published. So each run with measured memory is put on hypothetical devices that
-have less or more memory than it needs.
+Runs that ran out of memory are rarely published. So we construct cases: each run with measured memory is put on
+hypothetical devices, which have less or more memory than the run needs.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from fourfold.planning.cost.out_of_memory import needed_bytes, p_out_of_memory
 CAPACITIES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.25, 1.4, 1.7, 2.0)
 """Memory of the devices, relative to the memory that a run needs."""
 EDGES = (0.0, 0.05, 0.5, 0.95, 1.0)
-"""Bounds of the groups of predicted probabilities."""
+"""``reliability`` groups the cases by predicted probability. These are the bounds of the groups."""
 
 
 class FitCases(NamedTuple):
-    """For n cases: the predicted probability that the run fits, and whether it fits, both [n]."""
+    """The predicted probability that each of n cases fits, and whether it fits, both [n]."""
 
     predicted: np.ndarray
     fits: np.ndarray
 
     def refused(self, most_out_of_memory: float) -> tuple[float, float]:
-        """Refuse each case whose probability of running out of memory is higher than this. Return the precision (the
-        fraction of refused cases that do not fit) and the recall (the fraction of cases that do not fit and are
-        refused)."""
+        """Refuse each case whose probability of running out of memory is higher than ``most_out_of_memory``. Return the
+        precision (the fraction of the refused cases that do not fit), and the recall (the fraction of the cases that do
+        not fit that are refused)."""
         refused = 1 - self.predicted > most_out_of_memory
         return float(np.mean(~self.fits[refused])), float(np.mean(refused[~self.fits]))
 
@@ -53,8 +53,8 @@ def memory_cases(rows: Sequence[Row]) -> FitCases:
     rows = [row for row in rows if row.memory_gb is not None]
     work, machine = stack([row.work for row in rows]), stack([row.machine for row in rows])
     measured = np.array([row.memory_gb * 1e9 for row in rows if row.memory_gb is not None])
-    # Runs measured more memory than they needed, because the allocator keeps freed blocks. So estimate what they
-    # needed.
+    # The measured memory is more than a run needs, because the allocator keeps freed blocks. So estimate how much
+    # memory the run needs.
     needed, held = needed_bytes(measured, work, machine), peak_memory(work, machine)
     predicted = [1 - p_out_of_memory(held, work, replace(machine, memory=capacity * needed)) for capacity in CAPACITIES]
     fits = np.repeat(np.array(CAPACITIES) >= 1, len(rows))

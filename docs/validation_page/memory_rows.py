@@ -1,4 +1,4 @@
-"""Write the section on memory: the errors of each source, and constructed cases that fit or do not fit."""
+"""Write the section on memory: the errors of each source, and how well the planner predicts whether a run fits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from validation_page.cells import percent, table
 from validation_page.memory_cases import CAPACITIES, FitCases, memory_cases
 
 NOISE_OF_MEMORY = 0.12
-"""Standard deviation of one measured memory row around its prediction."""
+"""Standard deviation of the relative difference between measured and predicted memory of a row."""
 CACHED_SPREAD = 0.05
-"""Standard deviation of ``CACHED`` around its prior, ``UNUSABLE``."""
+"""Standard deviation of the prior of ``CACHED``. The mean of the prior is ``UNUSABLE``."""
 
 
 def memory_rows(rows: list[Row]) -> list[tuple[str, ...]]:
-    """Return a table's rows with the errors of each source's memory. The fraction of cached bytes is fitted to all
-    other sources."""
+    """Return a table's rows with the errors of the predicted memory, by source. The fraction of cached bytes is fitted
+    to all other sources."""
     found, everything = [], []
     for source in dict.fromkeys(row.source for row in rows if row.memory_gb is not None):
         own = [row for row in rows if row.source == source and row.memory_gb is not None]
@@ -38,8 +38,8 @@ def memory_rows(rows: list[Row]) -> list[tuple[str, ...]]:
 
 
 def allocator_share(rows: list[Row]) -> float:
-    """Estimate how many unused bytes the allocator caches, as a fraction of the allocated bytes. The estimate has a
-    prior."""
+    """Estimate how many unused bytes the allocator caches, as a fraction of the allocated bytes. The estimate combines
+    the rows with a prior."""
     runtime, allocated, measured = memory_parts([row for row in rows if row.memory_gb is not None])
     shares = np.clip((measured - runtime) / allocated - 1, -0.1, 0.4)
     return float(
@@ -56,8 +56,8 @@ def memory_coverage(rows: list[Row]) -> float:
 
 
 def memory_parts(rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For rows with measured memory, return the bytes of the runtime, the bytes that the step allocates, and the
-    measured bytes."""
+    """Return three arrays for rows with measured memory: the bytes of the runtime, the bytes that a step allocates, and
+    the measured bytes."""
     work, machine = stack([row.work for row in rows]), stack([row.machine for row in rows])
     runtime = np.where(work.program.count_runtime, runtime_bytes(work, machine), 0)
     measured = np.array([row.memory_gb * 1e9 for row in rows if row.memory_gb is not None])
