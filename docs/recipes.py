@@ -195,7 +195,7 @@ def run_file(recipe: Recipe, parallel: dict[str, Any], micro_batch: int, recompu
     )
     rate, warmup = ("1e-5", 30) if recipe.tuned else recipe.schedule
     sections = [
-        f"# {recipe.title}.\n# docs/recipes.md has its memory and predicted time.",
+        f"# {recipe.title}.\n# docs/recipes.md shows the memory and the step time that the planner predicts.",
         f'name = "{recipe.name}"',
         f"\n[model]\n{model}",
         f"\n[data]\n{corpus}",
