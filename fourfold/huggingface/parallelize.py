@@ -39,10 +39,10 @@ def parallelize(
         model: A model of transformers, or any ``nn.Module`` with ``rules``. Its weights must be the same on every
             process. On the meta device it needs ``weights``.
         grid: The grid. Only its axes x, y, z, and dp may be larger than 1.
-        rules: Styles (``plan_styles.STYLES``) by pattern of module names. They take precedence over the model's own
-            plan.
-        weights: A folder of safetensors (default: the weights that the model has). Each process reads only its own
-            slices.
+        rules: The styles of layers (``plan_styles.STYLES``), by module name or by a pattern of module names. They take
+            precedence over the model's own plan.
+        weights: A folder of safetensors files to read the weights from. Each process reads only the slices that it
+            needs. Default: use the weights that the model has.
         precision: The dtype that the step computes in, "fp32" or "bf16" (default: the dtype of the weights).
         weight_prefetch: Number of blocks whose weights are gathered ahead (default 1).
 

@@ -130,8 +130,8 @@ def generate(
     """Continue a prompt.
 
     The end tokens, the texts that stop generation, and the settings that ``Sampling.settings`` reads come from the
-    model's generation_config.json. All other settings in this file are ignored. They are for several sequences at a
-    time, but this function streams a single one.
+    model's generation_config.json. All other settings in this file are ignored, because they are for several sequences
+    at a time, and this function generates only one.
 
     Args:
         model: A transformers model, or a fourfold model with the same interface.

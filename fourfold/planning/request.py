@@ -66,14 +66,15 @@ def request_from_options(
 
     Args:
         model: Name of a preset, or path of a config.json or its folder. Give either this or ``run_file``.
-        run_file: Path of a run file. Its model and step are planned.
+        run_file: Path of a run file, whose model and batch are planned.
         overrides: Overrides of the run file, ``section.key=value``.
         gpus: Number of GPUs. Default: the run file's number of processes.
-        seq: Number of tokens per sequence. Default: the run file's, or the model's context length, but at most 8,192.
-        batch: Number of sequences per step. Default: the run file's. Without a run file, about 4M tokens' worth of
-            sequences, a multiple of ``gpus``.
-        precision: A key of ``BITS``, such as "bf16". Default: the run file's, or "bf16".
-        optimizer: One of ``OPTIMIZERS``. Default: the run file's, or "adamw".
+        seq: Number of tokens per sequence. Default: the value in the run file. Without a run file, the model's context
+            length, but at most 8,192.
+        batch: Number of sequences per step. Default: the value in the run file. Without a run file, a multiple of
+            ``gpus`` with about 4M tokens.
+        precision: A key of ``BITS``, such as "bf16". Default: the value in the run file, or "bf16".
+        optimizer: One of ``OPTIMIZERS``. Default: the value in the run file, or "adamw".
 
     Returns:
         The request.

@@ -77,7 +77,8 @@ class LokiBasis:
         return next(iter(self.components.values())).vectors_LKDD.shape[1]
 
     def of_layer(self, layer: int, config: LokiConfig) -> Tensor:
-        """Return the leading components of one layer [K, D, d]. The settings select their kind and their number d.
+        """Return the leading components of one layer, [K, D, d]. The settings determine their kind (pre or post) and
+        their number d.
 
         Args:
             layer: Index of the layer.
@@ -91,7 +92,7 @@ class LokiBasis:
         return components.vectors_LKDD[layer, ..., :d].contiguous()
 
     def random(self, seed: int = 0) -> LokiBasis:
-        """Return a basis of random directions for the same model. It is a control: a calibrated basis must be better.
+        """Return a basis of random directions for the same model, for comparison: a calibrated basis must be better.
 
         Args:
             seed: Seed of the directions.

@@ -67,8 +67,8 @@ class Moments:
 def calibrate(model: PreTrainedModel, windows: Sequence[Sequence[int]]) -> LokiBasis:
     """Compute a model's basis from windows of token ids, one at a time.
 
-    Each layer gets the kind of components that ranks better on held-out windows (a tenth of the windows, but at least
-    one).
+    There are two kinds of components: from the keys before the rotary embedding, and from the keys after it. Each layer
+    gets the kind that ranks keys better on held-out windows (a tenth of the windows, but at least one).
 
     Args:
         model: A transformers model.
