@@ -92,8 +92,8 @@ def task_table(results: Results, length: int, tasks: Sequence[str], budget: floa
 
 
 def verdict(results: Results, length: int, tasks: Sequence[str], budget: float) -> str:
-    """Return a sentence that names the methods that are better or worse than Loki. A method counts only if the 95 %
-    interval of its difference to Loki does not contain 0."""
+    """Return a list item that compares the other methods with Loki. A method is better or worse if the 95 % interval of
+    its difference to Loki does not contain 0."""
     better, worse, equal = [], [], []
     for method in RIVALS:
         found = results.difference(method, LOKI, budget, length, tasks) if tasks else None
