@@ -16,8 +16,8 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class Place:
-    """The ranks of one process in a job. `local_rank` and `local_world_size` count only the processes on its
-    machine."""
+    """The rank of one process in a job, and the size of the job. `local_rank` and `local_world_size` count only the
+    processes on the same machine."""
 
     rank: int
     local_rank: int
@@ -32,7 +32,7 @@ class Place:
 
 
 def read_environment(environ: Mapping[str, str]) -> Place | None:
-    """Return this process's place from the launcher's variables, or None without a launcher.
+    """Read this process's rank and its job's size from the launcher's variables. Return None without a launcher.
 
     An srun step with one task counts as no launcher, because users also start shells and torchrun with srun.
 
@@ -88,7 +88,8 @@ def _read_torchrun(environ: Mapping[str, str]) -> Place:
 
 
 def _read_srun(environ: Mapping[str, str]) -> Place | None:
-    """Return this process's place as a task of srun, or None if it is not a task of a step with several tasks.
+    """Return the rank of this process among the tasks of an srun step. Return None if it is no task of a step with
+    several tasks.
 
     Batch scripts and salloc's shells also have SLURM_PROCID = 0, and SLURM_NTASKS of the entire job. Only the step id
     distinguishes them from tasks.

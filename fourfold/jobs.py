@@ -73,7 +73,7 @@ def _may_restart(run: RunConfig, starts: int) -> bool:
     """Return whether a failed run may be restarted.
 
     Restarts must be enabled, the run must resume automatically, and the failed attempt must have begun to train. A run
-    that fails before that would fail again.
+    that fails before it begins to train would fail again.
 
     Args:
         run: The run file.

@@ -16,10 +16,10 @@ class Until(Enum):
     GATHERED = auto()
     """The part's input has been gathered. The next step runs a matmul on it."""
     SUMMED = auto()
-    """The sums of the last step's matmuls are complete."""
+    """The partial results of the last step's matmuls have been summed over the ranks."""
     SUMMED_TO_GATHER = auto()
-    """The sums of the last step's matmuls are complete. The next step starts an all-gather immediately, with no matmul
-    before it."""
+    """As with ``SUMMED``, the partial results have been summed. The next step starts an all-gather immediately, with no
+    matmul before it."""
     ALL_PARTS = auto()
     """All parts of the micro-batch have reached this point."""
 
@@ -35,7 +35,7 @@ class _Part(Generic[T]):
     until: Until | None = None
     """Condition that the part's next step waits for. None if the part can continue immediately."""
     matmuls: int = -1
-    """Number of steps with matmuls that all parts together had run when this part's last step ended."""
+    """Number of matmul steps that all parts together had run when this part's last step ended."""
 
 
 def run_batch_parts(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:

@@ -12,7 +12,7 @@ def train_with_callbacks(place: Place, run: RunConfig, profile: bool) -> Outcome
     """Train a run. Every process of the job calls this.
 
     Args:
-        place: This process's place in the job.
+        place: The rank of this process, and the size of the job.
         run: The run.
         profile: Whether to profile a few steps. The traces are in the folder ``profile`` of the run's folder.
 

@@ -1,6 +1,6 @@
 """Save and load checkpoints that any grid can read.
 
-A checkpoint stores parts of global tensors in safetensors files:
+A checkpoint stores parts of global tensors (the full tensors, before the grid cuts them) in safetensors files:
 
     checkpoints/step_100/
         rank_00000.safetensors      the parts that process 0 wrote
@@ -10,8 +10,9 @@ A checkpoint stores parts of global tensors in safetensors files:
         manifest-<checksum>.json    size and checksum of every file
 
 Tensors are named `model.<name>`, `optimizer.<moment>.<name>`, and `average.<name>`. A checkpoint is written under a
-temporary name, and renamed when every process has written its file. So it exists completely or not at all. To save,
-processes exchange no tensors, but only the layout, and the sizes and checksums of their files.
+temporary name, and renamed when every process has written its file. So it exists completely or not at all. While
+saving, the processes send no tensors to each other. They exchange only the layout, and the sizes and checksums of their
+files.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ from fourfold.parallel.memory.offload import CopyStream
 from fourfold.parallel.state import LocalShard
 
 Write = Callable[[], Written | None]
-"""Writes this process's file, or waits until an asynchronous save has written it. Returns its size and checksum."""
+"""Writes this process's file, or waits until an asynchronous save has written it. Returns the file's size and checksum.
+"""
 Finish = Callable[[Write], None]
 
 
@@ -65,7 +67,8 @@ class Checkpointer:
         folder: Folder of the run's checkpoints.
         job: The job to save.
         config: The section [checkpoint].
-        stream_position: Returns the position in a streamed dataset after a number of steps. Every process calls it.
+        stream_position: Function that returns the position in a streamed dataset after a given number of steps. Every
+            process calls it.
         first_samples: Digests of the data on disk (`Corpora.first_samples`).
     """
 
@@ -98,7 +101,8 @@ class Checkpointer:
 
         Raises:
             UserError: Weights or optimizer states are NaN or infinite. All processes raise this.
-            WriteFailed: The checkpoint cannot be written, and the failure is more than a warning (see `required`).
+            WriteFailed: The checkpoint cannot be written, and `required` is True or `checkpoint.on_failed_save` is
+                "stop".
         """
         self.wait(required=False)
         with self._allowed_to_fail(required):
@@ -187,7 +191,7 @@ class Checkpointer:
                         seal(folder, written)
                         flush(folder)
                         swap_in(folder, finished)
-                        # Point the link at the best step after every save. An earlier attempt may have left a link to a
+                        # Set the link `best` after every save, because an earlier attempt may have left a link to a
                         # step that this run has not reached yet.
                         best = self.folder / f"step_{state.best.step}"
                         if self.job.run.validation.keep_best and best.is_dir():
@@ -195,7 +199,7 @@ class Checkpointer:
                         flush(self.folder)
         except UserError:
             if dist.get_rank() == 0:
-                # Saving failed, maybe because the disk is full, so free the space.
+                # The disk may be full, so free the space that the incomplete checkpoint takes.
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         self.newest = finished
@@ -203,7 +207,8 @@ class Checkpointer:
             self._prune(state.step)
 
     def _prune(self, step: int) -> None:
-        """Remove old checkpoints that the section [checkpoint] does not keep. `step` is the new checkpoint's step."""
+        """Remove the old checkpoints that the settings in [checkpoint] do not keep. `step` is the new checkpoint's
+        step."""
         if self.config.keep_latest_k:
             every, best = self.config.keep_every, best_checkpoint(self.folder)
             ours = [path for path in list_checkpoints(self.folder) if step_of(path) <= step]

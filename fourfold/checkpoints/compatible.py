@@ -1,4 +1,4 @@
-"""Check that a run can resume from a checkpoint. It must have the same model, adapters, optimizer, and sample order."""
+"""Check that a run can resume from a checkpoint: model, adapters, optimizer, and sample order must be the same."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> 
     Raises:
         UserError: A key of [model] differs. The message names the first one.
     """
-    # Complete the saved keys with ``ModelConfig`` before comparing them. A checkpoint of an older version may lack
-    # newer keys, and sizes that follow from other sizes.
+    # ``ModelConfig`` fills in missing keys. A checkpoint that an older version of fourfold wrote may lack newer keys,
+    # and sizes that can be computed from other sizes.
     for key, was, now in _differences(saved_model(ModelConfig(**state.model)), saved_model(model)):
         raise changed(path, f"belongs to another model: its model.{key} is {was!r}", repr(now))
 
@@ -57,7 +57,8 @@ def check_can_resume(path: Path, state: CheckpointState, run: RunConfig) -> None
 
 
 def _check_same_adapters(path: Path, state: CheckpointState, run: RunConfig) -> None:
-    """Check that the checkpoint and the run have the same LoRA adapters for the same base model, or no adapters."""
+    """Check that the checkpoint and the run have the same LoRA adapters for the same base model, or that both have
+    none."""
     saved, wanted = state.lora or LoRAConfig(), run.lora
     if (saved.rank, wanted.rank) == (0, 0):
         return

@@ -26,7 +26,7 @@ MOST_RANKS = 2**20
 
 TOKEN_AXES = ("dp", "cp", "z")
 CUTTING = ("ep", "x", "y")
-"""Axes that can cut a tensor into tiles, outermost first."""
+"""Axes that can cut a tensor into tiles. The first axis cuts first."""
 
 Box = tuple[slice, ...]
 """A part of a tensor, given as one slice per dim."""
@@ -70,7 +70,7 @@ class CheckpointTensors(Strict):
     """The axes that cut tiles into shards. The sizes of the shards are as in torch.chunk."""
     shards_per_node: int = Field(1, ge=1)
     """Number of ranks per node in a shard group. If it is above 1, the order of the shards differs from the order of
-    the ranks (`parallel.tensor.sharding.shard_number`)."""
+    the ranks (see `parallel.tensor.sharding.shard_number`)."""
     ep: int = Field(1, ge=1)
     """Number of ranks that together hold one copy of the experts."""
     tensors: dict[str, SavedTensor]
@@ -126,7 +126,7 @@ class CheckpointTensors(Strict):
     def part_of(self, name: str, rank: int) -> Box:
         """Return the part of a tensor that a process holds, even if another process writes this part.
 
-        The position of the process on pp does not matter. So this also works for a tensor of another pipeline stage.
+        The result does not depend on the process's position on pp, so the tensor may belong to another pipeline stage.
         """
         tensor, place = self.tensors[name], dict(zip(AXES, _unravel(rank, list(self.sizes.values())), strict=True))
         ep, piece, _ = self._held_of(tensor, place)
@@ -184,7 +184,8 @@ class CheckpointTensors(Strict):
         return self.shards_per_node if self._experts(tensor) == 1 and tensor.sharded else 1
 
     def _held_of(self, tensor: SavedTensor, place: Mapping[str, int]) -> tuple[int, int, int]:
-        """Return which part of a tensor a process holds, as three numbers: its ep rank, its shard, and its copy."""
+        """Return which part of a tensor a process holds, as three numbers: the ep rank, the index of the shard, and the
+        index of the copy."""
         number, pieces = self._number(place, TOKEN_AXES), self._pieces_of(tensor)
         replica, ep = divmod(number, self._experts(tensor))
         token_copy, rank = divmod(replica, pieces)
@@ -193,7 +194,7 @@ class CheckpointTensors(Strict):
         return ep, shard_number(rank, pieces, self._per_node(tensor)), copy_number
 
     def _copied_over(self, tensor: SavedTensor) -> list[str]:
-        """Return the axes, out of y and x, that do not cut a tensor. Their ranks hold copies of its parts."""
+        """Return the axes out of y and x that do not cut a tensor. The ranks of these axes hold copies of each part."""
         return [axis for axis in ("y", "x") if getattr(tensor, axis) is None]
 
     def _number(self, place: Mapping[str, int], axes: Sequence[str]) -> int:
@@ -262,7 +263,7 @@ def intersection(some: Box, other: Box) -> Box:
 
 
 def inside(part: Box, whole: Box) -> Box:
-    """Convert a part's coordinates, so that they start at 0 at the beginning of the box ``whole``."""
+    """Shift a part's coordinates, so that the box ``whole`` starts at 0."""
     return tuple(slice(p.start - w.start, p.stop - w.start) for p, w in zip(part, whole, strict=True))
 
 

@@ -1,4 +1,5 @@
-"""Describe a job's weights and optimizer moments as parts of global tensors. Checkpoints save and load these parts."""
+"""Describe a job's weights and optimizer moments as parts of global tensors (the full tensors, before the grid cuts
+them). Checkpoints save and load these parts."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def trained_parts(job: TrainingState, with_averages: bool) -> PartsByName:
             parts[f"optimizer.{moment}.{name}"] = SavedPart(shard, local)
         if with_averages and job.average is not None:
             parts[f"{AVERAGE}.{name}"] = SavedPart(shard, job.average.averages[index])
-    if not job.run.lora.rank:  # LoRA freezes the routers' biases, so only other runs save them.
+    if not job.run.lora.rank:  # LoRA freezes the routers' biases, so they are not saved.
         parts |= {
             f"model.{shard.name}": SavedPart(shard, shard.local) for shard in job.shards if is_router_bias(shard.name)
         }
@@ -114,11 +115,11 @@ def weight_parts(job: TrainingState) -> PartsByName:
 
 
 def layout_of(parts: PartsByName, grid: Grid, shards_per_node: int = 1) -> CheckpointTensors:
-    """Return the layout of a checkpoint with these tensors. Every pipeline rank must call this.
+    """Return the layout of a checkpoint that has the tensors in `parts`. Every pipeline rank must call this.
 
     If several processes hold the same part of a tensor, the layout says which of them writes it:
 
-    - Of several pipeline stages, the first stage writes the tensor.
+    - If several pipeline stages hold a tensor, the first of them writes it.
     - Replicas over dp and cp share the work: replica 0 writes the first tensor, replica 1 the second tensor, and so on.
     - If x or y does not cut a tensor, the first rank of this axis writes it. Such tensors are small, and loading them
       then opens only a few files.

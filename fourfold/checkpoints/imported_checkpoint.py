@@ -17,7 +17,7 @@ from fourfold.models.tensor_files import Entry, split_into_files, write_tensors
 def write_weights(folder: Path, model: ModelConfig, entries: Sequence[Entry]) -> dict[str, int]:
     """Write full tensors as a checkpoint, in files of limited size.
 
-    A checkpoint has one file per rank. So the written checkpoint looks as if each file came from a pipeline rank.
+    A checkpoint has one file per rank. So the written checkpoint says that each file came from another pipeline rank.
 
     Returns:
         The size of every file in bytes.

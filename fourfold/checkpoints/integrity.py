@@ -48,7 +48,7 @@ def seal(folder: Path, written: Mapping[str, Written] | None = None) -> None:
 
     Args:
         folder: The checkpoint.
-        written: Sizes and checksums that are already known. This function computes the others.
+        written: Sizes and checksums that are already known. This function computes all other sizes and checksums.
     """
     known = dict(written or {})
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
@@ -112,7 +112,7 @@ def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
 def check_contents(folder: Path, rank: int = 0, ranks: int = 1) -> None:
     """Compare the checksums of a share of the tensor files with the manifest.
 
-    If the grid is the one that wrote the checkpoint, each process checks the file that it also reads.
+    On the grid that wrote the checkpoint, each process checks the file that it also reads.
 
     Args:
         folder: The checkpoint.

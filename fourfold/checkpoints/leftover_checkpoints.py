@@ -25,7 +25,7 @@ def tidy(folder: Path) -> None:
 
 
 def set_later_aside(folder: Path, step: int) -> None:
-    """Rename the checkpoints of later steps, if a run starts from `step` again.
+    """Rename the checkpoints of all steps after `step`, because the run starts from `step` again.
 
     An earlier attempt has written these checkpoints, and this run will take the same steps again. If the checkpoints
     kept their names, a later resume could load them by mistake.

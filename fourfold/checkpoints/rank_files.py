@@ -32,7 +32,7 @@ def entries_of(parts: PartsByName, layout: CheckpointTensors, copies: CopyStream
     """Return the tensors that this process writes.
 
     Args:
-        parts: This process's parts.
+        parts: This process's parts of all tensors.
         layout: The layout of the checkpoint.
         copies: If given, start to copy the tensors to host memory now, so that training can continue while the copies
             are written. Call `copies.join` before the tensors change, and `copies.finish` before you write the copies.

@@ -100,8 +100,8 @@ class CheckpointState(Strict):
     rng: str
     """State of torch's default generator, in base64."""
     optimizer_steps: int | None = Field(None, ge=0)
-    """Number of steps that changed the weights, so without fp16 overflows and skipped bad steps. None for imported
-    models."""
+    """Number of steps that changed the weights. Steps with an fp16 overflow and skipped bad steps are not counted. None
+    for imported models."""
     loss_scale: tuple[float, int] | None = Field(None, strict=False)
     """The loss scale of fp16, and the number of steps since it last changed."""
     recent: RecentSteps = RecentSteps()
@@ -178,11 +178,11 @@ def state_of(run: RunConfig, step: int) -> CheckpointState:
 
 
 def compared_settings(run: RunConfig) -> dict[str, Any]:
-    """Return the settings that a resumed run compares with its run file, to warn about changes.
+    """Return the settings that a checkpoint saves, so that a resumed run can warn if its run file has other values.
 
-    They determine how the weights change and what is measured during training, such as `optimizer.lr` and
+    The settings determine how the weights change and what is measured during training, such as `optimizer.lr` and
     `validation.steps`. A checkpoint stores them as plain JSON. So a later version of fourfold can read the checkpoint
-    even if it has renamed a key.
+    even if that version has renamed a key.
     """
     measured = {section: keys for section, keys in _MEASURED.items() if getattr(run, section).interval}
     sections = run.model_dump(mode="json", include=_COMPARED | measured).items()

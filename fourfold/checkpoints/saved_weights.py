@@ -39,8 +39,8 @@ class SavedWeights:
         self._stored = {
             name: f"{AVERAGE}.{name}" if f"{AVERAGE}.{name}" in in_layout else f"model.{name}" for name in self.shapes
         }
-        """The name of each parameter's tensor in the checkpoint. With ``averaged``, this is its average. The biases of
-        routers have no average, because no gradient trains them."""
+        """The name of each parameter's tensor in the checkpoint. With ``averaged``, this is the name of the parameter's
+        moving average. The biases of routers have no average, because no gradient trains them."""
         self.dtypes = {name: dtype_of(self._layout, self._stored[name]) for name in self.shapes}
 
     def read(self, name: str, expert: int | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Define the command line from the files of the commands, and print a user's mistake as one sentence."""
+"""Build the command line from one file per command, and print a user's mistake as one sentence."""
 
 from __future__ import annotations
 

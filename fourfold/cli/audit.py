@@ -28,7 +28,7 @@ def audit(
         ),
     ] = None,
     counts: Annotated[
-        str, typer.Option(metavar="KEY", help="The key with the number of times a document was trained on.")
+        str, typer.Option(metavar="KEY", help="The key that says how many times a document was in the training data.")
     ] = "count",
     suffix: Annotated[
         int, typer.Option(help="Number of tokens at the end of a document that the model must repeat.")
@@ -44,16 +44,16 @@ def audit(
         ),
     ] = None,
     run: Annotated[
-        Path | None, typer.Option(metavar="RUN.toml", help="Replay this run's goldfish mask. Default: the model's own.")
+        Path | None, typer.Option(metavar="RUN.toml", help="Replay this run's goldfish mask. Default: the model's run.")
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
     text_key: Annotated[str, typer.Option(help="The key that holds the text.")] = "text",
     temperature: Annotated[float, typer.Option(help="Temperature of an attacker that draws tokens at random.")] = 1.0,
     top_k: TopK = None,
     top_p: TopP = None,
-    generate: Annotated[int, typer.Option(help="Number of members, and of controls, to continue token by token.")] = 0,
+    generate: Annotated[int, typer.Option(help="Number of trained, and of control, documents to continue.")] = 0,
     beams: Annotated[
-        int, typer.Option(help="Search for near-verbatim continuations of these documents with this many beams.")
+        int, typer.Option(help="Also search for near-verbatim continuations, with this many beams. Needs --generate.")
     ] = 0,
     micro_batch_size: Annotated[int, typer.Option(help="Number of documents that one rank scores in a pass.")] = 8,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write audit.json and audit.html there.")] = None,

@@ -49,10 +49,10 @@ def import_hf(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint to write.")],
     as_json: AsJson = False,
 ) -> None:
-    """Write a Hugging Face model as a checkpoint that any grid reads.
+    """Convert a Hugging Face model to a checkpoint that any grid can read.
 
-    Weights keep their dtype, and only one tensor is in memory at a time. Name the result in checkpoint.resume to start
-    a run from it. Starting from model.from_hf needs no import.
+    Weights keep their dtype, and only one tensor is in memory at a time. To start a run from the checkpoint, set
+    checkpoint.resume to its path. A run can also start from the Hugging Face model itself, with model.from_hf.
     """
     from fourfold.huggingface.import_model import import_huggingface
     from fourfold.reports.terminal import print_transferred
@@ -68,7 +68,7 @@ def export_hf(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     dtype: Annotated[
         StoredDtype,
-        typer.Option(help="Dtype of the weights. auto is the original model's dtype, or otherwise the stored dtype."),
+        typer.Option(help="Dtype of the weights. auto: the Hugging Face original's, or the checkpoint's if none."),
     ] = "auto",
     model_type: Annotated[
         str | None,
@@ -85,10 +85,10 @@ def export_hf(
     ema: Annotated[bool, typer.Option("--ema", help="Write the moving average of [ema], not the weights.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint of any grid as a folder that transformers opens.
+    """Convert a checkpoint of any grid to a folder that transformers can open.
 
-    The folder has config.json, generation_config.json, and the tokenizer. One tensor is in memory at a time. A run with
-    LoRA becomes an adapter that peft opens.
+    The folder has config.json, generation_config.json, and the tokenizer. One tensor is in memory at a time. For a run
+    with LoRA, the folder has an adapter that peft can open.
     """
     from fourfold.data.transformers_tokenizer import NO_CORPORA
     from fourfold.huggingface.export_model import export_huggingface

@@ -20,7 +20,7 @@ def evaluate(
     ] = "",
     include_path: TaskFolder = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(min=0, help="Examples in a task's prompt. Default: the task's.")
+        int | None, typer.Option(min=0, help="Number of examples in a task's prompt. Default: the task decides.")
     ] = None,
     limit: TaskLimit = None,
     overlap: Annotated[int, typer.Option(min=1, help="Tokens that each window repeats from the previous one.")] = 1,
@@ -39,10 +39,10 @@ def evaluate(
 ) -> None:
     """Measure how well a model predicts a text, and its scores on lm-eval tasks.
 
-    For a text, it prints the loss in nats per token, the perplexity, and bits per byte. Compare models with different
-    tokenizers by bits per byte. The text is cut into windows. For a model that fourfold trained, windows are as long as
-    training.seq_length. For a Hugging Face model, they are as long as the model's context, but at most 2048 unless
-    --context is larger. Any grid of processes works: --set parallel.z=2 scores on two processes.
+    For a text, the command prints the loss in nats per token, the perplexity, and bits per byte. Compare models with
+    different tokenizers by bits per byte. The text is cut into windows. For a model that fourfold trained, windows are
+    as long as training.seq_length. For a Hugging Face model, windows are as long as the model's context, but at most
+    2048 tokens unless --context is larger. Any grid of processes works: --set parallel.z=2 scores on two processes.
     """
     from fourfold.evaluation.evaluate import EvaluationRequest
     from fourfold.inference.lm_eval_tasks import task_names

@@ -24,12 +24,12 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
     basis: Annotated[
         Path | None,
         typer.Option(
             metavar="BASIS.safetensors",
-            help="Attend with Loki, by the components in this file. `fourfold loki calibrate` writes it.",
+            help="Use Loki attention with the basis in this file. `fourfold loki calibrate` writes the file.",
         ),
     ] = None,
     loki_values: options.LokiValues = [],  # noqa: B006 (typer only reads it)
@@ -38,9 +38,10 @@ def generate(
     device: options.DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a text, and print the speed and the size of the cache.
+    """Continue a text, and print the speed and the size of the KV cache.
 
-    A run of fourfold is first exported to a temporary folder in the Hugging Face format.
+    If --model is a run or checkpoint of fourfold, it is first exported to a temporary folder in the Hugging Face
+    format.
 
     Example: fourfold generate --model exported --prompt "Once" --basis basis.safetensors
     """

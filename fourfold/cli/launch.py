@@ -48,8 +48,8 @@ def slurm(
 ) -> None:
     """Write a batch script for `sbatch`, with the conventions of a site.
 
-    The job trains, saves before the wall time ends, and submits itself again until the run is done. A mistake in the
-    run file stops it.
+    The job trains, saves before the wall time ends, and submits itself again until the run is done. If the run file has
+    a mistake, the job stops.
 
     Example: fourfold launch slurm RUN.toml --site frontier --nodes 64 --time 06:00:00 --account ABC123 --output job.sh
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 loki = typer.Typer(
     no_args_is_help=True,
-    help="Long-context generation with low-rank keys: calibrate a model, and measure what it loses.",
+    help="Long-context generation with low-rank keys: calibrate a model, and measure how much quality it loses.",
 )
 
 Texts = Annotated[list[Path], typer.Option("--text", metavar="FILE", help="Plain text. Repeatable.")]
@@ -87,7 +87,8 @@ def evaluate(
     device: options.DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the quality that Loki loses on a text: recall of the best keys, captured attention, and perplexity.
+    """Measure how much quality Loki loses on a text: which fraction of the best keys it finds, how much of the
+    attention these keys capture, and how the perplexity changes.
 
     Compares Loki with dense attention, with the true top-k keys (which Loki approximates), and with random directions
     (the control). --tasks also runs lm-eval tasks. Only tasks that generate text run the decoding kernels.

@@ -25,7 +25,7 @@ def doctor(
     ] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine before a run: versions, devices, links, limits, ports, disk, and an all-reduce.
+    """Check this machine before a run: versions, devices, links, limits, ports, and disk. Also run an all-reduce.
 
     Each finding is one line: ok, a warning, or an error, and what to do about it. The exit code is 1 if there is an
     error. The check takes a minute or two. Under srun or torchrun, the all-reduce includes all processes. The first
@@ -60,7 +60,7 @@ def calibrate(
         typer.Option("--from", metavar="PATH", help="runs/NAME/metrics.jsonl, or a table of rows (.csv). Repeatable."),
     ] = [],  # noqa: B006 (typer only reads it)
     machine: Annotated[
-        str, typer.Option(help=f"The machine to start from. Values that are not measured stay as they are. {MACHINES}")
+        str, typer.Option(help=f"Copy the values that are not measured from this machine. {MACHINES}")
     ] = "laptop",
     processes: Annotated[
         int | None,

@@ -19,9 +19,9 @@ def masks(
 ) -> None:
     """Show which tokens of a run's data its masks drop from the loss, before you train.
 
-    Prints training sequences in which the tokens that the loss keeps are marked, the fraction of such tokens, the
-    longest passage without a gap (a dropped token), and the fraction of passages without a gap. The mask does not
-    protect passages without a gap.
+    Prints training sequences with marks on the tokens that stay in the loss, and the fraction of such tokens. A gap is
+    a token that the goldfish mask drops. The command also prints the longest passage without a gap, and the fraction of
+    passages without a gap. The mask does not protect such passages from being memorized.
     """
     from fourfold.memorization.goldfish_laws import expected_extraction
     from fourfold.reports.terminal import masks_view

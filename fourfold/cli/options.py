@@ -37,7 +37,7 @@ KNOBS = (
 )
 """Help text that lists what a search can be limited to. ``planning.search.limits`` parses the user's limits."""
 StoredDtype = Literal["auto", "fp32", "bf16", "fp16"]
-"""Dtype of stored weights, for options. auto keeps the stored dtype."""
+"""Values of the options for the dtype of weights. auto keeps the stored dtype."""
 ModelName = Annotated[
     str, typer.Option("--model", metavar="DIR|ID|RUN", help="A Hugging Face model, or a run or checkpoint of fourfold.")
 ]

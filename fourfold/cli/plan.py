@@ -54,7 +54,7 @@ FROM_HELP = (
 )
 MEASURED_HELP = "With --from: measured seconds per step. The planner's constants are fitted to it."
 RUN_HELP = "Predict this run file's own layout, and search for faster ones."
-EXPLAIN_HELP = "Show where a step's time goes, and what each change of one choice costs."
+EXPLAIN_HELP = "Show where a step's time goes, and how the time changes if you change one choice."
 ROWS_HELP = "A table of measured rows. Default: the published rows that come with fourfold."
 LEAVE_HELP = "Leave each row's source (or machine) out of the fit, and then predict the row. This takes minutes."
 SIZES_HELP = "Numbers of GPUs: a list (512,768), or doublings (512:32768)."
@@ -175,7 +175,7 @@ def scaling(
     global_batch: Batch = None,
     precision: Precision = None,
     optimizer: Optimizer = None,
-    weak: Annotated[bool, typer.Option("--weak/--strong", help="Increase the batch with the GPUs, or keep it.")] = True,
+    weak: Annotated[bool, typer.Option("--weak/--strong", help="Scale the batch with the GPUs, or fix it.")] = True,
     as_json: AsJson = False,
     limits: Limit = [],  # noqa: B006
 ) -> None:

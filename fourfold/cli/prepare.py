@@ -141,7 +141,7 @@ def prepare(
 
 
 def _given(command_line: typer.Context, names: Sequence[str]) -> list[str]:
-    """Return those of the options that the user has given, such as --text-key."""
+    """Return the options out of `names` that the user has given, such as --text-key."""
     given = [name for name in names if command_line.get_parameter_source(name) is not ParameterSource.DEFAULT]
     return [f"--{name.replace('_', '-')}" for name in given]
 

@@ -21,12 +21,12 @@ def trace(
     ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer only reads it)
 ) -> None:
-    """Show the memory and the communication of one rank of any grid in a training step. Runs in one process on this
-    machine.
+    """Show how much memory one rank needs in a training step, and what it communicates. Any grid can be traced in one
+    process on this machine.
 
-    Runs the real step without data. The bytes of a collective are the size of its full tensor: after a gather, or
-    before a reduction. If you name a machine, the planner also gives the seconds that each collective takes alone, and
-    the exposed seconds that no concurrent matmul hides.
+    Runs the real step without data. The bytes of a collective are the size of its full tensor: the output of a gather,
+    or the input of a reduction. If you name a machine, the planner also gives the seconds that each collective takes
+    alone, and the exposed seconds that no concurrent matmul hides.
     """
     from fourfold.planning.machines.machine import load_machine
     from fourfold.run_file.load import load_run

@@ -32,8 +32,8 @@ def train(
 
     Starts one local process for each rank of the grid, or joins the processes that torchrun or srun has started.
     Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1 save a checkpoint and stop with exit code 3. A second signal stops immediately,
-    without saving (130 or 143). A job that hangs ends with exit code 4. Local processes that crash or hang are
-    restarted, as set in [fault_tolerance].
+    without saving (exit code 130 or 143). A job that hangs ends with exit code 4. Local processes that crash or hang
+    are restarted, as set in [fault_tolerance].
     """
     from fourfold import jobs
     from fourfold.environment import read_environment

@@ -57,8 +57,8 @@ def tune(
 ) -> None:
     """Find the fastest layout of a run: try layouts for a few real steps each, the most promising ones first.
 
-    Writes into its folder: best.toml (the run file), machine.toml (the calibration), tune.json, and the trials.
-    The same command continues a search that was interrupted.
+    Writes into the search's folder: best.toml (the run file with the fastest layout), machine.toml (the calibrated
+    machine file), tune.json (the results), and the trials. The same command continues a search that was interrupted.
 
     Example: fourfold tune RUN.toml --trials 12 --space pp=1,2 --machine mine.toml
     """

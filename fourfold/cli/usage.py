@@ -1,4 +1,4 @@
-"""Describe each mistake that typer finds in a command line in one sentence, instead of in typer's box."""
+"""Turn a mistake that typer finds in a command line into one sentence. typer would print a box of several lines."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def usage_sentence(error: ClickException) -> str:
 
 
 def refuse_command(name: str, known: list[str], where: str) -> None:
-    """Raise ``UserError`` for an unknown command, with the closest known command or with all of them."""
+    """Raise ``UserError`` for an unknown command. The message suggests the closest known command, or lists all."""
     close = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean '{close[0]}'?" if close else f"choose from {', '.join(known)}"
     raise UserError(f"no command '{name}'{where}; {hint}")

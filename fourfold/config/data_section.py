@@ -50,7 +50,7 @@ class DataConfig(Strict):
     """hf: the special token that ends every document. Default: the tokenizer's end-of-text token."""
     bos_token: str | None = None
     """hf: the special token that begins every document. 'auto' uses the tokenizer's beginning-of-text token. Default:
-    no such token."""
+    no token."""
     streams: int = Field(1, ge=1)
     """hf: number of streams to divide the dataset's files into. A process reads only the streams that its samples come
     from. The number must divide global_batch_size, and must not exceed the number of files."""

@@ -75,7 +75,7 @@ class Sizes:
     """Width of the shared expert. 0 if there is none."""
     ep: Number = 1
     predictions: int = 0
-    """Number of layers that predict further tokens."""
+    """Number of layers for multi-token prediction."""
 
     @classmethod
     def of(cls, run: RunConfig) -> Self:
@@ -182,8 +182,8 @@ class Sizes:
 
     @cached_property
     def head_ranks(self) -> Number:
-        """Return the number of ranks that divide the heads among themselves with Ulysses, which also uses cp for
-        this."""
+        """Return the number of ranks that share the heads if the context-parallel method is Ulysses: the ranks of cp
+        and x, and also the ranks of y if x·y divides the number of heads."""
         return self.cp * self.x * (1 + self.whole_heads * (self.y - 1))
 
     @property

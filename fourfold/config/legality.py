@@ -142,18 +142,18 @@ RULES: tuple[Divides | Rule, ...] = (
         "with cp above 1, x · y does not divide the heads, and y does not divide the micro-batch",
         lambda s: s.splits_queries & (s.cp > 1),
         lambda run, s: (
-            f"attention cannot be split over y = {s.y} together with cp = {s.cp}: neither model.num_attention_heads = "
-            f"{s.heads} (over x·y = {s.x * s.y}) nor training.micro_batch_size = {s.micro_batch} divides; "
-            f"micro_batch_size = {round_to_multiple(s.micro_batch, s.y)} works"
+            f"attention cannot be split over y = {s.y} together with cp = {s.cp}: model.num_attention_heads = "
+            f"{s.heads} is not divisible by x·y = {s.x * s.y}, and training.micro_batch_size = {s.micro_batch} is not "
+            f"divisible by y; micro_batch_size = {round_to_multiple(s.micro_batch, s.y)} works"
         ),
     ),
     Rule(
         "x · y does not divide the heads, and y divides neither the micro-batch nor the sequence",
         lambda s: s.splits_queries & (s.seq % s.y != 0),
         lambda run, s: (
-            f"attention cannot be split over y = {s.y}: none of model.num_attention_heads = {s.heads} (over x·y = "
-            f"{s.x * s.y}), training.micro_batch_size = {s.micro_batch} and training.seq_length = {s.seq} divides; "
-            f"seq_length = {round_to_multiple(s.seq, s.x * s.y)} works"
+            f"attention cannot be split over y = {s.y}: model.num_attention_heads = {s.heads} is not divisible by x·y "
+            f"= {s.x * s.y}, and neither training.micro_batch_size = {s.micro_batch} nor training.seq_length = {s.seq} "
+            f"is divisible by y; seq_length = {round_to_multiple(s.seq, s.x * s.y)} works"
         ),
     ),
     Divides(("x", "y"), KEYS, "whole_keys", K_PROJ, "model.num_key_value_heads", KV_FEATURES),
@@ -161,9 +161,9 @@ RULES: tuple[Divides | Rule, ...] = (
         "linear attention: x · y does not divide the heads, and y does not divide the micro-batch",
         lambda s: s.linear_heads > 0 and s.splits_queries,
         lambda run, s: (
-            f"linear attention cannot be split over y = {s.y}: neither model.num_attention_heads = {s.heads} (over x·y "
-            f"= {s.x * s.y}) nor training.micro_batch_size = {s.micro_batch} divides; micro_batch_size = "
-            f"{round_to_multiple(s.micro_batch, s.y)} works"
+            f"linear attention cannot be split over y = {s.y}: model.num_attention_heads = {s.heads} is not divisible "
+            f"by x·y = {s.x * s.y}, and training.micro_batch_size = {s.micro_batch} is not divisible by y; "
+            f"micro_batch_size = {round_to_multiple(s.micro_batch, s.y)} works"
         ),
     ),
     Divides(("x", "cp"), LINEAR, "linear_heads", "linear attention", "model.linear_num_key_heads"),
@@ -244,8 +244,8 @@ RULES: tuple[Divides | Rule, ...] = (
         lambda s: s.ulysses & (s.cp > 1) & s.uneven_heads,
         lambda run, s: (
             f"parallel.cp_method = 'ulysses': model.num_attention_heads = {s.heads} and num_key_value_heads = "
-            f"{s.kv_heads} must divide over the {s.head_ranks} ranks of cp, x and y that share the heads; "
-            "cp_method = 'ring' works"
+            f"{s.kv_heads} must be divisible by {s.head_ranks}, the number of ranks (over cp, x, and y) that share the "
+            "heads; cp_method = 'ring' works"
         ),
     ),
     Rule(

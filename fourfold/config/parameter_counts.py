@@ -32,8 +32,7 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def _prediction_layer(model: ModelConfig, norm: int) -> int:
-    """Return the number of parameters of a layer that predicts further tokens. ``norm`` is the number of a norm's
-    parameters."""
+    """Return the number of parameters of one layer for multi-token prediction. A norm has ``norm`` parameters."""
     is_linear = model.type_of(model.num_hidden_layers - 1) == "linear_attention"
     attention = _linear_attention(model) - _attention(model) if is_linear else 0
     return parameters_per_layer(model) + attention + 2 * model.hidden_size**2 + 3 * norm

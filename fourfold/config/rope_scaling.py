@@ -47,7 +47,7 @@ class RopeScaling(Strict):
         if self.rope_type != "linear" and self.original_max_position_embeddings is None:
             raise ValueError(f"rope_type = '{self.rope_type}' needs original_max_position_embeddings, for example 8192")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            # With equal numbers, YaRN has no ramp between the frequencies (Kimi K2).
+            # YaRN allows equal numbers (Kimi K2). Then no channels lie between the stretched and the unchanged ones.
             is_step = low == "beta_slow" and self.beta_slow == self.beta_fast
             if getattr(self, low) >= getattr(self, high) and not is_step:
                 raise ValueError(

@@ -1,1 +1,1 @@
-"""Data, from text on disk to the batch of one rank: tokenize, store, order, load, and mask."""
+"""Turn text on disk into the batches of each rank: tokenize, store, order, load, and mask."""

@@ -69,7 +69,7 @@ def check_writable(path: Path, option: str, name: str) -> None:
 
     Args:
         path: The file.
-        option: The option, for messages.
+        option: Name of the option, for messages.
         name: A file name that would work.
 
     Raises:

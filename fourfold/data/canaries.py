@@ -44,7 +44,7 @@ class Canaries:
     length: int = 100
     """Number of tokens per canary."""
     noise: float = 0.0
-    """Fraction of each copy's tokens that are replaced at random. Above 0, the copies of a canary are
+    """Fraction of each copy's tokens that are replaced at random. If it is above 0, the copies of a canary are
     near-duplicates."""
     shift: int = 0
     """Maximum number of tokens that are cut off at the start of a copy."""
@@ -108,8 +108,8 @@ def copy_of(
 class CorpusPieces:
     """A corpus cut into pieces. Some pieces become canaries, and canaries are planted between pieces.
 
-    A piece is a document if at least `wanted` documents have `length` tokens of text. Otherwise, longer documents are
-    cut into passages of at least `length` tokens (more in a huge corpus), and each passage is a piece. Shorter
+    If at least `wanted` documents have `length` tokens of text, each document is a piece. Otherwise, longer documents
+    are cut into passages of at least `length` tokens (more in a huge corpus), and each passage is a piece. Shorter
     documents stay whole.
     """
 
@@ -165,8 +165,8 @@ class CorpusPieces:
 
 
 def plant(split: CorpusSplit, canaries: Canaries, tokenizer: Tokenizer, text_key: str, ledger: Path) -> CorpusSplit:
-    """Write a second corpus next to the corpus of `split`. It has the pieces of `split`, with canaries at random
-    positions between them. Also write the ledger.
+    """Write a second corpus next to the corpus of `split`. The second corpus has the pieces of `split`, with canaries
+    at random positions between the pieces. Also write the ledger.
 
     Pieces that become canaries are taken out of the corpus, so a canary with 0 repeats occurs nowhere.
 

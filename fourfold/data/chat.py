@@ -1,4 +1,4 @@
-"""Tokenize a conversation with a model's chat template, and mark the assistant's tokens."""
+"""Tokenize a conversation with a model's chat template, and mark the assistant's tokens, which are trained."""
 
 import inspect
 import json
@@ -87,7 +87,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """Return the text of the template, or of all templates, joined."""
+        """Return the text of the template. If there are several templates, join their texts."""
         found = self._tokenizer.chat_template
         return "".join(found.values()) if isinstance(found, dict) else str(found)
 
@@ -176,7 +176,7 @@ class ChatTemplate:
                 continue
             where = [number for number, message in enumerate(messages, start=1) if key in message]
             if key == "name" and all(messages[number - 1]["role"] == "tool" for number in where):
-                # Templates may ignore a tool's name, because they also ignore its tool_call_id.
+                # Do not refuse a tool's name if the template ignores it, because tool_call_id may be ignored too.
                 continue
             without = [{name: value for name, value in message.items() if name != key} for message in messages]
             if self._try_to_render(without, options) == text:

@@ -120,8 +120,8 @@ def read_pair(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Con
     if len(lists) < 2 or not isinstance(prompt or [], list):
         raise ValueError(f"a row needs {_PAIRS}; this one has {_list_keys(row)}")
     lists = [[*(prompt or []), *answer] for answer in lists]
-    # Without a prompt in the row, the prompt is the messages that both conversations begin with. If one conversation is
-    # the beginning of the other conversation, there is no prompt.
+    # If the row has no prompt, the prompt consists of the messages that both conversations begin with. If one
+    # conversation is the beginning of the other conversation, there is no prompt.
     differ = (number for number, (one, other) in enumerate(zip(*lists, strict=False)) if one != other)
     asked = len(prompt) if prompt else next(differ, 0)
     return [_make_conversation(row, messages, asked, used=used) for messages in lists]

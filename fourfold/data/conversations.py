@@ -50,7 +50,7 @@ class ConversationCorpus:
         padding: Token that fills the end of a sample.
 
     Raises:
-        UserError: The two corpora do not belong together, or a file is missing or damaged.
+        UserError: The tokens and the flags do not belong together, or a file is missing or damaged.
     """
 
     def __init__(self, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> None:
@@ -77,8 +77,8 @@ class PackedConversations(ConversationCorpus):
     a window depends only on `seq_length` and the lengths of the conversations.
 
     Sample n is one window. Epoch n // len(self) visits all windows in its own order, drawn from `seed`. Each sample
-    also has `look_back` positions before its window, for masks. They hold padding, because nothing comes before a
-    conversation.
+    also has `look_back` positions before its window, for masks. These positions hold padding, because nothing comes
+    before a conversation.
 
     Raises:
         UserError: No conversation has a trained token within a window, or the corpus cannot be opened (see

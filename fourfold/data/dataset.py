@@ -48,7 +48,7 @@ class Windows:
 
     @property
     def documents(self) -> NDArray[np.int64]:
-        """Return the document index of each of `tokens` [samples, seq_length + 1]."""
+        """Return the document index of each token of the samples [samples, seq_length + 1]."""
         return self.stream_documents[:, self.look_back :]
 
 

@@ -92,10 +92,10 @@ def build_goldfish_mask(
 def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]:
     """Choose the dropped targets with strategy "hash", which hashes the h tokens before each target in its document.
 
-    The hash is a dot product of the h tokens with odd 64-bit coefficients, so the order of the tokens matters. The bits
-    of this number are then mixed, and the target is dropped if the result is below 2^64/k. So every target that is
-    dropped with 2k is also dropped with k. The first h tokens of a document are kept. Without look-back, the first h
-    tokens of each window are kept too.
+    The hash starts from a dot product of the h tokens with odd 64-bit coefficients, so the order of the tokens matters.
+    The bits of the product are then mixed, and the target is dropped if the result is below 2^64/k. So every target
+    that is dropped with 2k is also dropped with k. The first h tokens of a document are kept. Without look-back, the
+    first h tokens of each window are kept too.
 
     Returns:
         True for each dropped target [samples, S].
@@ -118,14 +118,14 @@ def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]
 def hash_table_drops(targets: NDArray[np.int64], k: int, h: int, include_target: bool = True) -> NDArray[np.bool_]:
     """Choose the dropped targets as the published code does (strategy "hash-table", commit 35d29f9).
 
-    The key is the product of h tokens, wrapped to 64 bits, modulo 1,000,003. It selects a number in a table of uniform
-    random numbers, and the target is dropped if this number is below 1/k. A product ignores the order of its factors
-    and collapses to 0 for large h or with token 0, so prefer "hash".
+    The product of h tokens, wrapped to 64 bits, modulo 1,000,003, is an index into a table of uniform random numbers.
+    The target is dropped if the number at this index is below 1/k. A product ignores the order of its factors and
+    collapses to 0 for large h or with token 0, so prefer "hash".
 
     Args:
         targets: Target tokens [samples, S].
         k: About one target in k is dropped.
-        h: Number of tokens in the key.
+        h: Number of tokens in the product.
         include_target: Whether the h tokens end with the target (as in the published code) or with the token before it
             (as in the paper).
 

@@ -60,7 +60,7 @@ class HubDataset(NamedTuple):
         """
         dataset = self._load(streaming=True)
         if count > dataset.num_shards:
-            raise UserError(f"{self} has {dataset.num_shards} files, so data.streams must be at most that, not {count}")
+            raise UserError(f"{self} has only {dataset.num_shards} files, so data.streams = {count} is too many")
         return [HubStream(str(self), dataset, count, index, text_key) for index in range(count)]
 
     def _load(self, streaming: bool) -> Any:
@@ -79,7 +79,8 @@ class HubStream:
         self._name, self._dataset, self._part, self._text_key = name, dataset, (count, index), text_key
 
     def read(self, place: Any) -> Iterator[tuple[Any, str]]:
-        """Yield the place and the text of each document. Begin at `place`, or at the first document if `place` is None.
+        """Yield the text of each document, with a place at which reading can begin again. Begin at `place`, or at the
+        first document if `place` is None.
 
         Raises:
             UserError: A row lacks the text column, a value in it is not text, or no row has any text.

@@ -41,7 +41,7 @@ class MicroBatch(Generic[Array]):
     """For multi-token prediction, int64 [B, S, D]: the D tokens after each token, or IGNORE_INDEX after the end of its
     document or sequence."""
     next_labels: Array | None = None
-    """The label of each of these tokens [B, S, D], or IGNORE_INDEX if there is no such token."""
+    """The label of each token in `next_tokens` [B, S, D], or IGNORE_INDEX if there is no such token."""
 
     def map(self, function: Callable[[Array], Other]) -> "MicroBatch[Other]":
         """Apply `function` to every field that is not None."""
@@ -62,12 +62,12 @@ class Loader:
         seq_length: Number of tokens per sample.
         global_batch_size: Number of samples per step, over all ranks. A multiple of `micro_batch_size` times `size`.
         micro_batch_size: Number of samples per micro-batch.
-        rank: This process's index among the ranks that split the batch. Ranks that split a sequence or a layer have the
-            same index.
+        rank: This process's index among the ranks that split the batch. Ranks that compute with the same samples have
+            the same index.
         size: Number of ranks that split the batch.
         masks: Masks of the loss. A token is in the loss if all masks keep it.
         prefetch: Whether a thread assembles step t + 1 while step t is used. `close` ends the thread.
-        depths: Number of tokens beyond the next one that the model also predicts.
+        depths: Number of further tokens that the model predicts after the next token (multi-token prediction).
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """Return the name of the result.
+        """Return the name under which the result is stored.
 
         Two shards have the same name only if they have the same tokenizer, the same text key, and ranges of the same
         files. Files are the same if path, size, and modification time are equal.
@@ -84,7 +84,7 @@ def cut_into_shards(files: Sequence[InputFile], text_key: str, name: str, tokeni
     Args:
         files: The input.
         text_key: Key or column of the text.
-        name: Name under which other processes open the tokenizer.
+        name: Name or path that other processes pass to `load_tokenizer`.
         tokenizer: The opened tokenizer.
     """
     shard_bytes = SMALLEST_SHARD
@@ -181,7 +181,7 @@ def is_done(shard: Shard, folder: Path) -> bool:
 
 
 def open_result(shard: Shard, folder: Path) -> tuple[IndexedDataset, NDArray[np.int64]]:
-    """Return the corpus of a completed shard, and the bytes of text in each of its documents."""
+    """Return the corpus of a completed shard, and the number of bytes of text in each of its documents."""
     return IndexedDataset(folder / shard.key), np.load(_mark(shard, folder), allow_pickle=False)
 
 

@@ -21,7 +21,7 @@ class ShuffledDocuments:
     documents: it saves the start and the number of the block, and an index in the block.
 
     Args:
-        documents: The stream. Its places are dictionaries with the key `epoch`.
+        documents: The stream. The places that it yields are dictionaries with the key `epoch`.
         size: Number of documents per block.
         seed: Seed of the order.
     """
@@ -30,7 +30,8 @@ class ShuffledDocuments:
         self._documents, self._size, self._seed = documents, size, seed
 
     def read(self, place: Any) -> Iterator[tuple[Any, str]]:
-        """Yield the place and the text of each document. Begin at `place`, or at the first document if `place` is None.
+        """Yield the text of each document, with a place at which reading can begin again. Begin at `place`, or at the
+        first document if `place` is None.
 
         One block is held in memory.
         """

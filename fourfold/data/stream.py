@@ -29,21 +29,22 @@ class DocumentStream(Protocol):
     """An endless sequence of documents. Reading can begin at any document."""
 
     def read(self, place: Any) -> Iterator[tuple[Any, str]]:
-        """Yield the place (a JSON value) and the text of each document. Begin at `place`, or at the first document if
-        `place` is None."""
+        """Yield the text of each document, with a place (a JSON value) at which reading can begin again. Begin at
+        `place`, or at the first document if `place` is None."""
         ...
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a window starts. With it, a run can resume at the window without reading any earlier document."""
+    """The start of a window. A run can resume here without reading any earlier document."""
 
     place: Any = None
     """Place of the document that has the first token of the window or of its look-back."""
     skip: int = 0
     """Number of tokens in that document before the first needed token."""
     before: int = 0
-    """Number of tokens in the window's look-back. The look-back is shorter at the start of a stream."""
+    """Number of tokens in the window's look-back (tokens before the window, which only masks read). The look-back is
+    shorter at the start of a stream."""
 
 
 class StreamWindow(NamedTuple):
@@ -54,7 +55,7 @@ class StreamWindow(NamedTuple):
     document_starts: NDArray[np.int64]
     """Document starts, as indices into `tokens`."""
     next: Position
-    """Start of the next window."""
+    """Position of the next window."""
 
 
 def cut_into_windows(
@@ -119,7 +120,7 @@ class StreamedWindows:
         look_back: Number of tokens before each window that masks read.
         ahead: Maximum number of windows of one stream to hold in memory.
         timeout: If a stream yields no document for this many seconds, `read` raises UserError.
-        order: Reorders the documents of a stream. It may read many documents before it yields one.
+        order: Function that reorders the documents of a stream. It may read many documents before it yields one.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class StreamedWindows:
         def known() -> Position | None:
             return self._marks[stream].get(place) or self._begin[stream].get(place)
 
-        # This run skipped the step without reading it, so read it now.
+        # The position is unknown if this run skipped the step without reading its samples. So read them now.
         if (position := known()) is None:
             with self._lock:
                 self._window((place - 1) * len(self.streams) + stream)

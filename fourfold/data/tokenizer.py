@@ -148,8 +148,8 @@ class HFTokenizer:
     def eod_of(self, fingerprint: str) -> int | None:
         """Return the id that ends documents in a corpus whose manifest has this fingerprint.
 
-        Tries every id, with and without this tokenizer's beginning-of-text token. Returns None if no fingerprint
-        matches, because another tokenizer made the corpus.
+        The fingerprint depends on this id. So try every id, with and without this tokenizer's beginning-of-text token.
+        Returns None if no fingerprint matches, because another tokenizer made the corpus.
         """
         ends = ((end, bos) for bos in {None, self.bos_id} for end in (self.eod_id, *range(self.vocab_size)))
         return next((end for end, bos in ends if self._fingerprint(end, bos) == fingerprint), None)
@@ -243,7 +243,8 @@ def begin_of(tokenizer: Tokenizer) -> list[int]:
 def encode_completion(
     prompt: str, completion: str, tokenizer: Tokenizer
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Tokenize a prompt and its completion as one document. Both are tokenized separately, as at inference.
+    """Tokenize a prompt and its completion as one document. They are tokenized separately, because at inference, the
+    prompt is tokenized alone.
 
     Returns:
         The token ids [tokens], and whether each token is trained [tokens]. The completion and the end-of-document token

@@ -11,8 +11,8 @@ from fourfold.doctor.finding import Finding, error, ok, warning
 from fourfold.training.console import format_bytes
 
 LEAST_ROOM = 10 * 2**30
-"""Warn below this free space in bytes. With less space, a checkpoint of a billion parameters (16 GB with its moments)
-does not fit."""
+"""Warn if fewer bytes than this are free. A checkpoint of a billion parameters (16 GB with its moments) does not fit
+into less space."""
 
 
 def examine_disk(folder: Path) -> Iterator[Finding]:

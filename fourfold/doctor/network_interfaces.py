@@ -88,8 +88,8 @@ def gloo_choice(
 
 
 def nccl_choice(found: Sequence[Interface], chosen: str) -> Finding:
-    """Check the interfaces that NCCL_SOCKET_IFNAME selects. It lists prefixes of names, or full names if it starts with
-    "="."""
+    """Check the interfaces that NCCL_SOCKET_IFNAME selects. The variable lists prefixes of names, or full names if it
+    starts with "="."""
     names = [each.name for each in found if each.name.startswith(tuple(chosen.split(",")))]
     names = chosen[1:].split(",") if chosen[0] == "=" else names
     return _chosen("nccl", f"NCCL_SOCKET_IFNAME = {chosen}", names, found)

@@ -97,9 +97,9 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
 def prefix_token(tokenizer: AnyTokenizer, name: str, source: Path | None = None) -> int:
     """Return the token that the first token of a text is predicted from.
 
-    It is the beginning-of-text token if there is one, and otherwise the end-of-text token. fourfold's own tokenizers
+    This is the beginning-of-text token if there is one, and otherwise the end-of-text token. fourfold's own tokenizers
     have a beginning-of-text token only if documents begin with it. If the model comes from Hugging Face, the original
-    tokenizer may also name one.
+    tokenizer may also name a beginning-of-text token.
 
     Args:
         tokenizer: The tokenizer of the texts.

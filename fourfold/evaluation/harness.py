@@ -29,8 +29,8 @@ class TaskFailed(UserError):
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """A model that lm-eval can use. The ranks divide the requests of a call among themselves and score them in one
-    pass.
+    """A model that lm-eval can use. When lm-eval sends requests, the ranks divide them among themselves and score them
+    in one pass.
 
     Args:
         prefix: The token that comes before a text.
@@ -52,7 +52,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
         """Run tasks one after the other.
 
-        If a task fails, only its own scores are lost.
+        If a task fails, the scores of all other tasks are kept.
 
         Returns:
             The metrics by task, as in ``run_tasks``, and the reasons of failures by task.
@@ -116,8 +116,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         longest = max((len(answer) for _, _, answer in requests), default=0)
         if longest > self.max_length:
             raise UserError(
-                f"an answer of the task has {longest} tokens, and the context {self.max_length}; such a task cannot be "
-                "scored with it"
+                f"an answer of the task has {longest} tokens, and the model's context only {self.max_length}, so the "
+                "model cannot score the task"
             )
         documents = [np.array(context + answer)[-(self.max_length + 1) :] for _, context, answer in requests]
         answers: list[tuple[float, bool]] = []

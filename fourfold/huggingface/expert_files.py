@@ -14,14 +14,18 @@ from torch import Tensor
 from fourfold.parallel.other_models.plan_styles import saved_buffers
 
 RowRanges = dict[str, range]
-"""Maps each tensor in files to the rows of a parameter that it holds. Row numbers run through all stacked experts."""
+"""Maps each tensor in files to the rows of a parameter that it holds. Rows are numbered across all stacked experts."""
 
 
 def rows_in_files(model: Any) -> dict[str, RowRanges]:
-    """For every name of every parameter and saved buffer of a model, find the tensors in files that hold it.
+    """Find the tensors in files that hold each parameter and each saved buffer of a model.
 
     A table in transformers says which stacks of experts become one matrix per expert, and which parameters have another
-    name in files. A parameter keeps its own name in the result if files hold its elements in another order.
+    name in files. If files hold a parameter's elements in another order, or join it with other parameters, the result
+    has the parameter's own name instead of names in files.
+
+    Returns:
+        The tensors in files by name of the parameter. A parameter with several names has several entries.
     """
     found: dict[str, RowRanges] = {}
     for name, parameter in (*model.named_parameters(remove_duplicate=False), *saved_buffers(model).items()):
@@ -69,8 +73,8 @@ def in_modules(model: Any, rows: Mapping[str, RowRanges], tensors: Mapping[str, 
             others[name] = parameter
     if not others:
         return found
-    # Files join or transpose these parameters. Convert the numbers of the elements with transformers' own table, to
-    # find where each element goes.
+    # Files join or transpose these parameters. To find where each element goes, number the elements, and let
+    # transformers convert the numbers instead of weights.
     sizes = [parameter.numel() for parameter in others.values()]
     numbers = zip(others, torch.arange(sum(sizes)).split(sizes), strict=True)
     parts = revert_weight_conversion(model, {name: part.view_as(others[name]) for name, part in numbers})

@@ -54,9 +54,10 @@ def export_huggingface(
     merge: bool = False,
     averaged: bool = False,
 ) -> Transferred:
-    """Write a checkpoint of any grid as a folder that transformers opens, with one tensor in memory at a time.
+    """Convert a checkpoint of any grid to a folder that transformers can open, with one tensor in memory at a time.
 
-    LoRA adapters become a folder that peft opens, or with ``merge`` a model merged with its base.
+    A checkpoint of LoRA adapters becomes a folder that peft can open. With ``merge``, it becomes the base model, merged
+    with the adapters.
 
     Args:
         checkpoint: The checkpoint's folder.
@@ -88,14 +89,14 @@ def export_huggingface(
         return _export_adapter(checkpoint, saved, out)
     weights = Merged(saved, open_base(saved)) if merge else saved
     source = source_of(checkpoint)
-    model = saved.model.model_copy(update={"num_nextn_predict_layers": 0})  # transformers has no prediction layers.
+    model = saved.model.model_copy(update={"num_nextn_predict_layers": 0})  # transformers lacks these layers.
     config = _config(model, source, kind)
     types = dict(weights.dtypes)
     wanted = DTYPES.get(dtype)
     if wanted is None and source is not None and not saved.state.weights_only:
         wanted = _TYPE_NAMES.get(str(config.get("dtype", config.get("torch_dtype"))))
     if wanted is not None:
-        # Keep a router's bias in its own type, because transformers also keeps it in float32.
+        # Keep the stored type of a router's bias, because transformers also keeps the bias in float32.
         types = {name: each if is_router_bias(name) else wanted for name, each in types.items()}
     if source is None or wanted is not None or not saved.state.weights_only:
         key = "dtype" if "dtype" in config else "torch_dtype"
@@ -144,8 +145,8 @@ def as_huggingface(name: str) -> Iterator[tuple[str, str | None]]:
     """Yield the folder of a model that transformers can open, and the folder of its tokenizer.
 
     The tokenizer can be "bytes", and is None if the run's corpora are not found. A checkpoint or run of fourfold is
-    exported into a temporary folder that exists while the block runs. Its weights keep their stored dtypes, and its
-    adapters are merged.
+    exported into a temporary folder that exists while the block runs. The exported weights keep their stored dtypes,
+    and adapters are merged.
 
     Raises:
         UserError: There is no model with that name.

@@ -156,8 +156,8 @@ _QWEN_MOE_GATED = _QWEN_MOE | _shared_expert("shared_expert") | _SHARED_GATE
 def _linear_attention(**inputs: str) -> Table:
     """Return rows for layers with linear attention, and for attention layers with an output gate.
 
-    ``inputs`` maps the Hugging Face names of the linear layers' projections to the letters of the decoder's
-    projections.
+    ``inputs`` maps the Hugging Face name of each input projection to the letters of the decoder's projections that it
+    joins. For example, "ba" stands for b_proj and a_proj.
     """
     ours = {f"{name}.weight": [f"inputs.{part}_proj.weight" for part in parts] for name, parts in inputs.items()} | {
         "conv1d.weight": [f"core.{part}_conv" for part in "qkv"],
@@ -220,8 +220,8 @@ class Format:
     transposed: tuple[str, ...] = ()
     """Tensors that are stored as [in, out]. The decoder's parameters are [out, in]."""
     by_head: Mapping[str, str] = field(default_factory=dict)
-    """Maps tensors that interleave the rows of the decoder's parameters head by head to the key of [model] with the
-    number of heads."""
+    """Tensors that interleave the rows of the decoder's parameters head by head. Each maps to the key of [model] that
+    has the number of heads."""
     by_row: tuple[str, ...] = ()
     """Tensors that interleave the rows of the decoder's parameters one by one."""
     stacked: tuple[str, ...] = ()
@@ -232,10 +232,11 @@ class Format:
     """Parameters whose rows are in another order in these files. In files, rotary embeddings rotate rows 2i and 2i + 1
     of a head as a pair. In the decoder, they rotate rows i and i + rotary_dim / 2."""
     layers_beyond: str | None = None
-    """Key of config.json with the number of extra layers that predict tokens further ahead. They are not imported."""
+    """Key of config.json with the number of extra layers that predict tokens after the next token. fourfold does not
+    import these layers."""
 
     ignored: tuple[str, ...] = ()
-    """Name prefixes of modules that predict tokens further ahead. They are not imported."""
+    """Name prefixes of modules that predict tokens after the next token. fourfold does not import these modules."""
 
     def names_beyond(self, last: int, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the name prefixes of tensors that are not imported, such as those of layers after layer ``last``."""
@@ -323,7 +324,7 @@ WITH_STACKED_EXPERTS = {
 """Formats of files that stack the experts, in families whose files can also have one matrix per expert."""
 
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
-"""Endings of tensor names in older files that are buffers, not weights."""
+"""Endings of the names of tensors that are buffers, not weights. Only older files have such tensors."""
 
 HEAD = "lm_head.weight"
 

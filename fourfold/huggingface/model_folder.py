@@ -72,8 +72,8 @@ def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES
 
 
 def source_of(checkpoint: Path) -> Path | None:
-    """Return the folder with the small files of the original model, or None if there is none. The checkpoint was
-    imported from this model, or its run started from it."""
+    """Return the folder with the small files of the original model, or None if there is none. The original model is the
+    Hugging Face model that the checkpoint was imported from, or that its run started from."""
     places = (checkpoint / SOURCE_FOLDER, checkpoint.resolve().parent.parent / SOURCE_FOLDER)
     found = next((place for place in places if (place / CONFIG_FILE).exists()), None)
     if found is not None:

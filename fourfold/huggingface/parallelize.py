@@ -39,10 +39,10 @@ def parallelize(
         model: A model of transformers, or any ``nn.Module`` with ``rules``. Its weights must be the same on every
             process. On the meta device it needs ``weights``.
         grid: The grid. Only its axes x, y, z, and dp may be larger than 1.
-        rules: The styles of layers (``plan_styles.STYLES``), by module name or by a pattern of module names. They take
-            precedence over the model's own plan.
-        weights: A folder of safetensors files to read the weights from. Each process reads only the slices that it
-            needs. Default: use the weights that the model has.
+        rules: Maps patterns of module names to styles (``plan_styles.STYLES``), which say how a module is split. The
+            rules take precedence over the model's own plan.
+        weights: A folder of safetensors (default: the weights that the model has). Each process reads only its own
+            slices.
         precision: The dtype that the step computes in, "fp32" or "bf16" (default: the dtype of the weights).
         weight_prefetch: Number of blocks whose weights are gathered ahead (default 1).
 
@@ -131,7 +131,7 @@ def _check_saved_buffers(model: nn.Module) -> None:
     for name, buffer in saved_buffers(model).items():
         parent = model.get_submodule(name.rpartition(".")[0])
         if isinstance(parent, (nn.BatchNorm1d, nn.SyncBatchNorm)):
-            raise UserError(f"{name} is a statistic of the sequences, and every process would compute its own")
+            raise UserError(f"{name} is a statistic of the sequences, and processes would compute different values")
         if buffer.dtype not in SAFETENSORS_NAMES:
             raise UserError(
                 f"{name} is a buffer of type {buffer.dtype} that is saved with the weights, and parallelize can save "

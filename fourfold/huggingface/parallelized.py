@@ -36,9 +36,9 @@ from fourfold.parallel.tensor.sharding import Tile
 class Parallelized(nn.Module):
     """A model on the grid. Call it like the original model, with the sequences of this process.
 
-    The model runs all collectives itself. You change three calls in your training loop, because torch's own functions
-    know nothing of the tensor axes x and y: ``backward(loss)`` replaces ``loss.backward()``, ``clip_grad_norm_``
-    replaces torch's function, and ``save`` and ``load`` replace ``state_dict``.
+    The model runs all collectives itself. Three calls in your training loop change, because torch's own functions know
+    nothing about the tensor axes x and y: ``backward(loss)`` replaces ``loss.backward()``, ``clip_grad_norm_`` replaces
+    torch's function, and ``save`` and ``load`` replace ``state_dict``.
 
     Attributes:
         module: The model, with the grid's layers in place of its own.
@@ -51,7 +51,7 @@ class Parallelized(nn.Module):
         """Wrap a model on the grid.
 
         Args:
-            on_grid: The model. It is stage 0, and the only stage.
+            on_grid: The model. It has a single pipeline stage.
             placed: The layout of each module.
             in_files: How the model's tensors are stored in files, determined before the model was put on the grid.
         """

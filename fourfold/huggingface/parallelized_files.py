@@ -39,8 +39,8 @@ Numbers = dict[str, dict[str, Any]]
 """The optimizer state of each parameter. "numbers" has its scalars, and "tensors" has the names of its tensors."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of each weight in files. It can differ from a shard's global shape, which may split the last dim
-(``InputFirst``)."""
+"""The shape of each weight in files. In ``shard.global_shape``, the last dim of an ``InputFirst`` layer is split into
+two dims."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def read_weights(model: nn.Module, shards: Sequence[LocalShard], layout: Paralle
 
 
 def _in_file(shard: LocalShard, shape: tuple[int, ...]) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-    """Yield the pieces of a shard, each with its slices of the corresponding tensor in files."""
+    """Yield the pieces of a shard. With each piece, yield the slices that select it from the tensor in files."""
     if shape == shard.global_shape:
         yield shard.local, shard.slices
         return
@@ -114,7 +114,8 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: Par
     last: list[tuple[str, Tensor]] = []
 
     def gather(shard: LocalShard) -> Tensor:
-        """Return the full tensor. It is gathered for the first of its entries and kept for the next ones."""
+        """Return the full tensor. One tensor can become several entries in files, so keep it in memory until another
+        tensor is needed."""
         if not last or last[0][0] != shard.name:
             last.clear()
             last.append((shard.name, _gathered(waiting.pop(0)).view(layout.shapes[shard.name])))

@@ -105,7 +105,8 @@ def write_tokenizer(folder: Path, tokenizer: AnyTokenizer | None, model: ModelCo
 
 
 def add_end_token(folder: Path, config: dict[str, Any], end: int) -> dict[str, Any]:
-    """Add the token that ends a trained document to the ids that end a text, before the original model's own ids.
+    """Add ``end``, the token that ended documents in training, to the ids that end a generated text. ``end`` comes
+    before the original model's own ids.
 
     Changes the folder's generation_config.json, and returns the changed keys of config.json.
     """

@@ -43,7 +43,7 @@ class TensorPiece:
         """Divide ``rows`` of the decoder's parameter into runs whose rows are evenly spaced in the Hugging Face tensor.
 
         Yield two slices for each run. The first has the run's rows, relative to the start of ``rows``. The second has
-        the same rows in the Hugging Face tensor. Its step is above 1 if the rows are interleaved.
+        the same rows in the Hugging Face tensor. The step of the second slice is above 1 if the rows are interleaved.
         """
         size, pairs = self.rows // self.groups, self.paired_rows
         if size == 1:

@@ -130,8 +130,8 @@ def generate(
     """Continue a prompt.
 
     The end tokens, the texts that stop generation, and the settings that ``Sampling.settings`` reads come from the
-    model's generation_config.json. All other settings in this file are ignored, because they are for several sequences
-    at a time, and this function generates only one.
+    model's generation_config.json. All other settings in this file only matter for several sequences at a time. This
+    function streams a single sequence, so it ignores them.
 
     Args:
         model: A transformers model, or a fourfold model with the same interface.

@@ -39,7 +39,8 @@ def run_on_grid(
 ) -> Any:
     """Call `function(place, *args)` on every process of the job, with torch's default process group.
 
-    If no launcher has started processes, start local workers. `place` is a process's position in the job.
+    If no launcher has started processes, start local workers. `place` holds the rank of a process and the size of the
+    job.
 
     Args:
         function: "package.module:name". It is a string, so that the parent of local workers need not import the
@@ -77,7 +78,7 @@ def run_on_grid(
 
 
 def _place_here(place: Place | None, world_size: int) -> tuple[Place, str | None]:
-    """Return this process's place in the job, and the address where the processes meet.
+    """Return this process's rank and its job's size, and the address where the processes meet.
 
     Either a launcher started this process, or it is the only process of the job.
     """
@@ -106,7 +107,7 @@ def run_in_group(
     """Start the default process group, and call the function on this process. See `run_on_grid`.
 
     Args:
-        place: This process's place in the job.
+        place: The rank of this process, and the size of the job.
         meeting_point: The address where the processes meet, as in torch's `init_method`. None for one process.
         function: "package.module:name".
         args: Arguments of the function after `place`.

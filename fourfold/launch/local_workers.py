@@ -74,7 +74,8 @@ def run_workers(
     modules: Sequence[str] = (),
     started: float | None = None,
 ) -> Any:
-    """Call `target(place, *args)` in `world_size` new processes. `place` is a process's position in the job.
+    """Call `target(place, *args)` in `world_size` new processes. `place` holds the rank of a process and the size of
+    the job.
 
     All workers end when this call ends or when this process ends. Only rank 0 writes to standard output. All ranks
     write to standard error.
@@ -174,8 +175,8 @@ def _receive(workers: WorkerProcesses, rank: int) -> WorkerEnd:
 def _return_or_raise(reports: Sequence[WorkerEnd], world_size: int, received: Sequence[int]) -> Any:
     """Return rank 0's value, or raise the failure that is most likely the cause.
 
-    This is the first UserError if there is one. Otherwise it is the first worker that died, or the first exception.
-    Other failures may only be consequences, because a worker fails if another worker is gone.
+    The first UserError counts as the cause. If there is none, the first worker that died counts as the cause, or else
+    the first exception. All other failures may be consequences, because a worker fails if another worker is gone.
     """
     for outcome in ("refused", "died", "failed"):
         for report in reports:
@@ -241,8 +242,8 @@ def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[in
 
 
 def _signals_blocked() -> contextlib.AbstractContextManager[None]:
-    """Block stop signals in this process. Workers that start meanwhile inherit this, until they can handle signals."""
-    resource_tracker.ensure_running()  # Start it now, because starting it later would unblock SIGINT.
+    """Block stop signals in this process. Workers that start meanwhile block them too, until they can handle them."""
+    resource_tracker.ensure_running()  # Start the tracker now, because starting it later would unblock SIGINT.
     return held_stop_signals()
 
 

@@ -27,7 +27,7 @@ SAVING = b"\nfourfold: saving a checkpoint after this step; press Ctrl-C again t
 class StopRequest:
     """Says whether the job should save and stop.
 
-    This is the case after the first stop signal, and after the time limit. A Ctrl-C after another stop signal raises
+    The job should stop after the first stop signal, and after the time limit. A Ctrl-C after another stop signal raises
     KeyboardInterrupt.
 
     Args:

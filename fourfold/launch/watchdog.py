@@ -37,7 +37,7 @@ def watchdog(folder: Path, place: Place, limits: FaultToleranceConfig) -> Iterat
     Args:
         folder: Folder for the reports about a hang. It must be the same on all ranks, and new for each start of the
             job.
-        place: This process's place in the job.
+        place: The rank of this process, and the size of the job.
         limits: The section [fault_tolerance]. If its timeout is 0, no watchdog is started.
     """
     if not limits.timeout:

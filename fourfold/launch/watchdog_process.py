@@ -45,7 +45,7 @@ FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class Watch(NamedTuple):
-    """The file descriptors of a watchdog's rank, the rank's position in the job, and limits in seconds."""
+    """What a watchdog must know about its rank: file descriptors, the number of the rank, and limits in seconds."""
 
     heartbeat: int
     stacks: int
@@ -125,8 +125,8 @@ def _read_signals(descriptor: int, seconds: float) -> set[int] | None:
 def _must_end(stops: list[float], now: float, watch: Watch) -> bool:
     """Return whether the watchdog must end the rank after a stop signal.
 
-    This is the case after the grace period, which begins with the first stop signal. With `forces`, it is also the case
-    `UNWIND_SECONDS` after a second stop signal.
+    The watchdog must end the rank after the grace period, which begins with the first stop signal. With `forces`, it
+    must also end the rank `UNWIND_SECONDS` after a second stop signal.
     """
     if not stops:
         return False
@@ -218,8 +218,8 @@ def find_awaited(reports: list[HangingRank]) -> HangingRank:
     4. all ranks
 
     If any rank is behind, keep only the candidates with the fewest heartbeats in the current step. Of the remaining
-    candidates, return the rank that has been silent longest. On each machine, this is the rank with the oldest
-    heartbeat. Between machines, compare the time of silence instead, because clocks differ.
+    candidates, return the rank that has been silent longest. To find it, take the rank with the oldest heartbeat on
+    each machine. Then compare the lengths of the silence, because the clocks of different machines differ.
     """
     stopped = [report for report in reports if report.state in STOPPED]
     behind = [one for one in reports if any(_is_behind(one, other) for other in reports)]

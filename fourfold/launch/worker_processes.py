@@ -44,7 +44,7 @@ class WorkerProcesses:
         self._starter: BaseProcess | None = None
 
     def start(self, work: Work, args: Sequence[tuple[object, ...]], modules: Sequence[str]) -> None:
-        """Start the starter, which then starts the workers. If this process blocks a signal, they all block it too.
+        """Start the starter, which then starts the workers. They all inherit the signals that this process blocks.
 
         Args:
             work: The function that each worker runs.
@@ -73,7 +73,8 @@ class WorkerProcesses:
     def send(self, signum: int) -> None:
         """Send a signal to all workers.
 
-        No id can belong to another process by now, because a worker's id becomes free only in `exit_code`.
+        Every id still belongs to its worker, because the system can reuse an id only after `exit_code` has waited for
+        the worker.
         """
         for process_id in self.ids.values():
             with contextlib.suppress(ProcessLookupError):

@@ -78,7 +78,7 @@ def tuned_layers(
 
 
 def tune_matmuls(run: RunConfig, again: bool) -> dict[str, Any]:
-    """Measure those matmuls of one rank that are not in this machine's table, and return a record of all of them.
+    """Return a record of all matmuls of one rank. First measure the matmuls that are not in this machine's table.
 
     On a CPU, a rank uses the number of threads that ``fourfold train`` gives it on this machine: OMP_NUM_THREADS, or
     its share of the cores.

@@ -41,7 +41,7 @@ class TunedLayer(Strict):
     layout: LayerLayout
     gains: dict[str, Gain]
     other_order: float = Field(gt=0)
-    """The gain of all three matmuls together if the weight has the memory order that was not chosen."""
+    """The combined gain of the three matmuls if the weight were stored in the memory order that was not chosen."""
 
     @field_validator("gains")
     @classmethod
@@ -52,7 +52,7 @@ class TunedLayer(Strict):
 
     @property
     def gain(self) -> float:
-        """Return the gain of all three matmuls together."""
+        """Return the combined gain of the three matmuls."""
         return sum(each.seconds for each in self.gains.values()) / sum(e.seconds / e.gain for e in self.gains.values())
 
 

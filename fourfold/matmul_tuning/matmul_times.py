@@ -33,8 +33,8 @@ round."""
 NOMINATING_ROUNDS = 3
 DECIDING_SECONDS, FEWEST_ROUNDS, MOST_ROUNDS = 1.0, 7, 21
 LEAST_SECONDS = 2e-3
-"""A matmul is repeated for at least this number of seconds. The resolution of the clock and the launch times of a GPU
-then matter little."""
+"""A matmul is repeated for at least this number of seconds. Then the clock's resolution and a GPU's launch times hardly
+affect the result."""
 
 _WEIGHT_COPIES = (
     Copies(), Copies(right="turned"), Copies(right="padded"), Copies(right="turned and padded"), Copies(left="padded"),
@@ -167,8 +167,8 @@ def matmul_calls(
 def seconds_in_rounds(
     calls: Mapping[K, Callable[[], object]], rounds: int, device: torch.device
 ) -> dict[K, list[float]]:
-    """Return the seconds of each call in each round. A round makes every call, and each round starts with a different
-    one."""
+    """Return the seconds of each call in each round. A round makes every call once, and each round starts with a
+    different call."""
     times: dict[K, list[float]] = {name: [] for name in calls}
     turns = deque(calls)
     calls[turns[0]]()

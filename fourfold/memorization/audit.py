@@ -40,8 +40,8 @@ class AuditRequest(ScoringRequest):
     """What to audit: a model and documents, with the options of the audit."""
 
     documents: Path
-    """A .jsonl file with the documents to audit. Documents with a count of 0 are controls, and the model was trained on
-    all other documents."""
+    """A .jsonl file with the documents to audit. Documents with a count of 0 are controls. All other documents are
+    members: the model was trained on them."""
     control: Path | None = None
     """A .jsonl file with more documents, which the model was not trained on."""
     reference: str | None = None
@@ -58,7 +58,7 @@ class AuditRequest(ScoringRequest):
     generate: int = 0
     """Number of members that the model continues token by token. The model also continues this many controls."""
     beams: int = 0
-    """Beam width of the search for near-verbatim continuations, for the documents that the model continues. 0 means no
+    """Beam width of the search for near-verbatim continuations of the documents that ``generate`` selects. 0 means no
     search."""
     text_key: str = "text"
     """Key of the text in each line."""
@@ -88,7 +88,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
     """Audit a model. Every process of the model's grid must call this.
 
     Returns:
-        The record on rank 0, and None on the other ranks.
+        The record on rank 0, and None on all other ranks.
 
     Raises:
         UserError: An option is out of range, the goldfish mask of ``run`` cannot be replayed, the documents or the
@@ -238,8 +238,8 @@ def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> 
         )
     if both := len(members & controls):
         raise UserError(
-            f"{both} of the documents are both members and controls; remove them from one of the two: a control was "
-            "never trained on"
+            f"{both} of the documents are both members and controls; remove them from one of the two files, because "
+            "the model must not have been trained on a control"
         )
 
 

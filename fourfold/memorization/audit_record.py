@@ -22,7 +22,7 @@ QUERIES = (1, 100, 10_000, 1_000_000)
 """Sample budgets of an attacker. For each budget, the record gives the fraction of documents that can be extracted."""
 
 CHANCE = 0.5
-"""The probability p in (n, p)-discoverable extraction."""
+"""The probability p in (n, p)-discoverable extraction (see ``Extraction.queries``)."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,8 @@ def _warnings(record: Mapping[str, Any]) -> list[str]:
         found.append(f"Membership attacks need at least {FEWEST} members and {FEWEST} controls.")
     elif record["control"]["documents"] < 1000:
         found.append(
-            f"With {record['control']['documents']} controls no true-positive rate at 0.1 % false positives can be "
-            + ("given, nor at 1 %." if record["control"]["documents"] < 100 else "given.")
+            f"{record['control']['documents']} controls are too few to measure the true-positive rate at 0.1 % false "
+            + ("positives, and also at 1 %." if record["control"]["documents"] < 100 else "positives.")
         )
     guard = record["bag_of_words_guard"]
     if guard is not None and guard["differs"]:
@@ -191,7 +191,7 @@ def _warnings(record: Mapping[str, Any]) -> list[str]:
     generation = record["generation"]
     if generation is not None and generation["agrees_with_one_pass"] < 1:
         found.append(
-            f"Greedy generation agrees with the one pass on {generation['agrees_with_one_pass']:.1%} of the documents: "
-            "in the other documents, two tokens are equally likely up to rounding."
+            f"Greedy generation and the single forward pass agree on {generation['agrees_with_one_pass']:.1%} of the "
+            "documents. In all other documents, two tokens are equally likely up to rounding."
         )
     return found

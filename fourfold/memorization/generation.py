@@ -73,7 +73,7 @@ class Decoder(Protocol):
 def passage(prefix: NDArray[np.int64], true: NDArray[np.int64], written: NDArray[np.int64], tokenizer: Decoder) -> Any:
     """Return the end of a prefix, the true continuation, and the model's continuation, for a record.
 
-    Both continuations are lists of pieces. A piece is a text and whether both continuations have it.
+    Both continuations are lists of pieces. A piece is a text, and a flag that is True if both continuations have it.
     """
     sides: tuple[list[Any], list[Any]] = ([], [])
     for kind, *ends in SequenceMatcher(None, true.tolist(), written.tolist(), autojunk=False).get_opcodes():

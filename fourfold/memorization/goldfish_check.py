@@ -35,7 +35,7 @@ class MaskReplay:
     known: NDArray[np.bool_]
     """True if the document's tokens alone determine whether this token was dropped."""
     dropped: NDArray[np.bool_]
-    """Whether the token was dropped. Meaningful only if it is known."""
+    """Whether the token was dropped. Meaningful only if ``known`` is True for the token."""
 
 
 def is_replayable(config: GoldfishConfig) -> bool:

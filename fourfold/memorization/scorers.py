@@ -45,7 +45,7 @@ class Scorer(Protocol):
     """Longest input in tokens. None if unknown."""
 
     def score(self, documents: TokenRows, fields: Fields | None = None, last: int | None = None) -> Scores | None:
-        """Score each token after the first of each document.
+        """Score every token of each document except the first.
 
         Args:
             documents: Token ids of each document [T].

@@ -71,8 +71,8 @@ class AttentionCore(nn.Module):
     def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
         """Return Σ softmax(scale · q·k) · v over the keys that a query may see, [B, S, N, D].
 
-        The scores scale · q·k are soft-capped if the model does so. If a head has a sink, its softmax includes the sink
-        as one more score.
+        The scores scale · q·k are soft-capped if the model has a soft-cap. If a head has a sink, its softmax includes
+        the sink as one more score.
         """
         mask = self.mask_of(q_BSND, k_BSKD, context)
         is_float32_on_gpu = q_BSND.dtype == torch.float32 and (q_BSND.is_cuda or self.is_for_gpu)
@@ -179,7 +179,8 @@ def documents_of(document_ends_BE: Tensor, length: int) -> Tensor:
 def causal_within(documents_BS: Tensor, window: int = 0) -> Tensor:
     """Return a mask [B, 1, S, S] that is true if a query may see a key.
 
-    A query sees keys up to its own position, in its own document, and within the window. 0 means no window.
+    A query sees keys up to its own position, in its own document, and within the window. A ``window`` of 0 means no
+    window.
     """
     same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
     seen_BSS = same_BSS.tril().triu(1 - window) if window else same_BSS.tril()

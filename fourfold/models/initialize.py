@@ -117,7 +117,8 @@ def _threads() -> int:
 
 
 def _fill_stack(out: Tensor, std: float, name: str, shape: tuple[int, ...], slices: Slices, seed: int) -> None:
-    """Fill part of a stack of matrices. The stack gets the values of one tall matrix: its matrices below each other."""
+    """Fill part of a stack of matrices. The values are the same as in one tall matrix that contains these matrices one
+    below the other."""
     (matrices, rows, columns), (count, height, width) = slices, shape
     for place, number in enumerate(range(matrices.start, matrices.stop)):
         first = number * height

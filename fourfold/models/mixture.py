@@ -76,9 +76,11 @@ BIAS = "e_score_correction_bias"
 
 
 class BiasInFloat32(nn.Module):
-    """A base class for routers. It keeps the router's bias in float32 when the model is converted to a 16-bit dtype.
+    """A base class for routers. It keeps ``e_score_correction_bias`` in float32 when the model is converted to a 16-bit
+    dtype.
 
-    Training changes the bias in steps that are too small for bf16.
+    The router adds this bias to the scores before it chooses experts. Training changes the bias in steps that are too
+    small for bf16.
     """
 
     e_score_correction_bias: nn.Parameter | None
@@ -112,7 +114,7 @@ class Router(BiasInFloat32):
 
 
 def is_router_bias(name: str) -> bool:
-    """Return whether a parameter is a router's bias. Training updates this bias without a gradient."""
+    """Return whether a parameter is an ``e_score_correction_bias``. Training updates this bias without a gradient."""
     return name.endswith(BIAS)
 
 
@@ -210,7 +212,7 @@ def order_by_expert(experts_TK: Tensor, kept_TK: Tensor | None, num_experts: int
 
     Args:
         experts_TK: the chosen experts. The index ``num_experts`` marks padding, whose rows are dropped.
-        kept_TK: False for other rows to drop. None drops no other rows.
+        kept_TK: False for rows to drop in addition to padding. None drops only padding.
         is_padded: whether there may be padding.
     """
     keys_TK = experts_TK if kept_TK is None else experts_TK.masked_fill(~kept_TK, num_experts)
@@ -251,13 +253,14 @@ def combine(rows_NH: Tensor, order: Order, weights_TK: Tensor) -> Tensor:
         lambda grad_TKH, first_N: grad_TKH.flatten(0, 1)[first_N],
         first_N,
     )
-    # The multiplication below can then reuse the memory of the rows.
+    # Delete the argument, so that the multiplication below can reuse its memory.
     del rows_NH
     return (rows_TKH * weights_TK.to(rows_TKH.dtype)[..., None]).sum(1)
 
 
 def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: int) -> Tensor:
-    """Rearrange sorted rows into token order, [T, K, H]. Rows after the first ``given`` were dropped. Set them to 0."""
+    """Rearrange sorted rows into token order, [T, K, H]. Only the first ``given`` rows were not dropped. Set all other
+    rows to 0."""
     missing = len(inverse_N) - len(rows_NH)
     if missing:
         rows_NH = F.pad(rows_NH, (0, 0, 0, missing))
@@ -279,8 +282,8 @@ def capacity(factor: float, lengths_B: Tensor, chosen: int, num_experts: int) ->
 
 
 def within_capacity(experts_BSK: Tensor, num_experts: int, factor: float) -> Tensor:
-    """Return which rows their expert accepts, [B, S, K]. In each sequence, an expert accepts its first rows, up to the
-    capacity.
+    """Return a mask of the rows, [B, S, K]. It is True if the row's expert accepts the row. In each sequence, an expert
+    accepts its first rows, up to the capacity.
 
     Padding has the expert index ``num_experts``. The returned values for padding have no meaning.
     """

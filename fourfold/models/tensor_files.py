@@ -67,15 +67,15 @@ class TensorFiles:
         """Return the first of several possible names of a tensor that is in a file.
 
         Raises:
-            UserError: no file has a tensor with any of these names, or the tensor does not have this shape.
+            UserError: no file has a tensor with any of these names, or the tensor has a shape other than ``shape``.
         """
         name = next((name for name in names if name in self.shapes), None)
         if name is None:
             raise UserError(f"{self.folder}: no file has the tensor {names[0]}")
         if self.shapes[name] != shape:
             raise UserError(
-                f"{self.file_of[name]}: the tensor {name} has the shape {list(self.shapes[name])}, and the model's is "
-                f"{list(shape)}"
+                f"{self.file_of[name]}: the tensor {name} has the shape {list(self.shapes[name])}, but the model needs "
+                f"the shape {list(shape)}"
             )
         return name
 

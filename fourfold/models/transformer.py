@@ -226,7 +226,7 @@ class PredictionBlock(AttentionAndMLP):
         self.output_layernorm = norm_of(config)
 
     def forward(self, x_BSH: Tensor, context: AttentionContext, next_BSH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the hidden states, and their norm, which the head reads."""
+        """Return the hidden states, and the normalized hidden states, which the head reads."""
         x_BSH = self.e_proj(self.embedding_layernorm(next_BSH)) + self.h_proj(self.hidden_layernorm(x_BSH))
         x_BSH = self.add_outputs(x_BSH, context)
         return x_BSH, self.output_layernorm(x_BSH)

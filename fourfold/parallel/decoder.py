@@ -101,7 +101,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
             "layers.*.self_attn.kv": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "keys and values", overlap),
         }
     attention: Rules = {"layers.*.self_attn.core": lambda name, m: _shared_core(m, grid, run)}
-    # With "sequence", attention needs masks, and DocumentTables makes none.
+    # If the ranks of y split the queries of a sequence, attention needs a mask, and DocumentTables does not create one.
     if split != "sequence":
         attention["attention_tables"] = lambda name, m: DocumentTables(m)
     outputs: Rules = {

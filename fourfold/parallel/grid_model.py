@@ -39,8 +39,8 @@ def replicate_or_shard(
         prefetch: Number of blocks whose weights are gathered ahead of time.
         per_node: Number of ranks per node in a shard group.
         working_copies: Whether the model's parameters may be copies of the stored weights, in the dtype that the step
-            computes in. Pass False if the optimizer updates the model's own parameters. If the two dtypes differ, this
-            then uses FSDP2 even if nothing is sharded.
+            computes in. Pass False if the optimizer updates the model's own parameters. FSDP2 is then used even if
+            nothing is sharded, unless the two dtypes are the same.
     """
     is_whole = grid.z.size == 1 and (grid.sizes.zero == 0 or grid.replicas.size == 1)
     if is_whole and (working_copies or types.working == types.stored):

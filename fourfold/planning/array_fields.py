@@ -74,8 +74,7 @@ def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Find the unique rows of a table, given as columns [n] of nonnegative integers.
 
     Returns:
-        The index of each unique row's first occurrence, and for every row [n] the number of the unique row that it
-        equals.
+        The index of each unique row's first occurrence, and, for every row [n], the number of its unique row.
     """
     codes, numbers = np.zeros(np.shape(columns[0]), dtype=np.int64), 1
     for column in columns:

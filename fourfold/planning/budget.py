@@ -13,7 +13,7 @@ RESTART_SECONDS = 600.0
 """Assumed seconds from a failure to the next training step: detecting the failure, starting a new job, and loading the
 checkpoint.
 
-Llama 3, which restarted automatically, spent more than 90 % of the time training (arXiv 2407.21783).
+For comparison: Llama 3's run restarted automatically, and trained for more than 90 % of the time (arXiv 2407.21783).
 """
 CHECKPOINT_BANDWIDTH = 1e9
 """Bytes per second that each GPU writes to storage, if the machine file has no ``checkpoint_bandwidth``."""
@@ -60,7 +60,8 @@ def costs(tokens: float, tokens_per_second: float, gpus: int, saved: float, mach
         goodput = 1 - lost
         if goodput <= 0:
             raise UserError(
-                f"{gpus} GPUs of {machine.name} fail every {mtbf:.2g} hours: checkpoints and restarts take all time; "
+                f"one of {gpus} GPUs of {machine.name} fails every {mtbf:.2g} hours, so checkpoints and restarts would "
+                f"take all of the time; "
                 f"use fewer GPUs, or faster checkpoint storage (costs.checkpoint_bandwidth in the machine file)"
             )
     hours = seconds / 3600 / (1.0 if goodput is None else goodput)

@@ -68,7 +68,7 @@ class Program(ArrayFields):
     """Bytes per gradient entry in reduce-scatters over z. 0 means ``Step.reduce_bytes``."""
     gathers_per_block: Number = 1
     """Number of all-gathers that collect a block's weights. It is above 1 if a framework gathers the weights of each
-    module on their own (DeepSpeed)."""
+    module separately (DeepSpeed)."""
     prefetch: Number = 1
     """Number of blocks whose weights are all-gathered before they are needed."""
     shards_per_node: Number = 1

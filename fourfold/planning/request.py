@@ -69,12 +69,12 @@ def request_from_options(
         run_file: Path of a run file, whose model and batch are planned.
         overrides: Overrides of the run file, ``section.key=value``.
         gpus: Number of GPUs. Default: the run file's number of processes.
-        seq: Number of tokens per sequence. Default: the value in the run file. Without a run file, the model's context
+        seq: Number of tokens per sequence. Default: the run file's value. Without a run file, the model's context
             length, but at most 8,192.
-        batch: Number of sequences per step. Default: the value in the run file. Without a run file, a multiple of
-            ``gpus`` with about 4M tokens.
-        precision: A key of ``BITS``, such as "bf16". Default: the value in the run file, or "bf16".
-        optimizer: One of ``OPTIMIZERS``. Default: the value in the run file, or "adamw".
+        batch: Number of sequences per step. Default: the run file's value. Without a run file, the multiple of ``gpus``
+            for which a step has about 4M tokens.
+        precision: A key of ``BITS``, such as "bf16". Default: the run file's value, or "bf16" without a run file.
+        optimizer: One of ``OPTIMIZERS``. Default: the run file's value, or "adamw" without a run file.
 
     Returns:
         The request.
@@ -134,11 +134,12 @@ def request_from_other(path: Path, model: str | None, given: Mapping[str, object
     Args:
         path: The configuration of the other program.
         model: Name of a preset, or path of a config.json or its folder. Default: the model in the file.
-        given: Values of columns that replace those of the file, or None. ``step_seconds`` is the measured step.
+        given: Columns with values that replace the file's values. A value of None changes nothing. The column
+            ``step_seconds`` is the user's measured step.
 
     Raises:
-        UserError: The file is invalid, or does not say something that no option gives, or the planner cannot predict
-            the run.
+        UserError: The file is invalid, neither the file nor ``given`` has a value that a prediction needs, or the
+            planner cannot predict the run.
     """
     columns = {name: str(value) for name, value in given.items() if value is not None}
     other = read_other_run(path, columns, _load_model(model, "bf16")[0] if model else None)

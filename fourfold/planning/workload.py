@@ -72,8 +72,8 @@ class Layout(ArrayFields):
 
     @property
     def shards(self) -> Number:
-        """Return the number of ranks that share the entries of a weight's tile, the part that the tensor axes x and y
-        give to a rank. It is z, or z · dp · cp if ``zero`` shards weights or states too."""
+        """Return the number of shards of a weight's tile, which is the part of the weight for one position of x and y.
+        It is z, or z · dp · cp if ``zero`` also shards weights or optimizer states."""
         return self.z * np.where(self.zero > 0, self.dp * self.cp, 1)
 
     @property

@@ -44,9 +44,9 @@ def schedule(work: Workload) -> str:
 
 
 def predicted(p: Prediction, factors: Sequence[float] | None) -> dict[str, str]:
-    """Return the table cells of a prediction, by header. If ``factors`` are given, a cell shows an interval: the
-    predicted step time times the first and the second factor. The interval contains the measured time with a
-    probability of 90 %."""
+    """Return the table cells of a prediction, by header. If ``factors`` are given, a cell shows an interval that
+    contains the measured time with a probability of 90 %. Its ends are the predicted step time multiplied by each of
+    the two factors."""
     mfu = p.utilization(p.work.model_flops())
     return {
         **figures(p.machine, p.seconds, p.memory_bytes, p.p_oom, mfu, factors),

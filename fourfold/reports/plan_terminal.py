@@ -183,7 +183,8 @@ def largest_parts(waterfall: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def slower_by(neighbor: dict[str, Any]) -> str:
-    """Return a text that says how much slower or faster than the best layout a neighbor is, or why it is refused."""
+    """Return a text about a neighbor of the best layout, which differs from it in one choice. The text says how much
+    slower or faster the neighbor is, or why it is refused."""
     slower = neighbor["slower"]
     if slower is None:
         return f"refused: {neighbor['reason']}"

@@ -39,8 +39,8 @@ def profile_tables(path: Path) -> None:
 
 
 def _figures(rank: Mapping[str, Any], axis: str) -> list[float]:
-    """Return the number of calls, the bytes, and the issued, hidden, and exposed seconds of a rank's collectives over
-    an axis.
+    """Return the number of calls, the bytes, and the issued, hidden, and exposed seconds (``AxisTimes``) of a rank's
+    collectives over an axis.
 
     All values are 0 on a rank without such collectives.
     """

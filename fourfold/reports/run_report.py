@@ -23,8 +23,8 @@ from fourfold.training.run_folder import SAMPLE_FILE, SUMMARY_FILE
 def write_run_report(run_dir: Path) -> Path:
     """Write the report of a run to ``run_dir``/report.html, one file that needs no network, and return its path.
 
-    It reads run.toml and metrics.jsonl and, if they exist, sample.txt (generated text), memorization.jsonl,
-    tasks.jsonl, and summary.json (an object that maps labels to text or numbers).
+    The report is made from run.toml and metrics.jsonl and, if they exist, sample.txt (generated text),
+    memorization.jsonl, tasks.jsonl, and summary.json (an object that maps labels to text or numbers).
 
     Raises:
         UserError: run.toml or metrics.jsonl is missing, no step is recorded, a record or summary.json is damaged, or

@@ -44,7 +44,7 @@ class StepResult:
     """The results of one step, over all ranks."""
 
     loss: Tensor
-    """The mean loss over the kept tokens. With [dpo], the mean over pairs."""
+    """The mean over the tokens in the loss. With [dpo], the mean over pairs."""
 
     grad_norm: Tensor
     """The global gradient norm before clipping."""
@@ -214,7 +214,8 @@ class Job(TrainingState):
         return False
 
     def evaluate(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> Tensor:
-        """Compute the mean loss over all ranks' kept tokens, without gradients. With [dpo], the mean is over pairs."""
+        """Compute the mean loss without gradients, over the tokens in the loss on all ranks. With [dpo], compute the
+        mean over pairs."""
         kept = self.count_kept(micro_batches)
         return self.mean_loss(self.outputs(micro_batches), kept)
 
@@ -300,7 +301,7 @@ class Job(TrainingState):
         return all_reduce(mine, self.grid.tokens, "kept tokens")
 
     def mean_loss(self, losses: Sequence[Tensor], kept: Tensor) -> Tensor:
-        """Return the mean loss over all ranks: the sum of their losses, divided by the step's number of kept tokens."""
+        """Return the mean loss over all ranks: the sum of the ranks' losses, divided by ``kept``."""
         total = sum(losses, start=torch.zeros(kept.shape, device=self.device))
         for axis in (self.grid.tokens, self.grid.pp):
             total = all_reduce(total, axis, "loss")

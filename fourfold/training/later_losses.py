@@ -15,7 +15,8 @@ from fourfold.parallel.grid.grid import Grid
 
 
 class LaterLosses:
-    """The losses of a job's D prediction layers."""
+    """The losses of a job's D prediction layers (multi-token prediction). Layer d predicts the token d steps after the
+    next token."""
 
     def __init__(self, run: RunConfig, grid: Grid, device: torch.device) -> None:
         depths, self.grid = run.model.num_nextn_predict_layers, grid
@@ -31,12 +32,13 @@ class LaterLosses:
         return all_reduce(mine, self.grid.tokens, "kept tokens")
 
     def note(self, means: Tensor) -> Tensor:
-        """Keep the mean losses of the prediction layers, and return the model's own. ``means`` has both, [1 + D]."""
+        """Store the mean losses of the prediction layers, and return the mean loss of the model itself. ``means`` has
+        the model's loss first, then the losses of the layers, [1 + D]."""
         self.means = means[1:]
         return means[0]
 
     def take(self) -> dict[str, float]:
-        """Return the mean of the last step's losses as ``mtp_loss``, or {} if there was no step since the last
-        call."""
+        """Return the mean of the prediction layers' losses in the last step, with the key ``mtp_loss``. Return {} if
+        there was no step since the last call."""
         means, self.means = self.means, None
         return {} if means is None else {"mtp_loss": means.mean().item()}

@@ -30,7 +30,7 @@ class StepMetrics:
     """
 
     step: int  # Step number. The first step is 1.
-    loss: float  # Mean over the trained tokens, in nats per token. In preference training, mean over pairs.
+    loss: float  # Mean over the tokens in the loss, in nats per token. In preference training, mean over pairs.
     grad_norm: float  # Global gradient norm before clipping.
     lr: float
     tokens: int  # Number of tokens since the beginning of the run, including masked ones.

@@ -36,7 +36,7 @@ def orthogonalize(matrices_BMN: Tensor) -> Tensor:
 
 
 def update_scale(shape: tuple[int, ...]) -> float:
-    """Return the factor for an orthogonal update that makes its root mean square equal to AdamW's.
+    """Return the factor that gives an orthogonal update the same root mean square as an update of AdamW.
 
     With this factor, Muon can use AdamW's learning rate and weight decay (Liu et al. 2025, arXiv 2502.16982, eq. 4).
 

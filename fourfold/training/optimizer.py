@@ -34,8 +34,8 @@ class Treatment(NamedTuple):
 def treatment(name: str, dims: int, config: OptimizerConfig) -> Treatment:
     """Return the optimizer settings of a parameter.
 
-    They come from the first of the run file's groups that names the parameter, or else from [optimizer]. Only matrices
-    have weight decay, unless a group sets it.
+    The settings come from the first entry of ``optimizer.groups`` that names the parameter, or from [optimizer] if no
+    entry names it. Only matrices have weight decay, unless an entry sets it.
     """
     decay = config.weight_decay if is_matrix(name, dims) else 0.0
     for group in config.groups:
@@ -72,9 +72,9 @@ def _matches(group: ParameterGroup, name: str) -> bool:
 class ShardedOptimizer:
     """AdamW or Lion for all parameters, or Muon for matrices and AdamW for everything else.
 
-    It updates the plain local tensors behind FSDP2's parameters. To update the parameters themselves, which are
-    DTensors, would be slow. Python would dispatch each operation, and each operation would need a sharding strategy in
-    the first step.
+    The class updates the plain local tensors behind FSDP2's parameters. The parameters themselves are DTensors, and
+    updating these would be slow. Python would dispatch each operation, and each operation would need a sharding
+    strategy in the first step.
     """
 
     def __init__(self, shards: Sequence[LocalShard], run: RunConfig, grid: Grid) -> None:
@@ -295,8 +295,8 @@ def learning_rate(step: int, train_steps: int, peak: float, config: SchedulerCon
     """Return the learning rate of a step.
 
     The rate rises linearly to ``peak`` in the warm-up. Then it decays to ``peak`` · ``min_lr_ratio`` at the last step,
-    unless ``decay_style`` is "constant". "wsd" holds ``peak`` first, and decays only in the last ``decay_ratio`` of the
-    steps.
+    unless ``decay_style`` is "constant". "wsd" first holds ``peak``, and decays only in the last part of the run. The
+    length of this part is ``decay_ratio`` times the number of steps.
 
     Args:
         step: Index of the step. The first step is 0.

@@ -29,8 +29,8 @@ from fourfold.training.job import Job
 
 REFERENCE_FILE = "reference.json"
 MASKED_SAMPLES = 1024
-"""Number of answers whose labels are in the digest that reveals changed masks. This many take a fraction of a
-second."""
+"""Number of answers whose labels are in the digest that reveals changed masks. Reading this many answers takes a
+fraction of a second."""
 
 
 def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Path | None) -> None:
@@ -92,7 +92,7 @@ def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[
 def digest_of(source: PreferencePairs, masks: Sequence[LossMask]) -> str:
     """Return a digest that changes if a corpus of pairs or its masks change.
 
-    It covers all tokens, the mask of the answers, and the labels of about ``MASKED_SAMPLES`` answers.
+    The digest covers all tokens, the mask of the answers, and the labels of about ``MASKED_SAMPLES`` answers.
     """
     digest = xxhash.xxh3_128()
     for corpus in (source.corpus, source.answers):

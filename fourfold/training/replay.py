@@ -26,10 +26,10 @@ from fourfold.training.job import Job
 class Replay:
     """Computes the gradients of every ``checks.replay_interval``-th step twice, and compares them bit for bit.
 
-    If the two results differ, it computes the gradients a third time before it blames a device. It also compares what
-    each process sends in collectives. This shows which process computed a wrong result, and which processes only
-    received it. Before the two passes, it compares the replicas of weights and optimizer moments. This is needed
-    because a wrong weight gives the same result in both passes. Every process calls it.
+    If the two results differ, this class computes the gradients a third time before it blames a device. It also
+    compares what each process sends in collectives. This shows which process computed a wrong result, and which
+    processes only received it. Before the two passes, the class compares the replicas of weights and optimizer moments.
+    This is needed because a wrong weight gives the same result in both passes. Every process calls the methods.
 
     Args:
         job: The model and its optimizer.

@@ -33,7 +33,7 @@ def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
     for data in sorted(changed):
         _warn(
             f"the {data} has changed since the checkpoint {checkpoint} (a corpus, or the weight of one): "
-            f"{_EFFECTS.get(data, 'the validation losses so far, also the lowest, are not comparable with later ones')}"
+            f"{_EFFECTS.get(data, 'the validation losses so far are not comparable with later validation losses')}"
         )
     masks, saved_masks = run.masks.model_dump(mode="json"), saved.masks or {}
     if any(saved_masks.get(key, value) != value for key, value in masks.items()):
@@ -82,7 +82,7 @@ def rate_at(schedule: SavedSchedule, step: int) -> float:
 
 
 def has_effect(key: str, schedule: SavedSchedule) -> bool:
-    """Return whether a key has any effect with these settings."""
+    """Return whether a key of the run file has any effect in a run with this schedule and optimizer."""
     match key:
         case "training.train_steps" | "lr_scheduler.min_lr_ratio":
             return schedule.decay_style != "constant"

@@ -67,8 +67,8 @@ class RunRecord:
             write_output(run_dir / RUN_FILE, to_toml(run))
         self.tracking = Tracking(run, run_dir, first_step)
         self.failure: WriteFailed | None = None
-        """The error, if the record of a step could not be written. The trainer tells it to all other processes after
-        the next step."""
+        """The error, if the record of a step could not be written. After the next step, the trainer tells all other
+        processes that writing failed."""
         self.startup_seconds = time.time() - place.started
         self.started = time.perf_counter()
 
@@ -124,8 +124,8 @@ class RunRecord:
     def _shows_experts(self, metrics: StepMetrics) -> bool:
         """Return whether to record the load of every expert in this step.
 
-        It is recorded in the first step, the last step, and about ``EXPERT_RECORDS`` steps in between, if the loss is
-        finite.
+        The load is recorded in the first step, the last step, and about ``EXPERT_RECORDS`` steps in between, if the
+        loss is finite.
         """
         last, interval = self.run.training.train_steps, self.run.metrics.log_interval
         is_due = metrics.step % max(interval, last // EXPERT_RECORDS) == 0 or metrics.step in (1, last)
@@ -202,7 +202,7 @@ class RunRecord:
         for source in corpora.pairs()[:1]:
             facts["pairs of answers"] = (
                 f"{len(source) // 2:,}; {source.cut:,} are cut at their end, and {source.left_out:,} are left out, "
-                "whose prompts leave no room"
+                "because their prompts fill the sequence"
             )
         if masked is not None:
             goldfish = run.masks.goldfish
@@ -219,7 +219,7 @@ def _warn_about_data(corpora: Corpora, masked: MaskStatistics | None, seq_length
         if packed.cut or packed.left_out:
             print(
                 f"warning: training.seq_length = {seq_length} cuts the end of {packed.cut:,} conversations and leaves "
-                f"out {packed.left_out:,}, whose answers begin beyond it",
+                f"out {packed.left_out:,} whose answers begin after the cut",
                 file=sys.stderr,
             )
     for warning in masked.warnings() if masked is not None else []:

@@ -27,7 +27,7 @@ def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
     prompt = [*begin_of(tokenizer), *tokenizer.encode_batch([text])[0]] or [tokenizer.eod_id]
     tokens, first_new = list(prompt), len(prompt)
     generator = torch.Generator().manual_seed(run.training.seed)
-    # If y splits the sequences of a batch in attention, each y rank needs a sequence.
+    # In attention, the axis y may divide the sequences of the batch among its ranks. Each rank then needs a sequence.
     rows = run.parallel.y if attention_split(run) == "batch" else 1
     for _ in range(config.max_new_tokens):
         recent = tokens[-window:]

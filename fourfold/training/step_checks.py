@@ -73,7 +73,7 @@ class StepChecks:
     def leaves_out(self, step: int) -> bool:
         """Return whether bad_steps.jsonl says to leave out the batch of a step (the first step is 0).
 
-        It says so after a rollback, and after repeated failures of the step.
+        The file names a batch to leave out after a rollback, and after repeated failures of a step.
         """
         return any(step + 1 in line["skips"] for line in self._left_out)
 

@@ -64,8 +64,8 @@ class Callback(Protocol):
     """An object that every process calls after each step, for example to evaluate the model."""
 
     def after_step(self, steps: int) -> None:
-        """Do the work after a step. It may run collectives and forward passes. It is not called after a step that is
-        rolled back.
+        """Do the callback's work after a step. This method may run collectives and forward passes. The trainer does not
+        call it after a step that is rolled back.
 
         Args:
             steps: Number of steps taken since the start of the run.
@@ -78,7 +78,8 @@ class Callback(Protocol):
 
 
 CallbackMaker = Callable[[RunConfig, Job, Tokenizer | None, Path], Callback]
-"""Creates a callback before the first step. It receives the run, its job, its tokenizer (or None), and its folder."""
+"""A function that creates a callback before the first step. It receives the run, the job, the tokenizer (or None), and
+the run's folder."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class TakenStep:
     """False if the weights are unchanged: the step was bad, its batch was left out, or its fp16 gradients
     overflowed."""
     extra_metrics: dict[str, float]
-    """The metrics of preference training ([dpo]), or the loss of the prediction layers. Empty otherwise."""
+    """The metrics of preference training ([dpo]), or the loss of multi-token prediction. Empty otherwise."""
     seconds: float
 
 
@@ -101,9 +102,9 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker] = ())
     """Train a run. Every process of the job calls this.
 
     Args:
-        place: This process's place in the job.
+        place: The rank of this process, and the size of the job.
         run: The run. It resumes from the checkpoint that ``checkpoint.resume`` selects.
-        callbacks: Functions that create the callbacks. The callbacks are called in this order after each step.
+        callbacks: Functions that create the callbacks. After each step, the callbacks run in the order of this list.
 
     Returns:
         The outcome. Every process returns its own.
@@ -216,7 +217,7 @@ class Trainer:
             # Count the tokens of all ranks, because the loss is a mean over them.
             kept = job.count_kept(batches)
             loss = self.replay.forward_backward(step, batches, kept)
-            # The replay check does not count as time of the step.
+            # Leave the time of the replay check out of the step's time.
             started += self.replay.seconds
             result = StepResult(loss, job.clip(), kept)
         failure = None if self.record is None else self.record.failure

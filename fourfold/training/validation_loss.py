@@ -37,7 +37,8 @@ def validate(job: Job, corpora: Corpora) -> dict[str, float]:
 def note_validation(best: BestValidation, config: ValidationConfig, step: int, loss: float) -> bool:
     """Record a validation loss, and return whether it is a new lowest loss.
 
-    The first finite loss counts as one. A later loss must be lower by more than ``validation.min_improvement``.
+    The first finite loss is always a new lowest loss. A later loss must be lower by more than
+    ``validation.min_improvement``.
 
     Args:
         best: Record of the lowest loss so far. This function updates it.

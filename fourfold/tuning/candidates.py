@@ -27,7 +27,8 @@ MOST = 4096
 """Largest number of candidates. If there are more legal layouts, only the layouts with the fastest predictions are
 kept. The limit saves time, because all predictions are updated after each trial."""
 MOST_LIKELY_OUT = 0.5
-"""On GPUs, layouts that run out of memory with a higher probability are dropped before the first trial."""
+"""On GPUs, a layout is dropped before the first trial if its probability of running out of memory is higher than
+this."""
 
 DOUBT_ON_CPU = 2.5
 """Value of ``Candidates.doubt`` on a CPU. Predictions are less certain there, because processes share cores, and the
@@ -90,7 +91,7 @@ class Candidates:
 
 
 def candidates_of(work: Workload, machine: Machine, constants: Constants) -> Candidates:
-    """Return layouts as candidates, with predictions. The layouts must be legal."""
+    """Return the layouts in ``work``, which must be legal, as candidates with predictions."""
     needed = needed_bytes(peak_memory(work, machine), work, machine)
     needed = np.broadcast_to(needed, np.shape(work.layout.micro_batch_size))
     return Candidates(work, machine, parts_of(work, machine, constants), needed)

@@ -81,8 +81,9 @@ def needs_as_much(candidates: Candidates, index: int) -> np.ndarray:
     """Return an array [n] that is True for layouts that certainly need at least as much memory as the layout at
     ``index``.
 
-    Compared with the layout at ``index``, such a layout has no knob that saves memory. Its micro-batches are not
-    smaller. Its axes that divide weights or activations are not larger. It does not shard, recompute, or offload more.
+    Compared with the layout at ``index``, such a layout has no knob with a value that saves memory. Its micro-batches
+    are not smaller. Its axes that divide weights or activations are not larger. It does not shard, recompute, or
+    offload more.
     """
     knobs = candidates.knobs
     found = np.ones(candidates.count, dtype=bool)

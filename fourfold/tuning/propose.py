@@ -26,7 +26,7 @@ BETTER, UNLIKELY = 0.02, 0.05
 """A layout is *better* if it saves at least the fraction ``BETTER`` of the best layout's step time. The search ends
 when the probability that any layout is better falls below ``UNLIKELY``."""
 MOST_LIKELY_OUT = 0.2
-"""Layouts that run out of memory with a higher probability are not tried."""
+"""A layout is not tried if its probability of running out of memory is higher than this."""
 MOST_TRIALS_OF_ONE = 3
 """Largest number of trials of one layout. Repeated trials show whether a difference is noise."""
 NOISE, NOISE_WEIGHT = 0.02, 2
@@ -46,7 +46,7 @@ class Proposal:
     index: int | None
     why: str
     chance: float | None = None
-    """Probability that some layout is ``BETTER`` than the best trial. None before the first trial."""
+    """Probability that some layout is better (see ``BETTER``) than the best trial. None before the first trial."""
 
 
 def propose(candidates: Candidates, trials: Sequence[Trial], running: Sequence[int] = (), seed: int = 0) -> Proposal:
@@ -158,8 +158,8 @@ def p_out(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
 
 
 def chance_of_better(belief: Posterior, bound: np.ndarray, best: int, seed: int = 0) -> float:
-    """Return the probability that some layout is ``BETTER`` than the layout ``best``. Only layouts with a finite bound
-    are considered."""
+    """Return the probability that some layout is better (see ``BETTER``) than the layout ``best``. Only layouts with a
+    finite bound are considered."""
     lowest = np.argsort(bound, kind="stable")[:DRAWN]
     others = lowest[np.isfinite(bound[lowest]) & (lowest != best)]
     if not len(others):
@@ -169,7 +169,8 @@ def chance_of_better(belief: Posterior, bound: np.ndarray, best: int, seed: int 
 
 
 def doubt(candidates: Candidates, seed: int = 0) -> float:
-    """Return the probability, before any trial, that some layout is ``BETTER`` than the planner's first choice."""
+    """Return the probability, before any trial, that some layout is better (see ``BETTER``) than the planner's first
+    choice."""
     bound = np.where(eligible(candidates, []), candidates.seconds, np.inf)
     return chance_of_better(posterior_of(candidates, []), bound, int(np.argmin(bound)), seed)
 

@@ -28,9 +28,9 @@ SPREADS = {
 """Standard deviation of the logarithm of each part's error. It is smallest for matmuls, because their rates are known
 best. It is large for communication, because it is uncertain how much of it is hidden."""
 REMAINDER, LENGTH = 0.11, 1.0
-"""Standard deviation of the remainder, and its correlation length as a distance between ``Candidates.features``. Both
-maximize the likelihood of 44 published sweeps with 295 rows. Each sweep was predicted with constants that were fitted
-without its machine (docs/tuner.md)."""
+"""Standard deviation of the remainder (the third term of the covariance), and its correlation length. Lengths are
+distances between the points in ``Candidates.features``. Both values maximize the likelihood of 44 published sweeps with
+295 rows. Each sweep was predicted with constants that were fitted without its machine (docs/tuner.md)."""
 SCALES = np.geomspace(0.5, 8, 25)
 """Possible factors on the standard deviations of the parts and the remainder, relative to ``Candidates.doubt``. The
 model uses the factor that the trials make most likely."""

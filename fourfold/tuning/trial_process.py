@@ -31,8 +31,8 @@ SAVE_SECONDS = 30
 
 
 class LocalTrial:
-    """A trial that runs ``fourfold train`` on this machine, in its own process group. On Linux, it ends if this process
-    ends."""
+    """A trial that runs ``fourfold train`` on this machine, in its own process group. On Linux, the trial ends when
+    this process ends."""
 
     def __init__(self, run_file: Path, folder: Path, environment: Mapping[str, str]) -> None:
         with (folder / LOG).open("ab") as log:

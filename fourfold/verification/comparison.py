@@ -42,7 +42,8 @@ OF_GRADIENTS = 4.0
 """Divisor of ``amplification`` for gradients in preference training (section [dpo]).
 
 In a gradient, the errors of a step's preference pairs partly cancel, so the full amplification would allow too large an
-error. If a gradient exceeds the lower limit, parity measures with random rounding how large the error may be.
+error. If a gradient exceeds the limit with the divided amplification, parity measures with random rounding how large
+the error may be.
 """
 
 
@@ -192,9 +193,8 @@ class Comparison:
         """Return how far float32 rounding errors can move the weights, by tensor name. Tensors that Muon updates have
         no entry.
 
-        Lion limits each update to ±1, which hides most rounding errors. The errors that remain are in other entries on
-        the grid than on one process, by chance. So the value for Lion is the deviation of one process without this
-        limit.
+        Lion limits each update to ±1, which hides most rounding errors. By chance, different errors stay visible on the
+        grid and on one process. So the value for Lion is the deviation of one process without this limit.
 
         AdamW hides rounding errors in gradients that are far above eps, because the size of the update does not depend
         on the size of such a gradient. If a gradient is far below eps, AdamW multiplies its rounding error by lr / eps.

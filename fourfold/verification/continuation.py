@@ -68,8 +68,8 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
         if target.micro_batches > filled + more and (target.micro_batches - filled) % more == 0:
             pipelines = [target._replace(micro_batches=m) for m in (filled, filled + more)]
     elif target.micro_batches > 4:
-        # The third micro-batch is the first with gradients of several earlier micro-batches. So extrapolate from three
-        # and four.
+        # From the third micro-batch on, gradients of several earlier micro-batches exist. So extrapolate from runs with
+        # three and with four micro-batches.
         pipelines = [target._replace(micro_batches=m) for m in (3, 4)]
     # Only a few layers differ from their neighbors: the first and last ones, and the layers whose weights are gathered
     # ahead. With a single micro-batch, trace one more layer, because gradients exceed activations only with several
@@ -163,8 +163,8 @@ def continue_memory(values: Mapping[ContinuedRun, int], target: ContinuedRun) ->
 
 
 def _bilinear(values: Mapping[tuple[int, int], int], wanted: tuple[int, int]) -> int:
-    """Extrapolate to the value at ``wanted``, linearly in both coordinates. There are values at one or two places along
-    each coordinate."""
+    """Extrapolate to the value at ``wanted``, linearly in both coordinates. The keys of ``values`` have one or two
+    different numbers for each coordinate."""
     firsts, seconds = (sorted(set(places)) for places in zip(*values, strict=True))
     along_first = [_line(firsts, [values[a, b] for a in firsts], wanted[0]) for b in seconds]
     return _line(seconds, along_first, wanted[1])

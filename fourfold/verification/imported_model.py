@@ -68,7 +68,7 @@ def compare_import(job: Job) -> list[Deviation]:
 
 def _logits(folder: Path, device: torch.device, dtype: torch.dtype) -> Logits:
     """Load a folder's model with transformers, and return a function that computes logits with the weights in the
-    folder. The function ignores its first argument."""
+    folder. The function ignores the parameters that it gets as its first argument."""
     model = load_model(folder, "fp32", str(device)).to(dtype)
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")

@@ -38,7 +38,7 @@ run file's own dtypes."""
 def in_own_types(run: RunConfig) -> bool:
     """Return whether parity also makes a comparison in the run file's own dtypes.
 
-    It makes none in these cases:
+    Parity makes no such comparison in these cases:
 
     - The run file's precision is fp32, so the comparison in float32 is enough.
     - The run computes in float8, which one process cannot emulate.
@@ -60,8 +60,8 @@ def not_compared(run: RunConfig, verified: RunConfig, against: Against = "plain"
         against: The reference model.
 
     Returns:
-        A map from keys and sections to reasons. It has each key whose value parity replaces. It also has each key or
-        section that differs from its default but has no effect in parity.
+        A map from keys and sections to reasons. The map has each key whose value parity replaces. It also has each key
+        or section that differs from its default but has no effect in parity.
     """
     found, replaced = dict(ALWAYS), dict(dotted_keys(verified.model_dump()))
     if not can_write(run):

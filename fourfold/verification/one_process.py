@@ -41,14 +41,15 @@ class Figures(NamedTuple):
     gradients: dict[str, Tensor]
     """Gradients before clipping, by parameter name."""
     extra_metrics: dict[str, Tensor]
-    """In preference training (section [dpo]), the metrics of the preference pairs before the update. With prediction
-    layers, their mean loss. Otherwise empty."""
+    """In preference training (section [dpo]), the metrics of the preference pairs before the update. With multi-token
+    prediction, the mean loss of the prediction layers. Otherwise empty."""
 
 
 Logits = Callable[[Parameters, Sequences], Tensor]
 """A function that computes logits [B, S, V]. Its arguments are the parameters, by fourfold's names, and the sequences.
-If ``documents_BS`` is not None, tokens may attend only to tokens of their own document. With ``later_tokens_BSD``, the
-function returns the logits of the model and of each prediction layer, [1 + D, B, S, V]."""
+If ``documents_BS`` is not None, tokens may attend only to tokens of their own document. With ``later_tokens_BSD``
+(multi-token prediction), the function returns the logits of the model and of each of D prediction layers,
+[1 + D, B, S, V]."""
 
 
 class Reference:

@@ -36,15 +36,15 @@ FP16_SCALE = 1024.0
 """The first loss scale. In most small models, gradients neither overflow nor underflow with it."""
 
 LESS = 16.0
-"""Divisor of the loss scale after an overflow. It is large, so that another overflow is unlikely, on one process and in
-later steps."""
+"""Divisor of the loss scale after an overflow. It is large, so that the new scale probably overflows neither on one
+process nor in later steps."""
 
 OVERFLOWS_AT = 2.0**60
 """A loss scale so large that every gradient overflows."""
 
 OF_ONE_TENSOR = 2.0
-"""The error limit for the worst tensor's gradients is this many times the limit for all gradients together. It is
-higher because chance has more effect on the rounding errors of a single tensor."""
+"""The error limit for the tensor with the worst gradients is this many times the limit for all gradients together. The
+limit is higher because chance has more effect on the rounding errors of a single tensor."""
 
 
 Taken = tuple[float, list[LocalShard], list[Tensor], set[torch.dtype]]
@@ -91,7 +91,7 @@ def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: 
     """Train a few steps on the grid in the run's own dtypes, and compare the errors with one process. Every process
     must call this.
 
-    With fp16, one additional step overflows on purpose. It must change nothing.
+    With fp16, one additional step overflows on purpose. This step must not change any weight.
 
     Returns:
         On rank 0, a list of deviations. The result on other ranks has no meaning. The list has:
@@ -163,8 +163,8 @@ def _root_mean_square(name: str, errors: Iterable[Deviation]) -> Deviation:
 def _worst_of(gradients: list[Deviation]) -> list[Deviation]:
     """Return the deviation of the tensor with the worst gradients. The list is empty if there are no gradients.
 
-    A tensor's error on the grid is compared with its error on one process. If the error of all tensors together on one
-    process is larger, it is used instead.
+    A tensor's error on the grid is compared with the larger of two errors on one process: the error of the tensor, and
+    the error of all tensors together.
     """
     typical = _root_mean_square("", gradients).one_process
     names = dict.fromkeys(error.tensor for error in gradients)
@@ -220,7 +220,7 @@ def _stays_finite(run: RunConfig, weights: Parameters, device: torch.device, ste
 
 def _is_published_again(job: Job) -> bool:
     """Multiply all weights by 1.5, publish them, and return ``_is_published``. A training step may change the weights
-    of norms too little to change their working copies, so stale copies would not be found."""
+    of norms too little to change their working copies, so the check could miss stale copies."""
     with job.replacing_weights():
         for shard in job.shards:
             shard.local.mul_(1.5)

@@ -70,7 +70,7 @@ def parity(
         steps: Number of training steps to compare. After these, a dropped step and one more step follow.
         against: The reference: "plain" is fourfold's decoder in plain PyTorch, and "transformers" is the model in
             transformers.
-        place: This process's position in the job (default: all processes are on one machine).
+        place: The rank of this process, and the size of the job (default: all processes are on one machine).
 
     Returns:
         The report on rank 0, and None on all other processes.

@@ -20,8 +20,8 @@ def can_write(run: RunConfig) -> bool:
 
 
 def are_answers(tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Return which tokens belong to answers. They are the tokens with an odd id and the end token, so the reference can
-    find them from the ids alone."""
+    """Return which tokens belong to answers. A token belongs to an answer if its id is odd or if it is the end token.
+    So the reference can find answers from the ids alone."""
     found: NDArray[np.bool_] = (tokens % 2 == 1) | (tokens == ByteTokenizer.eod_id)
     return found
 

@@ -184,7 +184,7 @@ class Recorder(TorchDispatchMode):
         entry[0] += 1
         entry[1] += whole.nbytes
         # FSDP2 waits for a unit's gradient sum only when it issues the next sum. The storage of the first sum may be
-        # freed by then, so the storage cannot be the key. Use the line instead. ``issue`` then waits for the first sum.
+        # freed by then, so the storage cannot be the key. Use ``line`` instead. ``issue`` then waits for the first sum.
         is_sum_of_fsdp = purpose is None and operation != "all_gather"
         duration = 0
         if self._durations is not None:

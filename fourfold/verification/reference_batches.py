@@ -27,12 +27,13 @@ class Sequences:
     positions_BS: Tensor
     documents_BS: Tensor | None = None
     reference_B: Tensor | None = None
-    """In preference training ([dpo]), the log-probability of each sequence's tokens in the loss under the DPO reference
-    model."""
+    """In preference training ([dpo]), the log-probability that the DPO reference model gives to the tokens in the loss,
+    for each sequence."""
     is_data_BS: Tensor | None = None
     """False for padding. None if there is no padding."""
     later_tokens_BSD: Tensor | None = None
-    """What the prediction layers read and predict, as ``later_tokens`` says. None if the model has none."""
+    """The tokens that the layers for multi-token prediction read and predict (see ``later_tokens``). None if the model
+    has no such layers."""
     later_targets_BSD: Tensor | None = None
     later_kept_BSD: Tensor | None = None
 

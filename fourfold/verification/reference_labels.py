@@ -41,8 +41,8 @@ def kept_tokens(windows: Windows, goldfish: GoldfishConfig, is_masked: Sequence[
 def later_tokens(
     tokens_BS: Tensor, targets_BS: Tensor, kept_BS: Tensor, documents_BS: Tensor, depths: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the prediction layers read and predict, as three tensors [B, S, D]: tokens (-1 if there is none),
-    targets, and flags for the targets that are in the loss."""
+    """Return what the layers for multi-token prediction read and predict, as three tensors [B, S, D]: tokens (-1 if
+    there is none), targets, and flags for the targets that are in the loss."""
     shape = (*tokens_BS.shape, depths)
     tokens, targets, kept = torch.full(shape, -1), torch.zeros(shape, dtype=torch.long), torch.zeros(shape) > 0
     for row, documents in enumerate(documents_BS.tolist()):

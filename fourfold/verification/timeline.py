@@ -40,7 +40,7 @@ class Timeline:
         self._taken = 0
         self._recording, self._step = ExitStack(), ExitStack()
         if dist.get_rank() == 0:
-            # Remove the files of an earlier start. It may have had more processes, whose files nobody would overwrite.
+            # An earlier start may have had more processes, and this start would not overwrite all of their files.
             shutil.rmtree(self.file.parent, ignore_errors=True)
 
     def after_step(self, steps: int) -> None:

@@ -1,8 +1,8 @@
 """Train the run with the trainer itself on small random corpora, resume it on another grid, and check what it records.
 
-This tests parts of the trainer that a single step does not use: the loader, validation, moving averages, resuming, and
-the log-probabilities of the DPO reference model. Parity's own reference reads the same corpora step by step, without a
-loader and without resuming.
+This tests the parts of the trainer that a single step does not use: the loader, validation, moving averages, resuming,
+and the log-probabilities of the DPO reference model. Parity's own reference reads the same corpora step by step,
+without a loader and without resuming.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place, overfl
     Args:
         run: The run.
         other: The other grid.
-        place: This process's position in the job.
+        place: The rank of this process, and the size of the job.
         overflows: Whether the gradients of the step ``OVERFLOWS`` are infinite, so that the trainer skips it.
 
     Returns:

@@ -55,7 +55,7 @@ def test_the_rows_that_come_with_fourfold_are_validated(cli: Cli) -> None:
 def test_rows_to_validate_are_held_out_of_the_fit(cli: Cli, tmp_path: Path) -> None:
     rows = measured_rows(tmp_path / "a.csv", 0, 9)
     code, _, error = cli("plan", "validate", rows, "--calibrate-on", rows)
-    assert code == 2 and "all of its rows are also rows to validate" in error
+    assert code == 2 and "all rows in the given files are also rows to validate" in error
     code, _, error = cli("plan", "validate", tmp_path / "none.csv")
     assert code == 2 and "cannot be read" in error
 

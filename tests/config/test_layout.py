@@ -93,7 +93,7 @@ MHA = {"preset": "llama-tiny", "num_key_value_heads": 8}
             {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32},
             {"y": 4},
             {"micro_batch_size": 2, "seq_length": 34},
-            "attention cannot be split over y = 4: none of model.num_attention_heads = 2",
+            "attention cannot be split over y = 4: model.num_attention_heads = 2 is not divisible by x·y = 4",
         ),
         (
             {"position_embedding": "learned", "max_position_embeddings": 16},
@@ -120,8 +120,8 @@ MHA = {"preset": "llama-tiny", "num_key_value_heads": 8}
             {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32},
             {"y": 4, "cp": 2},
             {"micro_batch_size": 2},
-            "attention cannot be split over y = 4 together with cp = 2: neither model.num_attention_heads = 2 (over "
-            "x·y = 4) nor training.micro_batch_size = 2 divides; micro_batch_size = 4 works",
+            "attention cannot be split over y = 4 together with cp = 2: model.num_attention_heads = 2 is not divisible "
+            "by x·y = 4, and training.micro_batch_size = 2 is not divisible by y; micro_batch_size = 4 works",
         ),
         ({}, {"cp": 8, "cp_method": "ulysses"}, {"seq_length": 64}, "share the heads; cp_method = 'ring' works"),
         (
@@ -153,8 +153,8 @@ MHA = {"preset": "llama-tiny", "num_key_value_heads": 8}
             HYBRID | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
             {"x": 2, "y": 2},
             {"micro_batch_size": 1},
-            "linear attention cannot be split over y = 2: neither model.num_attention_heads = 6 (over x·y = 4) nor "
-            "training.micro_batch_size = 1 divides; micro_batch_size = 2 works",
+            "linear attention cannot be split over y = 2: model.num_attention_heads = 6 is not divisible by x·y = 4, "
+            "and training.micro_batch_size = 1 is not divisible by y; micro_batch_size = 2 works",
         ),
         (
             HYBRID,

@@ -358,7 +358,7 @@ def test_closing_ends_a_read_that_waits() -> None:
 def test_missing_files_and_columns_of_a_dataset_are_reported(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     dataset = HubDataset.parse(make_dataset(tmp_path / "tales"))
-    with pytest.raises(UserError, match=r"has 4 files, so data.streams must be at most that, not 5"):
+    with pytest.raises(UserError, match=r"has only 4 files, so data.streams = 5 is too many"):
         dataset.streams(5, "text")
     for key, said in {"story": "has no 'story' among number, text", "number": "'number' is int, not text"}.items():
         with pytest.raises(UserError, match=said):

@@ -267,7 +267,7 @@ def test_answers_and_prompts_at_their_limits() -> None:
     harness = HarnessModel(Uniform(), ByteTokenizer(), prefix=256, context=8)
     ((log_prob, _),) = harness._loglikelihood_tokens([(None, [1, 2], [3] * 8)])
     assert log_prob == pytest.approx(-8 * math.log(257.0), rel=1e-6)
-    with pytest.raises(UserError, match="an answer of the task has 9 tokens, and the context 8"):
+    with pytest.raises(UserError, match="an answer of the task has 9 tokens, and the model's context only 8"):
         harness._loglikelihood_tokens([(None, [1, 2], [3] * 9)])
     assert harness.generate_until([SimpleNamespace(args=("", {"max_gen_toks": 3}))]) == ["AAA"]
 

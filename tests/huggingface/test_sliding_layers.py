@@ -106,9 +106,9 @@ def test_models_without_sliding_layers_are_written_for_transformers(kind: str) -
         (
             "mistral",
             {"sliding_window": 8, "layer_types": [F, S] * 4},
-            "every layer of model_type 'mistral' slides here",
+            "sliding_window applies to every layer of model_type",
         ),
-        ("mistral", {"sliding_window": 8, "layer_types": [F] * 8}, "set sliding_window = null if no layer does"),
+        ("mistral", {"sliding_window": 8, "layer_types": [F] * 8}, "sliding_window = null if no layer has a window"),
         ("qwen3_moe", {"mlp_only_layers": [*range(8)]}, r"mlp_only_layers = \[.*\] with num_hidden_layers = 8;"),
         ("qwen3_moe", {"mlp_only_layers": [*range(9)]}, r"mlp_only_layers = \[.*\] with num_hidden_layers = 8;"),
         ("qwen3_moe", {"num_hidden_layers": 0}, "num_hidden_layers = 0 is not an integer of at least 1"),

@@ -237,7 +237,7 @@ BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}
         ("a.json", "[]", "not a table of settings"),
         ("a.sh", "echo 'unclosed", "not a table of settings"),
         ("a.sh", "ls -l", "has no settings such as"),
-        ("a.sh", "--lr 1", "is of no known program"),
+        ("a.sh", "--lr 1", "belongs to no known program"),
         ("a.sh", "--num-layers 8 --hidden-size 64", "add --machine --gpus"),
         ("a.sh", "--num-layers 8 --tensor-model-parallel-size x", "tensor_model_parallel_size = x is not a number"),
         ("a.yaml", "model_name_or_path: a/b\nper_device_train_batch_size: 1", "of a/b; add --model --machine --gpus"),

@@ -45,7 +45,7 @@ NEVER_NULL = (
 it as false."""
 
 NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
-"""Keys that mean "none" with the value null in config.json, and with the value 0 in [model]."""
+"""Keys that can be switched off: with the value null in config.json, and with the value 0 in [model]."""
 
 NEVER_0 = dict.fromkeys(NONE_IS_0[:2], "divides by zero; null is no cap") | {
     "q_lora_rank": "is not a width; null computes queries without latents",
@@ -152,7 +152,8 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _with_defaults(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Return a config.json with the defaults of its family, under the names that the family's keys have."""
+    """Return a config.json in which missing keys have the family's defaults, and alternative names of keys are replaced
+    by the names that ``family.keys`` has."""
     renamed = {theirs: config[other] for other, theirs in family.other_names.items() if other in config}
     given = {**family.defaults, **config, **renamed}
     if given.get("rope_parameters") is None:
@@ -207,8 +208,8 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
     if kinds is not None and not family.lists_layer_types and kinds != [SLIDING] * layers:
         # transformers reads a Mistral file with layer_types as a Ministral model. fourfold does not.
         raise UserError(
-            f"{where}: layer_types = {kinds!r}; with a sliding_window every layer of model_type "
-            f"'{given['model_type']}' slides here; set sliding_window = null if no layer does"
+            f"{where}: layer_types = {kinds!r}; in fourfold, a sliding_window applies to every layer of model_type "
+            f"'{given['model_type']}'; set sliding_window = null if no layer has a window"
         )
     if kinds is None:
         for key in LAYER_NUMBERS.keys() & family.defaults.keys():

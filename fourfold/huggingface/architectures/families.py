@@ -62,7 +62,7 @@ FAMILIES = with_variants({
 MISSING: dict[str, str] = {
     "phi": "parallel attention and MLP with one shared norm, and a bias in the head",
     "gemma3": "images (only its text model, 'gemma3_text', is supported)",
-    "phimoe": "experts that sparsemixer chooses",
+    "phimoe": "sparsemixer, its method to choose experts",
     "llama4": "experts with scaled inputs, and chunked attention",
 }
 """Maps refused architectures to the features that the decoder lacks for them."""

@@ -44,9 +44,11 @@ class Family:
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys of config.json that must have one of these values, because the decoder cannot compute any other."""
     rope_theta: str = "rope_theta"
-    """Name of this key in files of transformers 4. Empty if transformers reads only rope_parameters."""
+    """Name of the key for the rotary base in files of transformers 4. Empty if transformers reads only rope_parameters.
+    """
     partial_rotary_factor: str | None = None
-    """Name of this key in files of transformers 4. None if rotary embeddings always rotate whole heads."""
+    """Name of the key for the rotated fraction of a head in files of transformers 4. None if rotary embeddings always
+    rotate whole heads."""
     rope_types: tuple[str, ...] = tuple(ROPE_KEYS)
     """The types of rotary scaling that the family supports."""
     other_names: Mapping[str, str] = field(default_factory=dict)
@@ -86,7 +88,8 @@ class Family:
     """Keys and values of the quantization_config of files whose quantized weights can be read."""
 
     def variant(self, architecture: str, keys: Table, defaults: Table, fixed: Table, **changes: Any) -> Family:
-        """Return an architecture with other entries in these tables. A key that becomes None is not read."""
+        """Return a copy of this architecture, with the given entries added to its tables and with other ``changes``. If
+        an entry of ``keys`` is None, that key is not read."""
         read = {ours: theirs for ours, theirs in {**self.keys, **keys}.items() if theirs is not None}
         defaults, fixed = {**self.defaults, **defaults}, {**self.fixed, **fixed}
         return replace(self, architecture=architecture, keys=read, defaults=defaults, fixed=fixed, **changes)

@@ -15,7 +15,8 @@ MOST_LAYERS = 10_000
 
 
 def rotating_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Return no_rope_layers, with 1 for each layer that rotates queries and keys, if a key lists these layers."""
+    """Return the key no_rope_layers if config.json says which layers rotate queries and keys. The list has 1 for each
+    of these layers, and 0 for each layer without rotation."""
     if family.rotating_layers == "with_theta" and given["layer_rope_theta"] is not None:
         return _thetas_of_layers(given, family, where)
     if family.rotating_layers != "listed":
@@ -48,8 +49,8 @@ def types_of_gpt_neo(given: Mapping[str, Any], where: str) -> list[str]:
 
 
 def linear_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Return the types of the layers of a family with linear attention. If no layer is linear, also return 0 for the
-    sizes of linear attention."""
+    """Return the attention type of each layer, for a family with linear attention. If no layer is linear, also return 0
+    for the sizes of linear attention."""
     kinds, interval = given["layer_types"], given["full_attention_interval"]
     if kinds is None:
         check_count("full_attention_interval", interval, 1, where)
@@ -61,7 +62,7 @@ def linear_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[
 
 
 def check_layer_types(kinds: Any, known: tuple[str, ...], given: Mapping[str, Any], family: Family, where: str) -> None:
-    """Raise ``UserError`` if a list of layer types has unknown types or another length than the model has layers."""
+    """Raise ``UserError`` if a list of layer types has an unknown type, or does not have one entry per layer."""
     if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
         names = " and ".join(f"'{kind}'" for kind in known)
         raise UserError(f"{where}: layer_types = {kinds!r}; fourfold supports {names} layers")
@@ -74,12 +75,12 @@ def check_layer_types(kinds: Any, known: tuple[str, ...], given: Mapping[str, An
 
 
 def _thetas_of_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Return the rotary base of all layers that rotate, and the list of these layers."""
+    """Return the rotary base that all layers with rotary embeddings share, and the list of these layers."""
     listed, count = given["layer_rope_theta"], count_layers(given, family, where)
     thetas = listed[:count] if isinstance(listed, list) else []
     bases = {theta for theta in thetas if isinstance(theta, int | float) and theta != 0}
     if len(thetas) < count or len(bases) > 1 or any(theta != 0 and theta not in bases for theta in thetas):
-        raise UserError(f"{where}: layer_rope_theta = {listed!r}; {count} layers need 0 or one common base each")
+        raise UserError(f"{where}: layer_rope_theta = {listed!r}; give {count} numbers that are 0 or all the same base")
     base = {"rope_theta": float(bases.pop())} if bases else {}
     return base | {"no_rope_layers": [int(theta != 0) for theta in thetas]}
 

@@ -56,7 +56,7 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
 
 
 def _scaling(rope: dict[str, Any], kind: str, given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Return the factors that stretch rotary embeddings of a type, from their table in config.json."""
+    """Return the factors of a type of rotary scaling, from the table ``rope`` of config.json."""
     # transformers reads null as false, and a missing key as true.
     if "truncate" in rope and rope["truncate"] is None:
         rope["truncate"] = False
@@ -85,8 +85,8 @@ def _local_rope(
     given: Mapping[str, Any], family: Family, tables: Mapping[str, Any], scaling: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the rotary base of sliding-window layers, and the rotary table of full-attention layers. rope_scaling
-    applies to the table."""
-    # For these families, transformers would ignore a single table for all layers without an error.
+    applies only to full-attention layers."""
+    # In these families, each type of layer has its own table. transformers would silently ignore a single table.
     if tables and not tables.keys() & {FULL, SLIDING}:
         raise UserError(f"{where}: rope_parameters has no table of '{FULL}' or '{SLIDING}'")
     own, full = tables.get(SLIDING) or {}, tables.get(FULL) or {"rope_type": "default"}

@@ -40,8 +40,8 @@ def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
 def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes ``model``.
 
-    ``preset``, ``from_hf``, ``initializer_range``, and the vocabulary padding do not count. Return False if the decoder
-    cannot compute the config's model.
+    Differences in ``preset``, ``from_hf``, ``initializer_range``, and the vocabulary padding do not count. Return False
+    if the decoder cannot compute the config's model.
     """
     try:
         theirs = model_of(config, CONFIG_FILE)

@@ -39,8 +39,8 @@ def decode(
         query_BND: Queries of one token.
         key_BKSD: Cached keys.
         value_BKSD: Cached values.
-        proxy_BKSd: The keys, rotated by the basis and cut to the leading d dims. They rank the keys.
-        basis_KDd: The leading d components of the basis. They project the queries in the same way.
+        proxy_BKSd: The keys, rotated by the basis and cut to the leading d dims. Keys are ranked by this proxy.
+        basis_KDd: The leading d components of the basis, which project the queries in the same way.
         k: Number of keys to attend to.
         config: Loki's settings.
         scaling: Factor on the scores.
@@ -60,7 +60,7 @@ def decode(
 
 
 def _compiled(step: DecodeStep, package: Literal["triton", "numba"]) -> Tensor:
-    """Run the step with the kernels of a package. The package is imported here."""
+    """Run the step with the kernels of a package. Import the package only now, because it may not be installed."""
     if package == "triton":
         from fourfold.inference.loki import triton_kernels
 

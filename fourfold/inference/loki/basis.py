@@ -58,8 +58,8 @@ class LokiBasis:
     """Number of calibration tokens."""
     recall: dict[str, list[float]] = field(default_factory=dict)
     """Recall of each layer, by kind: how well the components rank held-out keys. A ranking with a quarter of the dims
-    chooses a quarter of the keys. The recall is the fraction of the truly best quarter that it chooses. Empty for a
-    random basis."""
+    chooses a quarter of the keys. The recall is the fraction of the truly best quarter that this ranking chooses. Empty
+    for a random basis."""
 
     @property
     def layers(self) -> int:
@@ -160,7 +160,7 @@ class LokiBasis:
         for kind, each in basis.components.items():
             _check(each, f"{path}: {kind}")
         if not set(basis.best) <= set(KINDS):
-            raise UserError(f"{path} is damaged: components of {KINDS}, and layers by {set(basis.best)}; {AGAIN}")
+            raise UserError(f"{path} is damaged: kinds of components are {KINDS}, not {set(basis.best)}; {AGAIN}")
         return basis
 
     def check_shape(self, layers: int, kv_heads: int, head_dim: int) -> None:

@@ -1,6 +1,6 @@
 """Define Loki's cache layers. In addition to keys and values, they store what is needed to rank the keys.
 
-``replace_cache`` replaces the layers of a transformers cache with these layers, with the same contents.
+``replace_cache`` replaces the layers of a transformers cache with these layers, and copies the contents.
 """
 
 from __future__ import annotations

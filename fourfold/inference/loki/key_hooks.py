@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "loki_observer"
-"""The name of this attention, and of its mask, in transformers' registries."""
+"""The name under which transformers registers this attention function and its mask."""
 
 KeyObserver = Callable[[int, Tensor, dict[str, Tensor], float], None]
-"""Called with a layer's index, its queries [B, N, S, D], its keys [B, K, S, D] by kind, and the scaling."""
+"""Called with a layer's index, its queries [B, N, S, D], its keys [B, K, S, D] before ("pre") and after ("post") their
+rotary embedding, and the scaling."""
 
 
 @contextmanager

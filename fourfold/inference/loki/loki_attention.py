@@ -25,7 +25,7 @@ from fourfold.inference.loki.select import keys_per_sequence
 from fourfold.inference.loki.simulate import Probe, simulate
 
 NAME = "loki"
-"""The name of this attention, and of its mask, in transformers' registries."""
+"""The name under which transformers registers this attention function and its mask."""
 
 
 @dataclass(eq=False)

@@ -112,7 +112,8 @@ def _padded_to_fours(query_BKGx: Tensor) -> np.ndarray:
 
 
 def _rows(x_BKSD: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return all rows of a cache, with its unused memory, [rows, row stride], and each head's first row, [R]."""
+    """Return all rows of a cache, including its unused memory, as [rows, row stride]. Also return the index of each
+    head's first row, [R]."""
     batch, heads, length, _ = x_BKSD.shape
     of_batch, of_head, of_row, of_dim = x_BKSD.stride()
     assert of_dim == 1 and of_batch % of_row == of_head % of_row == 0, "a cache consists of whole rows"
@@ -239,7 +240,7 @@ def _search(ranks_S, k):
 
 @_compiled
 def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD):
-    """Attend exactly to the chosen keys, and write the output to ``out_HD``. It is zero if there are none."""
+    """Attend exactly to the chosen keys, and write the output to ``out_HD``. Without chosen keys, write zeros."""
     k = chosen_k.size
     weights_4k, share_4 = np.empty((4, k), np.float32), np.empty(4, np.float32)
     out_HD[:] = 0
@@ -293,10 +294,10 @@ def _exponentiate(scores_S):
 
 @_inlined
 def _exp(x):
-    """Return e^x for x ≤ 0, at least e^−87: 2^n · e^r with |r| ≤ ln 2 / 2 and a series up to r⁶ (relative error 4e−7
-    down to e^−5, and 4e−6 down to e^−87).
+    """Return e^x for x ≤ 0, but at least e^−87. Compute 2^n · e^r with |r| ≤ ln 2 / 2, with a series up to r⁶ for e^r.
+    The relative error is 4e−7 down to e^−5, and 4e−6 down to e^−87.
 
-    Unlike the C library's function, which takes one number at a time, this vectorizes.
+    The compiler can vectorize this function. The C library's function takes only one number at a time.
     """
     x = np.float32(-87) if x < np.float32(-87) else x  # A NaN stays NaN, because it is not below −87.
     powers_of_two = x * np.float32(1 / np.log(2))
@@ -336,7 +337,7 @@ def _prefetch(_, rows, row, column):
 
 
 def _as_float32(number):
-    """Return a number of the cache as float32. This is implemented only for compiled code."""
+    """Return a number of the cache as float32. This function works only in compiled code."""
     raise NotImplementedError
 
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 HELD_OUT = 0.1
-"""Fraction of windows that are held out to compare the kinds of components."""
+"""Fraction of windows that are held out to compare two kinds of components: of the keys before and after their rotary
+embedding."""
 
 ROWS_COMPARED = 512
 
@@ -67,8 +68,8 @@ class Moments:
 def calibrate(model: PreTrainedModel, windows: Sequence[Sequence[int]]) -> LokiBasis:
     """Compute a model's basis from windows of token ids, one at a time.
 
-    There are two kinds of components: from the keys before the rotary embedding, and from the keys after it. Each layer
-    gets the kind that ranks keys better on held-out windows (a tenth of the windows, but at least one).
+    There are two kinds of components: of the keys before and after their rotary embedding. Each layer gets the kind
+    that ranks better on held-out windows (a tenth of the windows, but at least one).
 
     Args:
         model: A transformers model.

@@ -1,8 +1,8 @@
 """Measure what a model loses with Loki: recall, captured attention, perplexity, and task scores.
 
 On a text, Loki is compared with an oracle and with a control. The oracle chooses the same number of keys by their exact
-scores, which Loki approximates. So no other ranking has a higher recall, but its perplexity can be lower by chance. The
-control ranks keys by random directions. A calibrated basis must be better than the control.
+scores, which Loki approximates. So no ranking has a higher recall than the oracle. By chance, a ranking can still have
+a lower perplexity. The control ranks keys by random directions. A calibrated basis must be better than the control.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def measure_quality(
         config: Loki's settings.
 
     Returns:
-        Perplexity, recall, and captured mass of Loki, the oracle, and the control, as JSON values.
+        Perplexity, recall, and captured mass of Loki, the oracle, and the control, as JSON values. The captured mass is
+        the fraction of the exact softmax that is on the chosen keys.
 
     Raises:
         UserError: ``enable_loki`` refuses the model, or the longest window has no more than k keys.
@@ -134,7 +135,7 @@ def compare_tasks(
 
 
 def _with_as_many_dims(config: LokiConfig, basis: LokiBasis) -> LokiConfig:
-    """Return settings for the random basis with the same number of ranking dims.
+    """Return settings with which the random basis ranks keys by as many dims as ``basis`` does with ``config``.
 
     With ``variance``, this number differs between layers, and a random basis has no variances. The settings then use
     the mean number of dims over the layers of the calibrated basis.
@@ -179,7 +180,7 @@ def _loss(logits_SV: Tensor, targets_S: Tensor) -> float:
 
 
 def _summary(probe: Probe) -> dict[str, float] | None:
-    """Return the mean recall and captured mass of a layer, or None for a layer that stayed dense."""
+    """Return the mean recall and the mean captured mass of a layer. Return None for a layer that stayed dense."""
     if not probe.recall:
         return None
     recall, mass = torch.cat(probe.recall), torch.cat(probe.mass)

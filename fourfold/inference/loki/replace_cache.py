@@ -58,8 +58,9 @@ def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool)
 
 
 def _is_replaceable(layer: object, recipe: LayerRecipe, is_loki: bool) -> bool:
-    """Return whether a layer must and can be replaced. It must be if ``recipe`` asks for another type of layer. It can
-    be if it holds all keys and values, which a layer with a sliding window does only until the window is full."""
+    """Return whether a layer must be replaced and can be replaced. A layer must be replaced if ``recipe`` asks for
+    another type of layer. It can be replaced if it holds all keys and values. A layer with a sliding window holds them
+    all only until the window is full."""
     if not is_loki:
         return False
     if type(layer) is DynamicLayer:

@@ -64,7 +64,7 @@ def combine_heads(scores_BKG_S: Tensor, visible_B1_S: Tensor | None = None) -> T
 
 
 def _summed_softmax(scores_BKG_S: Tensor) -> Tensor:
-    # Skip this test on a GPU, because the host would have to wait.
+    # Skip this test on a GPU, because the host would have to wait for its result.
     if scores_BKG_S.device.type == "cpu":
         worth_BK_S = torch.softmax(scores_BKG_S, -1, dtype=torch.float32).sum(2)
         # One column is enough for this test, because a NaN or an infinity spreads over its whole row.

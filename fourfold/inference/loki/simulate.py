@@ -84,8 +84,8 @@ def simulate(
 
 
 def _best(scores_BKGQS: Tensor, k: int, config: LokiConfig, visible_B1QS: Tensor, k_B: Tensor | None) -> Tensor:
-    """Return True for the visible keys that each row chooses by these scores. It chooses k keys, or as many as ``k_B``
-    gives for its sequence."""
+    """Return True for the visible keys that each row chooses by these scores. A row chooses k keys. With ``k_B``, it
+    chooses the number of keys that ``k_B`` has for its sequence."""
     worth_BKQS = combine_heads(scores_BKGQS, visible_B1QS)
     places_BKQk = choose_keys(worth_BKQS, k, config, visible_B1QS, k_B)
     chosen_BKQS = torch.zeros_like(worth_BKQS, dtype=torch.bool)

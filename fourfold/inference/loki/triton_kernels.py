@@ -183,8 +183,8 @@ def _rank(
 def _refine(
     ranks, histograms, ks, heads, length, rows, LEVEL: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """In levels 1 and 2, make a histogram of the next bits. It covers all ranks whose leading bits equal the known
-    leading bits of the k-th largest rank."""
+    """In levels 1 and 2, make a histogram of the next bits. The histogram counts only ranks whose leading bits equal
+    the known leading bits of the k-th largest rank."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     known, _ = _search(histograms, ks, heads, rows, row, LEVEL)
     histogram_N = tl.zeros([BINS], tl.int32)

@@ -26,14 +26,14 @@ OVER_Y: dict[AttentionSplit, OverY] = {"heads": "features", "batch": "batch", "s
 
 
 class SharedAttentionCore(AttentionCore, Tiled):
-    """The attention core, for this rank's share of the work.
+    """Compute attention for this rank's share of the heads, sequences, or queries.
 
     ``split`` says what the ranks of the tensor axis y split: the heads ("heads"), the sequences of a batch ("batch"),
     or the queries of each sequence ("sequence"). The axis x always splits the heads. ``method`` says how the ranks of
     the context axis cp share attention: "ring" or "ulysses".
 
-    If the number of key-value heads is not divisible by the number of ranks that split the query heads, these ranks
-    gather the key-value heads, and sum the heads' gradients.
+    If the key-value heads cannot be divided evenly among the ranks that split the query heads, these ranks gather the
+    key-value heads in the forward pass. In the backward pass, they sum the gradients of these heads.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SharedAttentionCore(AttentionCore, Tiled):
         first = rank * heads_here
         needed = [(first + head) // heads_per_kv for head in range(heads_here)]
         # torch's grouped attention requires that all key-value heads serve the same number of consecutive query heads.
-        # If this rank's heads do not, pass one key-value head per query head.
+        # If this is not true for this rank's heads, pass one key-value head per query head.
         distinct = sorted(set(needed))
         regular = all(needed.count(kv) == heads_here // len(distinct) for kv in distinct)
         self.kv_needed = distinct if regular else needed
@@ -93,7 +93,7 @@ class SharedAttentionCore(AttentionCore, Tiled):
     def attend_here(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
         """Run attention with this rank's heads.
 
-        The only collectives here run over cp. So if cp has size 1, this method can be compiled.
+        This method runs collectives only over cp. So torch.compile can compile it if cp has size 1.
         """
         return self.attend_heads(q, k, v, context)
 
@@ -128,7 +128,11 @@ class SharedAttentionCore(AttentionCore, Tiled):
         return attend_masked(q, k, v, mask_B1QS, scores, self.sinks).transpose(1, 2)
 
     def _my_kv_heads(self, kv: Tensor) -> Tensor:
-        """Return the key or value heads that this rank's query heads read. ``kv`` has this rank's channels."""
+        """Return the key or value heads that this rank's query heads read.
+
+        Args:
+            kv: The channels of all keys, or of all values, that this rank has computed.
+        """
         if self.split == "heads":
             kv = gather(kv, self.y, 2, "attention: keys and values")
         if not self.kv_inside_x:
@@ -145,12 +149,12 @@ class SharedAttentionCore(AttentionCore, Tiled):
 
 
 def whole_sequences(t: Tensor, ranks: int) -> Tensor:
-    """Put tokens that are in rank order into sequence order: [n · B, T, …] → [B, n · T, …] for n ranks."""
+    """Join the tokens of n ranks into whole sequences: [n · B, T, …] → [B, n · T, …]. The first B rows are rank 0's."""
     by_sequence_BnTf: Tensor = t.unflatten(0, (ranks, -1)).transpose(0, 1)
     return by_sequence_BnTf.flatten(1, 2)
 
 
 def rank_after_rank(t: Tensor, ranks: int) -> Tensor:
-    """Reverse ``whole_sequences``: put tokens that are in sequence order into rank order."""
+    """Reverse ``whole_sequences``: cut the sequences into the tokens of each rank, [B, n · T, …] → [n · B, T, …]."""
     by_rank_nBTf: Tensor = t.unflatten(1, (ranks, -1)).transpose(0, 1)
     return by_rank_nBTf.flatten(0, 1)

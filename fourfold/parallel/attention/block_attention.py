@@ -3,9 +3,9 @@
 A query may have to attend to several blocks. The log-sum-exp of its scores lets the caller merge the results of these
 blocks. The backward pass of each block reads the merged outputs and log-sum-exps.
 
-torch's public attention does not return log-sum-exps, so this module calls torch's kernels by name. No kernel soft-caps
-scores, so attention with soft-capping runs as separate operations. Queries are [B, N, Q, D], keys and values
-[B, K, S, D], and K divides N.
+torch's public attention does not return log-sum-exps, so this module calls torch's internal kernels. None of these
+kernels can soft-cap scores, so attention with soft-capping runs as separate operations. Queries are [B, N, Q, D], keys
+and values are [B, K, S, D], and K divides N.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ CUDNN = 91500
 sdp_utils.cpp)."""
 
 CAPPED_ROWS = 512
-"""Number of queries whose soft-capped scores are in memory at once. So the memory for scores does not grow with the
-number of queries."""
+"""With soft-capping, the scores of at most this many queries are in memory at once. With this limit, the memory for
+scores does not grow with the number of queries."""
 
 
 class AttentionScores(NamedTuple):
@@ -181,8 +181,8 @@ def attend_block_backward(
 def kernel_for(q_BNQD: Tensor, k_BNSD: Tensor, is_masked: bool) -> Literal["cpu", "flash", "cudnn", "efficient"]:
     """Choose torch's kernel for a block of attention without soft-capping.
 
-    CUDA's flash kernel and cuDNN's kernel need half precision, and this module never passes them a mask. cuDNN's kernel
-    needs more than one key.
+    CUDA's flash kernel and cuDNN's kernel need half precision, and this module uses them only without a mask. cuDNN's
+    kernel needs more than one key.
     """
     width = q_BNQD.shape[-1]
     if q_BNQD.device.type == "cpu":

@@ -51,8 +51,8 @@ def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[
 
 @dataclass(frozen=True)
 class DocumentContext(AttentionContext):
-    """The attention tables for this rank's tokens. Instead of a mask, they have the document ends of the full
-    sequence."""
+    """The tables that attention reads for this rank's tokens, such as rotary angles. Instead of a mask, they contain
+    the document ends of the full sequence."""
 
 
 def context_of_sequences(context: C, sequences: slice) -> C:
@@ -68,7 +68,7 @@ def context_of_sequences(context: C, sequences: slice) -> C:
 
 
 class DocumentTables(AttentionTables):
-    """Computes what attention needs for this rank's tokens. It has the ends of the documents instead of a mask."""
+    """Computes the ``DocumentContext`` of this rank's tokens."""
 
     def __init__(self, tables: AttentionTables) -> None:
         super().__init__(tables.config)

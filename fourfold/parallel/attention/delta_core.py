@@ -18,7 +18,7 @@ from fourfold.parallel.tensor.sharding import Tiled
 
 
 class SharedDeltaCore(DeltaCore, Tiled):
-    """The core of linear attention, for this rank's share of the heads or sequences.
+    """Compute linear attention for this rank's share of the heads or sequences.
 
     With ``split`` "heads", the ranks of the tensor axis y split the heads. With "batch", they split the sequences. The
     state of a head depends on all earlier tokens. So the ranks of the context axis cp always use Ulysses' all-to-alls,

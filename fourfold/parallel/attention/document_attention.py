@@ -1,7 +1,7 @@
 """Causal attention within the documents of packed sequences, and within a sliding window.
 
 This module needs no mask over whole sequences. So it needs only as much memory as plain causal attention, and with
-short documents or short windows it takes less time. The positions of tokens restart in each document too
+short documents or short windows it takes less time. The positions of tokens also restart in each document
 (``data.dataset.positions_of``).
 
 On a GPU, one call of FlashAttention 2 (Dao 2023, arXiv 2307.08691) handles all documents if the kernel supports the
@@ -35,8 +35,9 @@ from fourfold.parallel.attention.block_attention import (
 Tensors = tuple[Tensor, ...]
 
 LEAST_QUERIES, MOST_QUERIES = 16, 512
-"""Smallest and largest number of queries in one piece, if there is a window or a soft-cap. With a window, larger pieces
-compute more scores that the window hides."""
+"""If there is a window or a soft-cap, attention runs for one piece of a document's queries at a time. Pieces have as
+many queries as the window, but at least ``LEAST_QUERIES`` and at most ``MOST_QUERIES``. With larger pieces, the kernels
+would compute more scores that the window hides."""
 
 
 class KeyLimits(NamedTuple):
@@ -100,7 +101,7 @@ def _has_kernel(q: Tensor, softcap: float) -> bool:
     """Return whether one kernel call can handle all documents.
 
     The kernel needs half precision and a head dim of at most ``WIDEST_FLASH``, and it cannot soft-cap scores. We never
-    use AMD's kernel. It pads its log-sum-exps to [documents, N, S], which can take more memory than a mask.
+    use AMD's kernel, because it pads its log-sum-exps to [documents, N, S]. This can take more memory than a mask.
     """
     is_half, fits = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1] <= WIDEST_FLASH
     return q.is_cuda and torch.version.hip is None and is_half and fits and not softcap

@@ -1,8 +1,9 @@
 """Multi-head latent attention on the grid.
 
-Latents are split like the residual stream: tokens over x, and channels over y. So each rank projects only its own
-tokens to latents. The projections from latents to keys and values need the tokens of all x ranks. So the ranks gather
-latents here, which are much narrower than hidden states.
+In this attention (DeepSeek), a layer projects the hidden states to latents, and then projects the latents to keys and
+values. Latents are split like the residual stream: tokens over x, and channels over y. So each rank projects only its
+own tokens to latents. The projections from latents to keys and values need the tokens of all x ranks. So the ranks
+gather the latents, which are much narrower than the hidden states.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def latent_projections(linears: nn.ModuleDict, grid: Grid, overlap: OverlapConfi
 
 
 class SharedLatentCore(SharedAttentionCore):
-    """The core of latent attention, for this rank's share of the work (see ``SharedAttentionCore``)."""
+    """Compute latent attention for this rank's share of the heads, sequences, or queries (``SharedAttentionCore``)."""
 
     def __init__(self, core: LatentCore, grid: Grid, split: AttentionSplit, method: ContextMethod, heads: int) -> None:
         super().__init__(core, grid, split, method, heads, heads)

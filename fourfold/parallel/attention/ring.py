@@ -180,7 +180,7 @@ class _Ring(Function):
                     grad_rows, q_rows, out_rows, lse_rows, k, v, block.causal, block.mask_B1QK, ctx.scores
                 )
                 dq[:, :, rows] += dq_part
-            # Receive the gradients of these keys and values. The ranks that had the keys earlier have added theirs.
+            # Receive the gradients of these keys and values. They are sums over the ranks that had these keys earlier.
             dkv = torch.zeros_like(kv, dtype=torch.float32) if dkv_coming is None else dkv_coming.wait()
             if block is not None:
                 dkv[..., block.keys, :] += torch.stack([dk, dv])

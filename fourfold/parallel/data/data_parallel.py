@@ -29,8 +29,8 @@ class StepTypes:
 
     @property
     def gradient(self) -> torch.dtype:
-        """Return the dtype of gradients after all sums. In this dtype, the sums need not be rounded again before they
-        are clipped."""
+        """Return the dtype of gradients after all sums. It is at least as precise as ``reduced``, so the summed
+        gradients are not rounded before they are clipped."""
         return torch.promote_types(self.stored, self.reduced)
 
     @classmethod

@@ -1,9 +1,10 @@
 """Run FSDP2's collectives in two levels, inside nodes and across nodes (PCCL, arXiv 2504.18658).
 
 A ring over n ranks takes about n steps, and each step costs one latency. With two levels, the number of steps is about
-the number of ranks per node plus the number of nodes. An all-gather first runs across nodes. All ranks of a node then
-send their own shards over the network at the same time. A reduce-scatter first runs inside each node. So only one sum
-per node crosses the network, and each rank sends its share of it.
+the number of ranks per node plus the number of nodes. An all-gather first runs across nodes. In this level, all ranks
+of a node send their own shards over the network at the same time. The second level runs inside each node. A
+reduce-scatter first runs inside each node. So only one sum per node crosses the network, and each rank of the node
+sends its share of this sum.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from fourfold.parallel.grid.grid import TwoLevels
 
 
 class MeshWithGroups(DeviceMesh):
-    """A mesh that returns other groups for some of its dims. These groups have only the methods that FSDP2 calls."""
+    """A device mesh with custom process groups for some of its dims. A custom group has only the methods that FSDP2
+    calls."""
 
     def __init__(self, mesh: DeviceMesh, groups: Mapping[int, Any]) -> None:
-        # Call the constructor without groups, because it would create new ones. Then take over the groups of ``mesh``.
+        # Stop the constructor from creating new groups. Then take over the groups of ``mesh``.
         super().__init__(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
         vars(self).update(vars(mesh))
         earlier: dict[int, Any] = mesh._other_groups if isinstance(mesh, MeshWithGroups) else {}

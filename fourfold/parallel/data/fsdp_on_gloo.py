@@ -1,6 +1,6 @@
 """Run FSDP2's collectives on gloo while the CPU computes.
 
-On a GPU, FSDP2 starts collectives on separate CUDA streams, so they overlap with computation. A CPU has no streams, and
+On a GPU, FSDP2 starts collectives on separate CUDA streams, so they overlap with computation. A CPU has no streams, so
 FSDP2 would wait for each of gloo's collectives.
 """
 
@@ -27,8 +27,8 @@ IN_FLIGHT = 2
 class GatherInBackground(Allocation):
     """An asynchronous all-gather for FSDP2's ``set_custom_all_gather``.
 
-    FSDP2 waits for it before it reads the weights. With two levels, a thread waits for the first level, and then starts
-    the second level.
+    FSDP2 waits for the all-gather only when it needs the weights. With two levels, a thread waits for the first level,
+    and then starts the second level.
     """
 
     def __call__(
@@ -106,8 +106,8 @@ class SumInBackground(Allocation):
     With two levels, the nodes then exchange their sums. If there are replicas, an all-reduce over them follows in the
     background (``all_reduce``).
 
-    The result is returned before the sum is complete. This is safe as long as FSDP2 only makes views of it. If FSDP2
-    will read the result, set ``at_once`` or ``at_once_over_shards``.
+    The result is returned before the sum is complete. This is safe as long as FSDP2 only makes views of the result. If
+    FSDP2 will read the result, set ``at_once`` or ``at_once_over_shards``.
     """
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ class SumInBackground(Allocation):
         self._all_reduces.clear()
 
     def _finish(self, left: int) -> None:
-        """Wait until at most ``left`` reduce-scatters are in flight, including those in their first level."""
+        """Wait until at most ``left`` reduce-scatters are in flight. A reduce-scatter in its first level counts too."""
         while len(self._inside) > min(left, 1):
             inside = self._inside.popleft()
             across = Exchange.start(inside.exchange.finish(), inside.nodes, inside.sum)

@@ -108,8 +108,8 @@ class FullySharded(DataParallel):
         super().materialize(device)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                # With None, torch accepts gradients in any dtype. FSDP2 may sum gradients in another dtype than the
-                # weight's.
+                # With None, torch accepts gradients in any dtype. FSDP2 may sum gradients in a dtype that differs from
+                # the weight's dtype.
                 parameter.grad_dtype = None
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
@@ -175,10 +175,10 @@ class FullySharded(DataParallel):
                 parameter.grad = parameter.grad.to(self.types.gradient)
 
     def _free_summed(self, *_: object) -> None:
-        """Free the gradients that FSDP2 has sent but still keeps. This runs before the head computes the next logits.
+        """Free the gradients that FSDP2 has sent but still keeps, before the head computes the next logits.
 
-        These are the gradients of the last unit in the previous backward pass, usually of the embedding, so they are
-        large. FSDP2 would keep them until the backward pass of the next micro-batch.
+        FSDP2 would keep the gradients of the unit that came last in the backward pass until the next micro-batch's
+        backward pass. This unit is usually the embedding, so its gradients are large.
         """
         context: Any = _fsdp(self.model)._get_fsdp_state()._comm_ctx
         if hasattr(context, "reduce_scatter_states"):
@@ -227,7 +227,8 @@ class FullySharded(DataParallel):
     def _sum_without_division(self, mesh: DeviceMesh) -> None:
         """Make FSDP2 sum gradients instead of averaging them.
 
-        Also replace FSDP2's collectives on gloo, so that they run in the background, and in groups with two levels.
+        Also replace FSDP2's collectives in two cases: on gloo, so that they run in the background, and if the grid has
+        groups with two levels.
         """
         grid = self.grid
         gathers, sums = (GatherInBackground(), self.sums) if self._on_gloo else (GatherInLevels(), SumInLevels())
@@ -289,7 +290,7 @@ class FullySharded(DataParallel):
 
     @staticmethod
     def groups_of(units: Iterable[FSDPModule]) -> list[Any]:
-        """Return FSDP2's parameter groups. In torch 2.13, a module can have several groups, and before only one."""
+        """Return FSDP2's parameter groups. Since torch 2.13, a module can have more than one group."""
         groups: list[Any] = []
         for unit in units:
             state = unit._get_fsdp_state()
@@ -307,12 +308,12 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 
 
 def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], depth: int) -> None:
-    """Gather weights ahead of time: while a block computes, gather its experts and the next ``depth`` blocks (AxoNN's
-    OAG).
+    """Gather weights ahead of time: while a block computes, gather its experts and the next ``depth`` blocks. The AxoNN
+    paper calls this OAG.
 
     Set explicitly what each unit prefetches in the backward pass. By default, FSDP2 would prefetch the unit that ran
-    before this unit in the forward pass, but that may have been for another micro-batch. A unit with nothing to
-    prefetch prefetches the root. This costs nothing, because the root's weights are still gathered.
+    before this unit in the forward pass. But that unit may have run for another micro-batch. If a unit has nothing to
+    prefetch, we let it prefetch the root. This costs nothing, because the root's weights are still gathered.
     """
     layers, nothing = [_fsdp(block) for block in units.blocks], [_fsdp(model)]
     for unit in model.modules():

@@ -104,7 +104,8 @@ class Weight:
     stored: nn.Parameter
     """The copy that the optimizer updates."""
     summed: nn.Parameter
-    """One of these two copies. Its ``.grad`` sums gradients over micro-batches, in the dtype ``StepTypes.reduced``."""
+    """The copy whose ``.grad`` sums gradients over micro-batches, in the dtype ``StepTypes.reduced``. It is one of the
+    other two copies."""
 
     def keep_gradient(self) -> None:
         """Move the gradient of a micro-batch into the sum over micro-batches.

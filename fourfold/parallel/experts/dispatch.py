@@ -25,7 +25,8 @@ COUNTS = "experts: counts of rows"
 
 
 class Traffic(NamedTuple):
-    """Numbers of rows to send and receive, known to the host, and the order of the received rows."""
+    """The numbers of rows that ranks send and receive, and the order of the received rows. The numbers are on the host,
+    because collectives need them there."""
 
     sent: list[int]
     """Number of rows that this rank sends to each ep rank."""
@@ -54,9 +55,8 @@ class Dispatch:
             sizes_E: Number of rows that this rank's tokens send to each expert.
 
         Returns:
-            Blocks of e counts each, one for each expert of an ep rank. The first blocks are the rows that this rank
-            sends, with a block for each receiving ep rank. The next blocks are the rows that each x rank receives, with
-            a block for each sending ep rank.
+            The counts, [ep + x · ep, e]. The first ep entries say how many rows this rank sends to each ep rank. After
+            these come ep entries for each x rank, which say how many rows that x rank receives from each ep rank.
         """
         mine = sizes_E.view(self.ep.size, -1)
         received = all_to_all(mine, self.ep, COUNTS) if self.ep.size > 1 else mine

@@ -33,8 +33,8 @@ from fourfold.parallel.state import LocalShard
 from fourfold.parallel.tensor.sharding import Tiled
 
 FIGURES = ("balance", "z", "entropy", "dropped")
-"""Names of further sums over the tokens of each layer: the balance loss, the z-loss, the entropy of the router's
-probabilities, and the number of dropped rows."""
+"""Names of the sums that ``ExpertLoad`` keeps for each layer, in addition to the rows per expert: the balance loss, the
+z-loss, the entropy of the router's probabilities, and the number of dropped rows."""
 
 
 class CountedRouter(Tiled):
@@ -116,7 +116,7 @@ class ExpertLoad:
         self.rows_LE.copy_(torch.tensor(rows, dtype=torch.float64))
 
     def planned_rows(self, rows: int) -> list[int]:
-        """Return how many rows of a rank each expert gets, for a trace.
+        """Return how many of a rank's rows go to each expert. Only a trace calls this, because it has no data.
 
         The rows are distributed in the proportions of ``planned``. Rows above the capacity are dropped.
         """

@@ -1,4 +1,4 @@
-"""The router of an MoE layer on the grid. The tensor axis x splits its tokens, and y splits their channels."""
+"""The router of an MoE layer on the grid. The tensor axis x splits the tokens, and y splits the channels of a token."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class ParallelRouter(BiasInFloat32, CountedRouter):
         if self.load is not None:
             logits_TE = self.load.with_losses(logits_TE, self.layer, is_data_T)
         scores_TE = self.choice.scores(logits_TE)
-        # In a recomputation, use the experts that were chosen before. With other rounding errors, the choice could
-        # differ.
+        # In a recomputation, reuse the experts that the first pass has chosen. A new choice could differ because of
+        # rounding errors.
         chosen_TK = remembered(self, lambda: self.choice.experts(scores_TE, self.e_score_correction_bias))
         experts_TK = chosen_TK
         if is_data_T is not None:
@@ -59,10 +59,10 @@ class ParallelRouter(BiasInFloat32, CountedRouter):
 
 
 def within_capacity_of_sequences(experts_BTK: Tensor, num_experts: int, factor: float, grid: Grid) -> Tensor:
-    """Return which of this rank's rows their expert accepts, [B, T, K].
+    """Return a mask of this rank's rows, [B, T, K]. It is True if the row's expert has room for the row.
 
-    The capacity applies to whole sequences (``within_capacity``). So first gather the choices of all tokens of each
-    sequence, which the axes cp and x split.
+    The capacity applies to whole sequences (``within_capacity``), but the axes cp and x split the tokens of a sequence.
+    So first gather the chosen experts of all tokens of each sequence.
     """
     if grid.x.size * grid.cp.size == 1:
         return within_capacity(experts_BTK, num_experts, factor)

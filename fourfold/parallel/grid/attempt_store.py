@@ -1,4 +1,4 @@
-"""Give each attempt of a job its own keys in the store where the processes meet.
+"""Give each attempt of a job its own keys in the store that its processes share.
 
 If torchrun restarts a job, the new attempt may use the same store as the earlier attempts.
 """

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fourfold.parallel.grid.communicate import PURPOSE
 
 CHUNK = 1 << 22
-"""Number of elements that are summed at once. It limits the memory for the weights of the sum (eight bytes per
-element)."""
+"""Number of elements that are summed at once. The sum is weighted, and its weights take eight bytes per element. So
+this number limits the memory for the weights."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

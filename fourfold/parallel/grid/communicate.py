@@ -333,7 +333,7 @@ def whole(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
 
 
 def sum_of(partial: Tensor, axis: Axis, why: str) -> Tensor:
-    """All-reduce in the forward pass. In the backward pass, keep the gradient, because each rank has all of it."""
+    """All-reduce in the forward pass. In the backward pass, do nothing, because each rank has the full gradient."""
     return _over_ranks(axis, partial, lambda t: all_reduce(t.clone(), axis, why), lambda g: g)
 
 

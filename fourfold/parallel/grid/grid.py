@@ -214,8 +214,9 @@ class Grid:
         by_place = ranks.reshape(-1, self.tokens.size // ep, ep)
         self.ep = self._level("ep", by_place.flatten(0, 1))
         replicas = by_place.mT.flatten(0, 1)
-        # ``expert_shards`` has one rank unless ep divides z. If z does not divide ep either, only zero = 3 is legal,
-        # which shards the experts over all ranks of ``expert_replicas``.
+        # If ep divides z, the z/ep ranks of a z group that hold the same experts shard them. Otherwise
+        # ``expert_shards`` has one rank. If z does not divide ep either, only zero = 3 is legal, which shards the
+        # experts over all ranks of ``expert_replicas``.
         shards = self.z.size // ep if self.z.size % ep == 0 else 1
         nodes = replicas.reshape(-1, replicas.shape[1] // shards, shards)
         self.expert_replicas = self._level("ep_replicas", replicas)

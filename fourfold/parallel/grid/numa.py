@@ -37,6 +37,6 @@ def cores_beside(address: str) -> set[int]:
 
 
 def bind_to(cores: set[int]) -> None:
-    """Restrict this process to those of these cores that it may use. A launcher may have restricted it already."""
+    """Restrict this process to the given cores. Leave out the cores that its launcher does not let it use."""
     if shared := cores & os.sched_getaffinity(0):
         os.sched_setaffinity(0, shared)

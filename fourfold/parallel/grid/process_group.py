@@ -32,8 +32,8 @@ NVIDIA_SETTINGS = {
 - High priority lets collectives start before computation that is already queued.
 - 32 connections (the default is 8) give each stream its own hardware queue. There are streams for the axes, for the
   pipeline's neighbors, and for the computation.
-- The workspace makes cuBLAS deterministic. The check that runs a step twice needs this. The workspace takes 32 MiB,
-  which torch reserves on Hopper anyway.
+- The workspace makes cuBLAS deterministic. fourfold needs this to run a step twice and compare the results. The
+  workspace takes 32 MiB, which torch reserves on Hopper anyway.
 - Expandable segments prevent memory fragmentation if tensors have a different size in every step. Examples are the rows
   of experts, and packed documents.
 """
@@ -95,8 +95,8 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
     """
     if dist.is_initialized():
         raise UserError(
-            "this process is in a process group already, from a grid or its own code; start jobs before that, or call "
-            "torch.distributed.destroy_process_group() first"
+            "this process is already in a process group, which a grid or your own code has started; start the job "
+            "first, or call torch.distributed.destroy_process_group() before you start the job"
         )
     on_gpu = device.type == "cuda"
     if on_gpu:

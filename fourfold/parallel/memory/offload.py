@@ -1,8 +1,8 @@
 """Keep the inputs of recomputed blocks in CPU memory between the forward and the backward pass.
 
 On a GPU, the copies run on a separate stream. A block's input is copied to the CPU while the block's forward pass runs.
-The input is copied back while a later block's backward pass runs. If a copy takes less time than this computation, it
-costs no time.
+The input is copied back while a later block's backward pass runs. A copy that takes less time than this computation
+does not slow down the step.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class OffloadedInputs:
             return forward(first.pop() if first else kept.back(), *others)
 
         out = checkpointed(run)
-        # Wait for the copy to host memory. After this return, the caller may free the input, and its memory may be
-        # reused.
+        # Wait for the copy to host memory, because the caller may free the input after this return. Later computation
+        # could then overwrite the input.
         kept.wait_until_out()
         return out
 

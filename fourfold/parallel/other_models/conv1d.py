@@ -13,11 +13,11 @@ INPUT_FIRST = "Conv1D"
 
 
 class InputFirst(nn.Linear):
-    """Describes a layer whose weight is stored input first, before it is split over the grid. It computes nothing.
+    """Describes a layer that stores its weight as [in, out], before the layer is split. This class computes nothing.
 
     The weight is [in, out] and the bias is [out]. One layer may compute several kinds of features, such as queries,
-    keys, and values. Each kind is then a *part*, and the tensors are [in, parts, out/parts] and [parts, out/parts]. So
-    a slice of the last dim has the same heads of all parts.
+    keys, and values. Each kind is then a *part*. The weight is viewed as [in, parts, out/parts], and the bias as
+    [parts, out/parts]. So a slice of the last dim has the same heads of all parts.
     """
 
     def __init__(self, layer: nn.Module, parts: int = 1) -> None:
@@ -56,8 +56,9 @@ def bias_tile(tile: Tile, parts: int) -> Tile:
 def output_first(weight: Tensor, ranks: int) -> Tensor:
     """Return a weight tile [in, out] or [in, parts, out/parts] as [out, in].
 
-    The rows are sorted by rank: first a slice of every part for the first rank, and so on. With several parts and
-    several ``ranks``, the result is a copy, which stays in memory until the backward pass. Otherwise it is a view.
+    The output of the matmul is later divided evenly among ``ranks`` ranks of y. So the rows for the first rank come
+    first, with a slice of every part, and then the rows for the next rank. With several parts and several ranks, the
+    result is a copy, which stays in memory until the backward pass. Otherwise it is a view.
     """
     if weight.dim() == 3:
         weight = weight.unflatten(-1, (ranks, -1)).transpose(1, 2).flatten(1)

@@ -35,7 +35,7 @@ STYLES: dict[str, str] = {
     "replicated_with_grad_allreduce": "small weights that every rank applies to its share of the features",
     "replicate": "computed whole by every rank",
 }
-"""The styles that a plan may use. If transformers has the same style, it has the same name there."""
+"""The styles that a plan may use. Styles that transformers also has keep their names from transformers."""
 
 SYNONYMS = {
     "colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input", "replicated": "replicate",
@@ -68,7 +68,7 @@ def styles_of(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> dict[st
     with_weights = [name for name, module in model.named_modules() if _has_own_parameters(module)]
     for pattern in rules:
         if not fnmatch.filter(with_weights, pattern):
-            raise UserError(f"no module with weights matches the rule '{pattern}', such as {with_weights[0]}")
+            raise UserError(f"no module with weights matches the rule '{pattern}'; one of them is {with_weights[0]}")
     by_rule = {name: _style(name, rules) for name in with_weights}
     for name, style in by_rule.items():
         if style is not None and style not in STYLES:

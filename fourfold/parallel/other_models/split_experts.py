@@ -29,7 +29,7 @@ always skipped such tokens."""
 def is_stack(module: nn.Module) -> bool:
     """Return whether a module is a stack of experts that can be split.
 
-    It must have the mark ``STACK``, and the first dim of all its own weights must be the number of experts.
+    It must have the attribute ``STACK``, and each of its own weights must have one slice per expert in the first dim.
     """
     sizes = {tuple(weight.shape[:1]) for weight in module.parameters(recurse=False)}
     return hasattr(module, STACK) and sizes == {(getattr(module, "num_experts", 0),)}
@@ -38,9 +38,9 @@ def is_stack(module: nn.Module) -> bool:
 def split_experts(module: Any, grid: Grid, name: str) -> None:
     """Keep only this rank's experts in a stack of experts (``is_stack``), and add hooks around its forward pass.
 
-    The stack reads tokens [N, H], the indices of their chosen experts [N, K], and the experts' weights [N, K]. It
-    returns outputs [N, H]. Every rank reads all tokens and computes its own experts. The hooks sum the outputs of all
-    ranks.
+    The stack reads tokens [N, H], the indices of their chosen experts [N, K], and factors for the experts' outputs
+    [N, K]. It returns outputs [N, H]. Every rank reads all tokens and computes its own experts. The hooks sum the
+    outputs of all ranks.
 
     Raises:
         UserError: The module is not a stack, it contains modules with weights, or the number of experts is not

@@ -20,7 +20,8 @@ from fourfold.parallel.tensor.sharding import Tile
 M = TypeVar("M", bound=nn.Module)
 
 SCALED_EMBEDDING = "ScaledWordEmbedding"
-"""Suffix of class names in transformers. These embeddings multiply their output by ``embed_scale``, as in Gemma."""
+"""Suffix of the class names of some embeddings in transformers. They multiply their output by ``embed_scale``, as in
+Gemma."""
 
 _HEAD_SIZES = ("head_dim", "head_size")
 """Names of attributes that hold the head size in attention modules of transformers."""
@@ -49,8 +50,8 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
 
     Raises:
         UserError: ``styles_of`` finds no valid styles, a module does not support its style, or a size is not divisible
-            by an axis. Also if the model has dropout or other randomness, because ranks that repeat the same work would
-            get different results.
+            by an axis. Or the model has dropout or another source of randomness. Ranks that repeat the same work would
+            then get different results.
     """
     styles = styles_of(model, grid, rules)
     _check_nothing_random(model)

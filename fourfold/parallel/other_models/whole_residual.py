@@ -23,7 +23,7 @@ from fourfold.parallel.tensor.sharding import Tile
 
 
 class Entrance:
-    """Takes this y rank's channels from the whole residual, [B, S, H] → [B, S, H/y] or [N, H] → [1, N, H/y].
+    """Takes this y rank's channels from the residual stream, [B, S, H] → [B, S, H/y] or [N, H] → [1, N, H/y].
 
     Layers that read the same tensor one after another, such as q, k, and v, share one entrance. So one collective sums
     the gradients of their inputs over x.
@@ -89,7 +89,7 @@ class WholeTokensLinear(Linear4D):
 
 
 class ColumnLinear(WholeTokensLinear):
-    """A linear layer with weight [out/x, in/y] that reads the whole residual.
+    """A linear layer with weight [out/x, in/y] that reads the whole residual stream.
 
     Its output features are split over x, and also over y if ``over_y`` is "features". With ``gather_output``, every
     rank gets all features.
@@ -108,7 +108,7 @@ class ColumnLinear(WholeTokensLinear):
 
 
 class RowLinear(WholeTokensLinear):
-    """A linear layer with weight [out/y, in/x] that reads split features and writes the whole residual.
+    """A linear layer with weight [out/y, in/x] that reads split features and writes the whole residual stream.
 
     Its input is split like the output of ``ColumnLinear``. With ``split_input``, the input has all features on every
     rank, and the layer takes its x rank's share.

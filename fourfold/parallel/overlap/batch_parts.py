@@ -1,8 +1,9 @@
-"""Run batch parts: while one part of a micro-batch computes, the collectives of the other parts run (Domino).
+"""Run batch parts: while one part of a micro-batch computes, the collectives of the other parts run.
 
-Sequences do not depend on each other. So a block can process one part of the sequences after another (Domino, Wang et
-al. 2024, arXiv 2409.15241). If there are too few sequences, each part has some tokens of every sequence. Such parts
-depend on each other only in attention. Parts also alternate in the backward pass and in the recomputation of a block.
+Sequences do not depend on each other. So a block can process a micro-batch in parts of a few sequences each (Domino,
+Wang et al. 2024, arXiv 2409.15241). If there are too few sequences, each part has some tokens of every sequence. Such
+parts depend on each other only in attention. Parts also alternate in the backward pass and in the recomputation of a
+block.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class _PipelineStep:
         self.outputs: list[Tensor] = []
 
     def run(self, ops: Sequence[Op]) -> list[Tensor]:
-        """Run this rank's operations in order. Return the last stage's outputs, or an empty list without that stage."""
+        """Run this rank's operations in order. Return the last stage's outputs, or [] on ranks without this stage."""
         handlers: dict[str, Callable[[Op], Any]] = {
             "F": self._forward,
             "B": self._differentiate,
@@ -151,8 +151,8 @@ class _PipelineStep:
     def _differentiate(self, op: Op) -> None:
         key, stage = (op.stage, op.micro_batch), self.pipeline.stages[op.stage]
         self.backwards[op.stage] += 1
-        # If the schedule has W operations, these complete the gradients after all backward passes, so no backward pass
-        # is the last.
+        # W operations compute weight gradients separately. If the schedule has them, the gradients are complete only
+        # after the last W operation, and not after the last backward pass.
         last = self.backwards[op.stage] == len(self.micro_batches) and not splits_backward(self.pipeline.run.parallel)
         stage.begin_backward(last)
         gradient = torch.ones((), device=self.pipeline.device)
@@ -199,8 +199,9 @@ class _PipelineStep:
 def copies_as_one(shards: Sequence[LocalShard], is_tied: bool) -> list[LocalShard]:
     """Mark the two copies of the embedding, in the first and in the last stage, as replicas of one parameter.
 
-    Both copies get the same name and twice as many replicas. So the gradient norm counts the embedding once. The copy
-    in the last stage is the head if the two are tied. Otherwise it is the embedding that prediction layers read.
+    Both copies get the same name and twice as many replicas. So the gradient norm counts the embedding once. If head
+    and embedding are tied, the copy in the last stage is the head. Otherwise it is the embedding that prediction layers
+    read.
     """
     ends = ("embed_tokens.weight", *(["lm_head.weight"] if is_tied else []))
     return [

@@ -93,7 +93,7 @@ def with_transfers(ops: Sequence[Sequence[Op]], grid: ParallelConfig) -> list[li
 
 
 def simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[int, Op], None]) -> None:
-    """Call ``run(rank, op)`` for every operation, in an order that the ranks could follow together.
+    """Call ``run(rank, op)`` for every operation of every rank, in an order that respects all dependencies.
 
     Each rank's operations stay in order, and every operation comes after the operations whose results it reads.
     """

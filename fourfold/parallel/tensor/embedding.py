@@ -1,7 +1,7 @@
 """An embedding whose table is split over the tensor axes, [vocab/x, hidden/y].
 
-Each rank looks up the rows that it holds, and uses zeros for all other rows. A reduce-scatter over x sums these
-results. It leaves each rank the embeddings of its own share of the sequence.
+Each rank looks up the rows that it holds, and uses zeros for all other rows. A reduce-scatter over x sums the results
+of the ranks. After that, each rank has the embeddings of its own share of the sequence.
 """
 
 from __future__ import annotations

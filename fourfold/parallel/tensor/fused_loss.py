@@ -28,7 +28,7 @@ def normalize_logits(logits_mv: Tensor, labels_m: Tensor, first: int, real: int,
     """Return the log-sum-exp of each row of logits, and the logit of its label, [2, m] in float32.
 
     Args:
-        first: the label that belongs to column 0. If another rank has a label's column, its logit is 0 here.
+        first: the label that belongs to column 0. If another rank has a label's column, the returned logit is 0.
         real: the number of columns that are not padding.
         softcap: the soft-cap of the logits. 0 means no soft-capping.
     """

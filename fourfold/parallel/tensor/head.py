@@ -191,7 +191,8 @@ def cross_entropy(
         total: the function that reduces the losses [m]. By default it sums them.
 
     Returns:
-        The reduced losses, and the gradient of the logits [m, v] or None. This is always the gradient of the sum.
+        The reduced losses, and the gradient of the logits [m, v] or None. For every ``total``, this is the gradient of
+        the sum of the losses.
     """
     real, rows = head.real_columns(), logits_mv.shape[1]
     first = head.x.rank * rows

@@ -5,8 +5,8 @@ BLAS libraries have one kernel for each pair of operand layouts (N: as stored, T
 these kernels is much slower (AxoNN, arXiv 2502.08145, section VI.C). A different layout then avoids the slow kernel.
 
 By default, the output x Wᵀ is NT, the input gradient dY W is NN, and the weight gradient dYᵀ x is TN. If the weight is
-stored as its transpose, they are NN, NT, and TN. This costs nothing per call. Any other layout costs a copy of an
-operand.
+stored as its transpose, the three matmuls are NN, NT, and TN. This costs no time in a step. Any other layout costs a
+copy of an operand in every step.
 """
 
 from __future__ import annotations

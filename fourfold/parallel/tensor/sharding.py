@@ -21,8 +21,8 @@ class Tile:
     Attributes:
         x, y, ep: the dim that the axis splits, or None if its ranks hold the same values. If x and y split the same
             dim, x splits it first, and y splits the parts.
-        partial_over: the axes over which the gradient must be summed, because each of their ranks computes only a part
-            of it.
+        partial_over: the axes over which the gradient must be summed, because each rank of such an axis computes only a
+            part of the gradient.
         turned: whether the tile of a matrix is stored as its transpose. Shapes and slices in this class always describe
             the matrix, not its transpose.
         sharded: whether FSDP2 may split the tile further, over z and, with ``zero``, over dp·cp. Otherwise each rank of
@@ -133,8 +133,9 @@ class Tiled(nn.Module):
 def tile_table(model: nn.Module) -> dict[str, Tile]:
     """Return the tile of every parameter of a model, by its full name.
 
-    If a module does not describe a parameter, no axis splits it, so its tile is the default ``Tile()``. A module that
-    is not ``Tiled`` can have the attribute ``tiles`` too, if the gradients of its parameters must be summed over ranks.
+    If a module does not describe a parameter, no axis splits the parameter, so its tile is the default ``Tile()``. A
+    module that is not ``Tiled`` can have the attribute ``tiles`` too, if the gradients of its parameters must be summed
+    over ranks.
     """
     table: dict[str, Tile] = {}
     for prefix, module in model.named_modules():

@@ -75,8 +75,8 @@ class MeasuredRow(BaseModel):
     model: str = ""
     """The model's name. Give runs of the same model the same name."""
     architecture: Literal["dense", "moe", "hybrid"] = "dense"
-    """Kind of model. `moe` is a mixture of experts. `hybrid` is a model with latent attention, or with blocks other
-    than attention and MLP. The planner does not predict `hybrid`."""
+    """Kind of model. `moe` is a mixture of experts. `hybrid` is a model with blocks other than attention and MLP, or
+    with latent attention of unknown widths. The planner does not predict `hybrid`."""
     layers: Count | None = Field(None, le=MOST_LAYERS)
     """Number of blocks."""
     hidden: Count | None = None
@@ -170,7 +170,7 @@ class MeasuredRow(BaseModel):
     program: Annotated[str, AfterValidator(_program)]
     """The training framework. `planning/calibration/programs.toml` lists the names."""
     sharding: Literal["none", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = "none"
-    """What the data-parallel ranks shard. With `hsdp`, each group of ranks shards its own copy."""
+    """What the data-parallel ranks shard. With `hsdp`, each shard group holds one copy of the model."""
     shard_group: Count | None = None
     """Number of GPUs in a shard group. Default: all data-parallel ranks for `fsdp`, and the GPUs of a node for
     `hsdp`."""
@@ -253,7 +253,7 @@ class MeasuredRow(BaseModel):
         if self.pp == 1 and self.vpp > 1:
             raise ValueError(f"vpp = {self.vpp:g} needs pp, and pp is 1")
         if self.out_of_memory and self.step_seconds is not None:
-            raise ValueError("step_seconds of a run that ran out of memory; leave one of the two empty")
+            raise ValueError("a run that ran out of memory has no step_seconds; leave one of the two columns empty")
         return self
 
 

@@ -1,9 +1,9 @@
 """Fit the planner's constants to measured step times, with a robust hierarchical regression.
 
-A *row* is one measured run. Its constants are the medians of the priors, times exp(all + machine + source). The three
-terms are called *levels*: one for all rows, one for each machine, and one for each source, such as a publication. The
-fit pulls every level towards 0. So the level of a machine or a source with few rows stays close to 0, and without rows
-it is 0. Huber's loss limits the influence of outliers.
+A *row* is one measured run. Every constant has a prior (``machines.constants``). The constants of a row are the medians
+of their priors, times exp(all + machine + source). The three terms are called *levels*: one for all rows, one for each
+machine, and one for each source, such as a publication. The fit pulls every level towards 0. So the level of a machine
+or a source with few rows stays close to 0, and without rows it is 0. Huber's loss limits the influence of outliers.
 
 The rows of a source come from the same experiments, so they say little about other sources. Therefore the first fit
 assumes large noise, and gives n rows of a source only the weight of √n rows. A second fit gives all rows the same
@@ -114,8 +114,8 @@ def _levels(
     precision = 1.0 / (levels[:, None] * spreads[None, :]) ** 2
     theta = np.zeros((len(names), len(NAMES)))
 
-    # The derivatives are finite differences, so each row is predicted once, and once more for each constant that is
-    # shifted. One call for all of these is faster than one call per constant.
+    # The derivatives are finite differences. So predict each row once with the current constants, and once more for
+    # each constant, which is shifted by STEP. One call for all predictions is faster than one call per constant.
     again = np.tile(np.arange(len(seconds)), 1 + len(NAMES))
     moves = np.repeat(np.vstack([np.zeros(len(NAMES)), STEP * np.eye(len(NAMES))]), len(seconds), axis=0)
     repeated = work.take(again), machine.take(again)

@@ -50,7 +50,7 @@ def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) 
         The machine with fitted constants, and the prediction errors before the fit and on held-out rows.
 
     Raises:
-        UserError: A file cannot be read or is invalid, no row can be fitted to, or a row is from a machine other than
+        UserError: A file cannot be read or is invalid, there is no row to fit to, or a row is from a machine other than
             ``base``.
     """
     rows, skipped = read_rows([path for path in paths if path.suffix == ".csv"])

@@ -19,8 +19,8 @@ host sets the block's time.
 """
 
 ZERO3_MODULES = 6
-"""Number of all-gathers per block and pass with DeepSpeed's ZeRO-3. Its hooks gather the weights of each module (two
-norms and four linear layers) on their own."""
+"""Number of all-gathers per block and pass with DeepSpeed's ZeRO-3. Its hooks gather the weights of each module
+separately. A block has two norms and four linear layers."""
 
 
 class Traits(NamedTuple):

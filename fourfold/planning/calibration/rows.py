@@ -1,8 +1,8 @@
 """Read tables of measured runs, and turn each row into a workload to predict. ``columns`` defines the columns of the
 tables.
 
-A row with a mistake raises an error. A correct row that the planner cannot predict is skipped, and counted by its
-reason.
+A row with a mistake raises an error. If the planner cannot predict a correct row, the row is skipped, and the reason is
+reported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fourfold.planning.workload import CP_METHODS, OPTIMIZERS, RECOMPUTE, SCHEDU
 from fourfold.untrusted_files import check_regular
 
 GPT_VOCABULARY = 51200
-"""Vocabulary size of rows that give none: GPT-2's, padded."""
+"""Size of GPT-2's vocabulary, with padding. Rows that give no vocabulary size get this size."""
 FLOAT8 = ("fp8", "mxfp8")
 BYTES_OF = {"fp32": 4, "bf16": 2, "int8": 1}
 ERRATA = {("V1", "recompute", "full"): "none"}
@@ -190,8 +190,8 @@ def _model(measured: MeasuredRow) -> Workload:
     experts, latent = measured.experts or 0, measured.kv_lora_rank or 0
     rope_dim, tied = measured.qk_rope_head_dim or 0, measured.tie_word_embeddings
     windows = (measured.sliding_layers or measured.layers) if measured.sliding_window else 0
-    # Experts without a gate have two matrices, and gated experts have three. Gated experts that are 2/3 as wide have as
-    # many weights and FLOPs.
+    # The planner assumes gated experts, which have three matrices. Experts without a gate have two. Gated experts that
+    # are 2/3 as wide have the same number of weights and FLOPs.
     inner_of_expert = (measured.expert_ffn_hidden or 0) * (1 if measured.gated_experts else 2 / 3)
     return Workload(
         ModelShape(num_hidden_layers=measured.layers, hidden_size=hidden,
@@ -335,10 +335,10 @@ def _deepspeed(measured: MeasuredRow, traits: Traits) -> dict[str, Any]:
 
 
 def _divided(work: Workload, measured: MeasuredRow) -> Workload:
-    """Set ``end_layers``, the number of layers that the embedding counts as when layers are divided into stages. The
-    head counts as the same number.
+    """Set ``end_layers``: how many layers the embedding, and also the head, counts as when layers are divided into
+    stages.
 
-    They count as one layer if the row says so, or if the layers cannot be divided evenly in any other way.
+    Each of the two counts as one layer if the row says so, or if the layers cannot be divided evenly in any other way.
     """
     layers, chunks = work.model.num_hidden_layers, work.layout.pp * work.layout.stages_per_rank
     if chunks > layers + 2:

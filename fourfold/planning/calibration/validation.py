@@ -78,13 +78,13 @@ def validate(file: Path, calibration_files: Sequence[Path], leave_out: str | Non
     alone = predict_rows(rows, Calibration())
     if leave_out is not None:
         if len(set(map(KEYS[leave_out], rows))) < 2:
-            raise UserError(f"--leave-out {leave_out} needs rows of at least two {leave_out}s; leave it out")
+            raise UserError(f"--leave-out {leave_out} needs rows of at least two {leave_out}s; remove the option")
         return Validation(f"fitted to all other {leave_out}s", skipped, predict_left_out(rows, leave_out), alone)
     if calibration_files:
         with given_as("--calibrate-on"):
             others = held_out(read_rows(calibration_files)[0], rows)
         if not others:
-            raise UserError("--calibrate-on: all of its rows are also rows to validate; give other rows")
+            raise UserError("--calibrate-on: all rows in the given files are also rows to validate; give other rows")
         calibration = fit_rows(others)
         constants = f"fitted to {sum(row.seconds is not None and not row.doubt for row in others)} rows"
     prefer_own = not calibration_files

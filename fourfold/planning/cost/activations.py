@@ -121,8 +121,8 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
     """Return the bytes of weights that a rank holds between the forward pass and the backward pass, in the step's
     dtype.
 
-    With ``zero`` 1 or 2 and z > 1, a rank holds its shard over z (docs/parallelism.md). In all other cases, the bytes
-    are 0.
+    With ``zero`` 1 or 2 and z > 1, a rank keeps weights that are split only over z (docs/parallelism.md). In all other
+    cases, the bytes are 0.
 
     Returns:
         The bytes of one block with its experts, and the bytes of embedding and head.
@@ -137,20 +137,21 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
 
 @dataclass(frozen=True)
 class BlockBytes(ArrayFields):
-    """Bytes of one micro-batch. Within a search, they depend on x, y, cp, the context-parallel method, ep, the
-    micro-batch size, the number of batch parts, and whether weight gradients are deferred.
+    """Bytes of a block's and of the head's activations for one micro-batch. Among the layouts of one search, they
+    depend only on x, y, cp, the context-parallel method, ep, the micro-batch size, the number of batch parts, and
+    whether weight gradients are deferred.
 
     - whole, selective, full: bytes that a block saves for its backward pass if it recomputes nothing, recomputes
       selectively, or recomputes fully.
-    - backward, backward_replicated: the two peaks of ``mlp_backward``, or the peaks of the experts' backward if they
-      are higher.
-    - attention_backward: ``attention_backward``.
+    - backward, backward_replicated: the two peaks of ``mlp_backward``, or the peaks of the experts' backward pass if
+      they are higher.
+    - attention_backward: the result of the function ``attention_backward``.
     - mlp_again, core_again: tensors that selective recompute computes again, in the MLP (``mlp_made_again``) and inside
       attention.
     - head, head_kept: peak of head and loss, and the tensors that they hold until their backward pass.
     - summed_experts: what a block has in memory while the gradients of its experts' weights are summed, not counting
-      these gradients. By then, the tensors that the experts saved are freed. They are subtracted, so the number can be
-      negative.
+      these gradients. By then, the tensors that the experts saved are freed, but ``whole`` or ``selective`` still
+      counts them. So they are subtracted here, and the number can be negative.
     - linear_core: tensors that the core of linear attention saves in a block with full recompute. In all other blocks,
       the core is recomputed on its own, and ``attention_backward`` includes these tensors.
     - dense: the bytes of blocks with a dense MLP, if some blocks of an MoE model have one.
@@ -204,8 +205,8 @@ class BlockBytes(ArrayFields):
         return np.where(work.model.linear > 0, np.maximum(own, self.linear.in_backward(work, layers) - freed), own)
 
     def without_sums(self, summed: Number) -> BlockBytes:
-        """Return the block's bytes if the ``summed`` bytes of the sums of its experts' gradients are counted already,
-        and the sums exist only after the experts' backward pass."""
+        """Return the block's bytes for a caller that already counts the summed gradients of the block's experts
+        (``summed`` bytes). During the experts' backward pass, these sums do not exist yet. So they are subtracted."""
         linear = None if self.linear is None else self.linear.without_sums(summed)
         backward, summed_experts = self.backward - summed, self.summed_experts - summed
         return replace(self, backward=backward, summed_experts=summed_experts, linear=linear)
@@ -326,8 +327,8 @@ def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_
     """Return the bytes that a rank's blocks save for a micro-batch, and the largest number of bytes that the backward
     pass of one block adds.
 
-    In its backward pass, a block's full weights are gathered, and the memory of weights already counts them. So the
-    bytes of weights that the block holds before (``of_block``, from ``kept_weights``) are subtracted here.
+    In its backward pass, a block's full weights are gathered, and the category "weights" already counts them. So the
+    weights that the block holds before its backward pass (``of_block``, from ``kept_weights``) are subtracted here.
     """
     if block.dense is None:
         return block.kept(work, layers), block.in_backward(work, layers) - of_block

@@ -66,11 +66,10 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
 
 
 def kept_latents(work: Workload, tokens: Number) -> Number:
-    """Return the additional bytes that latent attention saves. Other kinds of attention save the gathered input
-    (``tokens`` bytes).
+    """Return how many more bytes latent attention saves than other kinds of attention.
 
-    Latent attention saves this rank's shard of the input, its latents, and the gathered latents instead of the gathered
-    input.
+    Other kinds of attention save the gathered input (``tokens`` bytes). Instead, latent attention saves this rank's
+    shard of the input, the rank's latents, and the gathered latents.
     """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens / layout.y

@@ -26,8 +26,8 @@ from fourfold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class BlockTime(ArrayFields):
-    """Seconds of one block, or of the head, for one micro-batch. Within a search, they depend on the fields of
-    ``fastest.BLOCK_KEY``.
+    """Seconds of one block, or of the head, for one micro-batch. Among the layouts of one search, they depend only on
+    the fields of ``fastest.BLOCK_KEY``.
 
     - forward, backward: computation.
     - x_forward, x_backward, y_forward, y_backward: communication over x and y, with nothing hidden.
@@ -270,8 +270,8 @@ def _activation(work: Workload, rates: Rates) -> Number:
 
 
 def _over_x(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
-    """Return the seconds of communication over x in the forward pass and in the backward pass, and the seconds of the
-    backward pass that can overlap with weight gradients."""
+    """Return the seconds of communication over x in the forward pass, and in the backward pass. Also return how many of
+    the backward pass's seconds can overlap with weight gradients."""
     residual = work.step.item_bytes * work.tokens * work.model.hidden_size / work.layout.y
     one = gather_seconds(residual, 1, group)
     gathers = _gathers(work.model) * one
@@ -283,14 +283,14 @@ def _over_x(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
 def _gathers(model: ModelShape) -> Number:
     """Return how many tensors of the size of the residual stream a block gathers over x in its forward pass.
 
-    With latent attention, the block gathers latents instead of hidden states, so the number need not be a whole one.
+    With latent attention, the block gathers latents instead of hidden states, so the number can be a fraction.
     """
     return model.read_by_heads / model.hidden_size + model.mlps
 
 
 def _over_y(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
-    """Return the seconds of communication over y in the forward pass and in the backward pass, and the seconds of the
-    backward pass that can overlap with weight gradients."""
+    """Return the seconds of communication over y in the forward pass, and in the backward pass. Also return how many of
+    the backward pass's seconds can overlap with weight gradients."""
     model, layout = work.model, work.layout
     item = work.step.item_bytes * work.tokens / layout.x
     qkv, queries = model.projected + model.latents, model.values

@@ -17,8 +17,8 @@ from fourfold.planning.workload import CP_METHODS, Workload
 
 
 def hidden(communication: Number, computation: Number, exposed: Number) -> Number:
-    """Return the seconds of ``communication`` that concurrent ``computation`` hides. The fraction ``exposed`` of what
-    it could hide stays exposed."""
+    """Return the seconds of ``communication`` that concurrent ``computation`` hides. Of the seconds that the
+    computation could hide at best, the fraction ``exposed`` stays exposed."""
     return (1 - exposed) * np.minimum(communication, computation)
 
 
@@ -58,10 +58,11 @@ def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, bloc
 def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
     """Return the exposed seconds of communication over cp in one block, in forward and backward.
 
-    Keys and values are gathered and their gradients scattered, or both are passed around a ring (gradients in fp32).
-    Attention hides these transfers. With Ulysses, one all-to-all before attention gives each rank all tokens of some
-    heads, and another one returns the outputs. No computation hides these exchanges. Linear attention always uses
-    Ulysses, and repeats both exchanges in its recomputation.
+    There are three methods. Either the ranks gather keys and values and scatter their gradients, or they pass keys and
+    values, and later their gradients in fp32, around a ring. Attention hides the transfers of these two methods. With
+    Ulysses, one all-to-all before attention gives each rank all tokens of some heads, and another one returns the
+    outputs. No computation hides these two exchanges. Linear attention always uses Ulysses, and repeats both exchanges
+    in its recomputation.
     """
     if not has_linear(work):
         return _cp_of_softmax(work, machine, constants, block)

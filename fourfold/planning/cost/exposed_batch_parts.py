@@ -1,5 +1,5 @@
-"""Compute the exposed communication of blocks whose batch parts take turns, by replaying the events of the blocks as
-the trace does.
+"""Compute the exposed communication of blocks whose batch parts take turns. This module replays the events of the
+blocks, as ``fourfold trace`` does.
 
 The order of the events does not depend on how long they take. So the order is recorded once per kind of block
 (``batch_part_events``), and then timed for many layouts together.
@@ -31,8 +31,8 @@ KEY = (
 def waits(
     events: Sequence[Event], shares: Sequence[Number], times: Mapping[str, Number], slowed: Number
 ) -> dict[str, Number]:
-    """Return for each axis the seconds per block that a step waits for its collectives (``verification.exposure``), as
-    a mean over the blocks.
+    """Return for each axis the seconds per block that a step waits for collectives over this axis, as a mean over the
+    blocks. The module ``verification.exposure`` does the same for a trace.
 
     Collectives over the same axis run one after another. Collectives over different axes run concurrently.
 

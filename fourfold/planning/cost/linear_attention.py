@@ -43,8 +43,8 @@ def kinds_of_attention(work: Workload) -> tuple[Workload, Workload]:
 
 
 class PerToken(NamedTuple):
-    """A quantity of the core of linear attention, such as bytes, per token and summed over all heads. Each field is a
-    number per unit of one width of the core, and ``of`` multiplies it by this width."""
+    """A quantity of the core of linear attention, such as bytes. Each field is the quantity per entry of one kind, such
+    as per channel of a key. ``of`` multiplies the fields by the numbers of entries per token, and by the tokens."""
 
     keys: float
     queries_of_heads: float
@@ -80,7 +80,7 @@ MOVED, MOVED_BACKWARD = PerToken(308.0, 172.0, 306.0, 87.0, 41.0), PerToken(595.
 """Bytes that the operations of the core read and write in forward and backward. These numbers and the numbers above are
 counted from the operations that ``models.delta_net`` runs in bf16, with four taps per convolution."""
 KERNELS, KERNELS_BACKWARD = 154.0, 222.0
-"""Number of operations in forward and backward, without the operations of each chunk."""
+"""Number of operations in forward and backward, without the operations that run once per chunk."""
 KERNELS_OF_A_CHUNK, KERNELS_OF_A_CHUNK_BACKWARD = 12.0, 15.0
 
 
@@ -98,7 +98,7 @@ def core_seconds(work: Workload, rates: Rates) -> tuple[Number, Number]:
 
     Let D be the width of a key head, and E the width of a value head. Per token and head, the matmuls with the state
     have 3 · D · E multiply-adds. The matmuls inside a chunk have 5 · D + 3 · E multiply-adds for each token of the
-    chunk. The backward pass has two matmuls for each matmul.
+    chunk. The backward pass has two matmuls for each matmul of the forward pass.
     """
     if not has_linear(work):
         return 0.0, 0.0

@@ -15,8 +15,9 @@ UNUSABLE = 0.06
 """Memory overhead, as a fraction of the bytes that a step allocates. PyTorch's allocator rounds blocks up and fragments
 memory, and libraries allocate workspaces. (Megatron-LM's own estimate adds 5 %.)"""
 FRAGMENTED = 0.09
-"""``UNUSABLE`` without expandable segments. The allocator can then release only segments that are not in use at all, so
-most of its cached memory stays unusable (PyTorch, "CUDA semantics": memory management)."""
+"""The value of ``UNUSABLE`` if the program does not use expandable segments. The allocator can then release only
+segments that are not in use at all, so most of its cached memory stays unusable (PyTorch, "CUDA semantics": memory
+management)."""
 CACHED = 0.14
 """``UNUSABLE``, plus the blocks that the allocator caches until memory runs low. The value is fitted to the measured
 rows that come with fourfold, with ``UNUSABLE`` as prior (docs/planner_validation.py)."""

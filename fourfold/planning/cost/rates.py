@@ -18,8 +18,9 @@ class Rates:
         rate = np.where(step.bits == 8, machine.achieved_fp8, machine.achieved)
         self.matmul = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, rate)
         self.head = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, machine.achieved)
-        # Attention in 32 bits is slower by the same ratio as matmuls. Take the ratio to the peak, because a higher
-        # achieved 16-bit rate would otherwise lower the 32-bit rate.
+        # Assume that attention in 32 bits is slower than in 16 bits by the same ratio as matmuls. Divide the 32-bit
+        # matmul rate by the 16-bit peak. If we divided it by the achieved 16-bit rate, a higher 16-bit rate would make
+        # attention in 32 bits slower.
         self.attention = constants.attention * np.where(
             step.bits == 32, machine.achieved_fp32 / machine.peak, 1.0
         ) * machine.attention  # fmt: skip

@@ -32,9 +32,9 @@ from fourfold.planning.workload import Workload
 PARTS = (
     "compute", "recompute", "x", "y", "z", "cp", "ep", "dp", "pp", "bubble", "logits", "launch", "optimizer", "other",
 )  # fmt: skip
-"""Parts of a step. x, y, z, cp, ep, dp, and pp are the exposed communication over this axis of the grid. If weights are
-sharded over z · dp · cp, the part z is the time that this traffic would take over z alone, and the part dp is the
-remaining time."""
+"""Parts of a step. The parts x, y, z, cp, ep, dp, and pp are the exposed communication over the axis of the same name.
+If weights are sharded over z · dp · cp, the part z is the time that gathers and scatters of weights would take over z
+alone, and the part dp has the remaining time."""
 
 
 class _Layer(NamedTuple):
@@ -66,7 +66,7 @@ class _Ends(NamedTuple):
     """Seconds of head and embedding for one micro-batch.
 
     - head, embedding: total time of the head, and total time of the embedding.
-    - table: memory traffic for the weight and the gradient of either of them.
+    - table: time of the memory traffic for one weight, of the head or of the embedding, and for its gradient.
     - z_head, z_embedding: exposed gathers of the weights and scatters of the gradients.
     """
 
@@ -227,8 +227,8 @@ def _mean_layers(work: Workload) -> Number:
 
 
 def _bubble(work: Workload, block: BlockTime, layer: _Layer, ends: _Ends) -> Number:
-    """Return the seconds that an average rank is idle. They are the bubble that the schedule has with equal stages, and
-    the time that the rank waits for the slowest rank."""
+    """Return the seconds that an average rank is idle: the bubble that the schedule has with equal stages, plus the
+    time that the rank waits for the slowest rank."""
     layout, micro_batches, layers = work.layout, work.micro_batches, _mean_layers(work)
     share = (ends.head + ends.embedding) / layout.pp
     weights = layers * block.weight_gradients + block.head / (3 * layout.pp)
@@ -282,8 +282,9 @@ def _entries_stepped(work: Workload) -> Number:
 def _seconds_for_a_weight(work: Workload, machine: Machine, constants: Constants) -> Number:
     """Return the seconds that the memory traffic of weights and gradients takes in a micro-batch, per weight entry.
 
-    The seconds are a mean over the micro-batches of a step. Entries are counted before any split. If a rank holds
-    unsharded gradients, it casts or copies the first micro-batch's gradient, and adds later gradients to it.
+    The seconds are a mean over the micro-batches of a step. An entry means an entry of the full weight, before the axes
+    split it. If a rank holds unsharded gradients, it casts or copies the first micro-batch's gradient, and adds later
+    gradients to it.
     """
     step, program = work.step, work.program
     item, reduced = step.item_bytes, step.reduce_bytes

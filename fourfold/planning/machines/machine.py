@@ -154,7 +154,7 @@ def parse_machine(text: str, where: str) -> Machine:
             if key in _WHOLE and value != int(value):
                 raise UserError(f"{where}: {section}.{key} = {value!r} must be a whole number, such as 8")
             if section == "layouts" and value > 1:
-                raise UserError(f"{where}: {section}.{key} = {value!r} is a share of the achieved rate, such as 1")
+                raise UserError(f"{where}: {section}.{key} = {value!r} must be a fraction of at most 1, such as 0.9")
         values |= given
     if table:
         raise UserError(f"{where}: unknown section '{next(iter(table))}'; choose from {', '.join(SECTIONS)}")

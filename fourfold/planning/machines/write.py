@@ -59,9 +59,9 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
     """Return a machine from a microbenchmark's record. Values that the microbenchmark could not measure come from
     ``base``.
 
-    The microbenchmark measures rates that kernels and collectives really reach. The planner would multiply these rates
-    by constants, each a prior times the machine's factor. So the factors are set to 1 / prior, which makes all
-    constants 1.
+    The microbenchmark measures rates that kernels and collectives really reach, so the planner must not lower these
+    rates further. The planner multiplies each rate by a constant, which is the constant's prior times the machine's
+    factor. So this function sets the factor of each measured rate to 1 / prior, and the constant becomes 1.
     """
     from fourfold.planning.machines.constants import PRIORS
 

@@ -21,7 +21,7 @@ from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import Prediction, make_plan
 
 SOURCE = "--measured"
-"""Source of the user's measured step in a fit."""
+"""Source name of the row with the user's measured step, when constants are fitted to it."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class OtherRun:
     machine: Machine
     """The machine. If there is a measured step, its constants are fitted to this step and to the published rows."""
     predicted: float
-    """Predicted seconds of a step, without the measured step."""
+    """Predicted seconds of a step. This prediction does not use the measured step."""
     interval: tuple[float, float] | None
     """Factors on ``predicted`` that give the 5th and the 95th percentile of measured seconds. None on a machine that
     the user calibrated."""
@@ -55,7 +55,7 @@ def read_other_run(path: Path, given: Mapping[str, str], model: ModelConfig | No
 
     Args:
         path: The configuration of the other program.
-        given: Columns that replace those of the file. ``step_seconds`` is the measured step.
+        given: Columns that replace the file's columns. The column ``step_seconds`` is the user's measured step.
         model: The model. Default: the sizes in the file, or the preset with the model's name.
 
     Raises:
@@ -78,7 +78,7 @@ def read_other_run(path: Path, given: Mapping[str, str], model: ModelConfig | No
 def best_in_program(
     run: OtherRun, limits: Sequence[str], watch: Callable[[int, int], None] | None = None
 ) -> Prediction | None:
-    """Return the fastest layout that the run's program has for the model and the batch, or None if no layout fits.
+    """Return the fastest layout that the run's program supports for this model and batch, or None if no layout fits.
 
     Args:
         run: The run.
@@ -87,7 +87,7 @@ def best_in_program(
     """
     found, row = list[Prediction](), run.row.model_copy(update={"step_seconds": 1.0})
     for search in TABLES["search"][row.program]:
-        with suppress(UserError):  # No layout fits, or the user's limits contradict the program's.
+        with suppress(UserError):  # No layout fits, or the user's limits contradict the program's limits.
             within = parse_limits([*search["limits"], *(search.get("of_experts", []) if row.experts else []), *limits])
             recomputes = tuple(each for each in within.recomputes if not each[2])  # Only fourfold offloads inputs.
             within = replace(within, recomputes=recomputes, cp_methods=(row.cp_method,))

@@ -1,6 +1,6 @@
 """Translate the settings of another training program into the columns of a measured row (``calibration.columns``).
 
-``settings.toml`` has the meaning of each setting.
+The file ``settings.toml`` says which column each setting means.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def read_program(
 
     Args:
         path: The file.
-        given: Columns that replace those of the file.
+        given: Columns that replace the file's columns.
         model: The model. Default: the preset with the name of the file's model, or the sizes in the file.
 
     Returns:
@@ -50,7 +50,7 @@ def read_program(
     table = next((table for table in programs if any(_named(mark, settings) for mark in table["marks"])), None)
     if table is None:
         marks = " or ".join(table["marks"][0] for table in programs)
-        raise UserError(f"--from {path} is of no known program; give a file with a setting such as {marks}")
+        raise UserError(f"--from {path} belongs to no known program; give a file with a setting such as {marks}")
     replaced = {name for column in given for name in (column, *TABLES["replaced"].get(column, ()))}
     # Megatron-LM ignores some options of a script if a flag is not given.
     needs = table.get("needs", {}) if path.suffix not in PARSERS else {}
@@ -120,7 +120,8 @@ def _columns(
                 raise ValueError(f"{name} = {value}, but another setting says {columns[meaning]}")
             change = {meaning: value} if is_number or (meaning in TABLES["words"] and "$" not in value) else None
         else:
-            # A flag has no value. The word of a shell script after it, such as $EXTRA_ARGS, is not its value.
+            # A flag has no value. If a word such as $EXTRA_ARGS follows a flag in a shell script, the word is not the
+            # flag's value.
             is_flag = value.startswith("$") and "true" in meaning
             change = (
                 meaning["true"] if is_flag else meaning.get(value.lower(), None if "$" in value else meaning.get("*"))
@@ -150,7 +151,7 @@ def _model_of(row: MeasuredRow) -> ModelConfig:
 
 
 def _complete(columns: dict[str, str], assumed: set[str]) -> dict[str, str]:
-    """Compute missing columns with the formulas in the tables, and remove names that are no columns.
+    """Compute missing columns with the formulas in the tables, and remove names that are not columns.
 
     Args:
         assumed: Names of assumed columns. The columns that are computed from them are added.
@@ -162,7 +163,7 @@ def _complete(columns: dict[str, str], assumed: set[str]) -> dict[str, str]:
     if numbers.get("pp", 1) > 1 and "pipeline_micro_batch" in numbers:
         numbers["micro_batch"] = numbers["pipeline_micro_batch"]
     numbers |= _expert_layers(columns.get("expert_layer_pattern", "1"))
-    # Without a number of accumulations, a local batch says nothing about the global batch.
+    # The global batch follows from a rank's batch only if the number of gradient accumulations is known.
     certain = {"dp", "gpus"} | ({"global_batch"} if "accumulation" in columns.keys() - assumed else set())
     for column, terms in TABLES["formulas"]:
         with suppress(KeyError, ZeroDivisionError):  # A name in the formula is unknown.
@@ -184,10 +185,10 @@ def _complete(columns: dict[str, str], assumed: set[str]) -> dict[str, str]:
 
 
 def _expert_layers(pattern: str) -> dict[str, float]:
-    """Return which layers have experts: how many layers apart they are, or the number of dense layers."""
+    """Parse which layers have experts. Return how many layers apart they are, or the number of dense layers."""
     if pattern.isdecimal():
         return {"expert_layer_every": int(pattern)}
-    # A list of a YAML file has no brackets.
+    # ``setting_text`` writes a list from a YAML file without brackets.
     listed = f"[{pattern.replace(' ', ',')}]" if re.fullmatch(r"[01]([ ,][01])+", pattern) else pattern
     text = listed.replace(" ", "").strip("()")
     lists = re.findall(r"(\[[01](?:,[01])*\])(\*\d{1,4})?", text)

@@ -26,7 +26,7 @@ def parse_yaml(text: str) -> Any:
 PARSERS = {".toml": parse_toml, ".json": parse_json, ".yaml": parse_yaml, ".yml": parse_yaml}
 """Parsers by the suffix of a file. Files with other suffixes are scripts."""
 MOST = 10_000
-"""Largest number of settings. (A small YAML file with aliases can have any number of settings.)"""
+"""Largest number of settings. A small YAML file with aliases could otherwise expand to any number of settings."""
 FILES = "give a shell script or a list of options, or a .yaml, .toml, or .json file"
 
 
@@ -50,7 +50,7 @@ def read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
         table, conditions = read_options(text) if parser is None else (parser(text), [])
         pairs = dict(islice(dotted_keys(table), MOST + 1))
         settings = {key.replace(".--", ".").replace("-", "_"): setting_text(value) for key, value in pairs.items()}
-    # A table can contain itself, or can be no table at all.
+    # A YAML table can contain itself, and the parsed value need not be a table.
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         reason = f" ({' '.join(str(error).split())})" if isinstance(error, ValueError) else ""
         raise UserError(f"--from {path} is not a table of settings{reason}; {FILES}") from None

@@ -17,8 +17,8 @@ from fourfold.planning.workload import RECOMPUTE, SCHEDULES
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A layout that differs from the best layout by one ``change``. ``slower`` says by which fraction its step takes
-    longer. If the layout is refused, ``slower`` is None and ``reason`` says why."""
+    """A layout that differs from the best layout by one ``change``. ``slower`` says how much longer its step takes, as
+    a fraction of the best layout's step. If the layout is refused, ``slower`` is None and ``reason`` says why."""
 
     change: str
     slower: float | None
@@ -107,8 +107,8 @@ def neighbors(plan: Plan) -> list[Neighbor]:
 
 
 def in_nodes(plan: Plan) -> list[Neighbor]:
-    """Predict the best layout with another ``overlap.shards_per_node``. If the collectives of a shard group run in one
-    level, try two levels. If they run in two levels, try one.
+    """Predict the best layout with another value of ``overlap.shards_per_node``. If the best layout's weight
+    collectives run in one level, try two levels (inside nodes, and across nodes). If they run in two levels, try one.
 
     Return an empty list if no shard group has several ranks on each of several nodes, or if the change is illegal.
     """

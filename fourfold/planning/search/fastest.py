@@ -48,7 +48,8 @@ BLOCK_KEY = ("x", "y", "cp", "micro_batch_size", "cp_method", "batch_parts", "ep
 TRAFFIC_KEY = ("x", "y", "z", "dp", "cp", "pp", "ep", "zero")
 """Fields of a layout that change the traffic of weights and gradients. All other inputs are the same in one search."""
 RANKED = 400
-"""The search finds this number of fastest layouts for certain, considering all numbers of batch parts."""
+"""The search is certain to find this many of the fastest layouts. Layouts below this rank may be missing, if they need
+several batch parts to be fast."""
 LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "ep", "launch")
 """Parts of a step that can get shorter if batch parts hide communication over x and y. (The bubble can get shorter
 too.)"""

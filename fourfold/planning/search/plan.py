@@ -151,7 +151,7 @@ def describe_layout(work: Workload) -> str:
 
 
 def of_blocks(every: int) -> str:
-    """Return a suffix that says which blocks recompute. It is empty if all blocks do."""
+    """Return a suffix that says which blocks recompute. It is empty if all blocks recompute."""
     return {1: "", 2: " of every second block"}.get(every, f" of every {every}th block")
 
 
@@ -196,8 +196,8 @@ def make_plan(
         The plan, with the ``top`` fastest layouts, best first.
 
     Raises:
-        UserError: No layout is within the limits, legal, and fits. If none fits, the message names the smallest change
-            that helps.
+        UserError: No layout is within the limits, is legal, and fits into memory. If no legal layout fits, the message
+            names the smallest change that helps.
     """
     found = search(base, machine, constants, gpus, limits, watch)
     if not len(found.order):
@@ -209,8 +209,8 @@ def make_plan(
 def _nothing_fits(
     base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits | None, found: Found
 ) -> str:
-    """Return a sentence that says why no layout is legal or fits. If none fits, it names the smallest change that
-    helps."""
+    """Return a sentence that says why no layout is legal, or why no legal layout fits into memory. In the second case,
+    the sentence names the smallest change that helps."""
     legal = np.flatnonzero(np.isfinite(found.seconds))
     if not len(legal):
         reason = max(found.rejected().items(), key=lambda item: item[1])[0]

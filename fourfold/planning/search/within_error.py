@@ -15,7 +15,7 @@ from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Workloa
 NAMED = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "cp_method": CP_METHODS}
 """Names of the choices that a layout stores as indices."""
 MEASURED = 10
-"""The proposed limits allow at most this number of the closest layouts, and few others."""
+"""Number of the fastest layouts that the proposed limits must allow. The limits may also allow a few other layouts."""
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ NARROW, NARROW_FLASH2 = 0.8, 0.9
 """Rate of a fused kernel with a head_dim of 64, relative to its rate with 128, for forward and backward together.
 ``NARROW`` is for cuDNN and FlashAttention-3, and ``NARROW_FLASH2`` for FlashAttention-2.
 
-Source: Shah et al. 2024, arXiv 2407.08608, figures 5 and 6. In a causal forward pass with 16k tokens, the three kernels
-reach 388, 473, and 299 TFLOP/s with 64, and 539, 616, and 335 TFLOP/s with 128. In the backward pass, the rates are
-closer.
+Source: Shah et al. 2024, arXiv 2407.08608, figures 5 and 6. In a causal forward pass with 16k tokens and a head_dim of
+64, cuDNN, FlashAttention-3, and FlashAttention-2 reach 388, 473, and 299 TFLOP/s. With a head_dim of 128, they reach
+539, 616, and 335 TFLOP/s. In the backward pass, the rates for 64 and for 128 are closer.
 """
 
 CAPPED_FORWARD, CAPPED_BACKWARD = 96.0, 154.0
@@ -43,9 +43,10 @@ CAPPED_FORWARD, CAPPED_BACKWARD = 96.0, 154.0
 
 - Forward: the matmul (2), conversion to 32 bits (6), scale, divide, tanh, multiply, and mask (8 each), log-sum-exp (24:
   maximum, difference, exponential, sum), the softmax (8 + 8), conversion and the matmul with the values (6 + 2).
-- Backward: the scores again, with mask (48), the slopes of tanh (24), the softmax (16) and its matmul (8). Then the
-  gradient of the softmax's weights (8): minus its projection (8), times the weights (12), the slopes (12), and the
-  scale (8), converted to 16 bits (6), and two matmuls (4).
+- Backward: the scores again, with mask (48), the slopes of tanh (24), the softmax (16), and the matmul that reads it
+  (8). Then the gradient of the softmax's weights is computed (8), its projection is subtracted (8), and it is
+  multiplied by the weights (12), by the slopes (12), and by the scale (8). Finally, it is converted to 16 bits (6) and
+  read by two matmuls (4).
 """
 CAPPED_KERNELS, CAPPED_KERNELS_BACKWARD = 18.0, 30.0
 """Number of kernel launches for one piece of the queries, in forward and backward."""

@@ -57,11 +57,11 @@ def _zero_bubble(
 ) -> Number:  # fmt: skip
     """Return the bubble of the interleaved zero-bubble schedule.
 
-    There are p − 1 gaps. A gap lasts 1/v of the largest of F + I − W, F, and I. If there are fewer than p
+    A rank is idle in p − 1 gaps. A gap lasts 1/v of the largest of F + I − W, F, and I. If there are fewer than p
     micro-batches, a part of the missing micro-batches' work is added.
 
-    The first micro-batch goes through all stages and back, and the later ones follow it. So a step takes at least as
-    long as this, plus the later micro-batches' work in one stage.
+    The first micro-batch goes through all stages and back, and the later micro-batches follow it. So a step takes at
+    least the time of the first micro-batch, plus the time of the later micro-batches in one stage.
     """
     gap = np.maximum(np.maximum(forward + inputs - weights, inputs), forward)
     missed = missing * ((stages_per_rank - 1) * forward + np.minimum(inputs, weights))
@@ -73,9 +73,9 @@ def _zero_bubble(
 def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number, weights: Number) -> Number:
     """Return the bubble of the V-shaped zero-bubble schedule.
 
-    With 2·pp or more micro-batches, there are p − 1 gaps, each over half of a rank's layers. The length of a gap
-    depends on the longest of F, I, and W, and on their differences. With fewer micro-batches, the bubble is the time of
-    the first micro-batch down and up the V, minus the work that later micro-batches do in the meantime.
+    With 2p or more micro-batches, a rank is idle in p − 1 gaps. The length of a gap depends on the longest of F, I, and
+    W for half of the rank's layers, and on their differences. With fewer micro-batches, the bubble is the time in which
+    the first micro-batch goes down and up the V, minus the time of other micro-batches' work in the meantime.
     """
     longest = np.maximum(np.maximum(forward, inputs), weights)
     steady = (pp - 1) * np.maximum(np.maximum(longest, 2 * (inputs - weights)), 2 * forward - weights)

@@ -13,7 +13,7 @@ FORWARD_KERNELS, BACKWARD_KERNELS = 60.0, 100.0
 """Number of kernels that one block launches in eager PyTorch: matmuls, biases, norms, casts, dropout, copies,
 activation, and attention."""
 FUSED_SHARE = 0.5
-"""Fraction of these kernels that remain if norms, rotary embeddings, and attention are fused."""
+"""Fraction of a block's kernels that remain if norms, rotary embeddings, and attention are fused."""
 COLLECTIVE_KERNELS = 3.0
 """Number of launches per collective: the copies before and after it, and the events that order streams."""
 BLOCKING = 1.5
@@ -26,8 +26,8 @@ OPTIMIZER_KERNELS = 60.0
 def overlapped(device: Number, host: Number) -> Number:
     """Return the total seconds if device and host work concurrently.
 
-    The total is longer than either of the two, most of all if both take equally long, because neither hides the other
-    completely.
+    The total is longer than either of the two times, because neither hides the other completely. The difference is
+    largest if both times are equal.
     """
     return (device**4 + host**4) ** 0.25
 
