@@ -194,8 +194,7 @@ class Parallelized(nn.Module):
                 the sums of gradients over all processes.
 
         Raises:
-            UserError: You have not cleared the gradients of the previous step, so they would be summed over ranks
-                again.
+            UserError: The previous step's gradients were not cleared, so they would be summed over ranks again.
         """
         if self._summed and any(shard.grad is not None and shard.grad.any() for shard in self.shards):
             raise UserError(
@@ -273,15 +272,13 @@ class Parallelized(nn.Module):
             read_weights(self.module, self._saved(), self._in_files, folder)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a folder that transformers' ``from_pretrained`` can load. Rank 0 gathers and writes one tensor at a
-        time.
+        """Write a folder for transformers' ``from_pretrained``. Rank 0 gathers and writes one tensor at a time.
 
         Args:
             folder: The folder to write. It must not exist.
 
         Raises:
-            UserError: ``folder`` exists or cannot be written. Every process raises this error, and no incomplete folder
-                remains.
+            UserError: ``folder`` exists or cannot be written. Every process raises this error.
         """
         write_pretrained(self.module, self._saved(), self._in_files, Path(folder))
 
