@@ -1,4 +1,4 @@
-"""Count the bytes that torch's operations read from a cache."""
+"""Count the bytes that torch's operations read from a key-value cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Start the processes of a benchmark, and compare the times of several training steps in the same processes."""
+"""Start the processes of a benchmark, and compare the times of several training steps (contenders) in the same
+processes."""
 
 from __future__ import annotations
 

@@ -74,12 +74,12 @@ class ModelKeys(Strict):
     sliding_window: int = Field(0, ge=0)
     """Number of tokens that a query in a sliding_attention layer attends to, including itself. 0 turns windows off."""
     layer_types: list[LayerType] = Field([])
-    """Attention type of each layer. A shorter list repeats. `sliding_attention` layers use sliding_window.
-    `linear_attention` layers are Gated DeltaNets, which store a state of fixed size instead of keys and values
-    (Qwen3-Next). If the list is empty (default), all layers use sliding_window."""
+    """Attention type of each layer. If there are more layers than entries, the list repeats. `sliding_attention` layers
+    use sliding_window. `linear_attention` layers are Gated DeltaNets, which store a state of fixed size instead of keys
+    and values (Qwen3-Next). If the list is empty (default), all layers use sliding_window."""
     no_rope_layers: list[Literal[0, 1]] = Field([])
-    """For each layer, 1 for rotary embeddings or 0 for no position embeddings (SmolLM3). A shorter list repeats. If the
-    list is empty (default), all layers have rotary embeddings."""
+    """For each layer, 1 for rotary embeddings or 0 for no position embeddings (SmolLM3). If there are more layers than
+    entries, the list repeats. If the list is empty (default), all layers have rotary embeddings."""
     rope_local_base_freq: float = Field(0.0, ge=0)
     """Rotary base of sliding_attention layers. If it is set, these layers ignore rope_scaling (Gemma 3). 0 (default)
     uses rope_theta in all layers."""

@@ -60,7 +60,7 @@ class ParallelConfig(Strict):
     uses the processes of these axes."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage: what to shard over dp·cp, in addition to z. 0: nothing. 1: stored weights and optimizer states. 2:
-    also gradients. 3: also the weights in use."""
+    also gradients. 3: also the weights that the layers compute with."""
 
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
     """How cp splits attention. `ring` passes keys and values around a ring. `ulysses` gives each rank all tokens of
