@@ -108,9 +108,10 @@ def introduction(rows: list[Row]) -> list[str]:
         f"with {len(rows) - mixtures:,} rows of dense models and {mixtures} rows of [mixtures of",
         "experts](#mixtures-of-experts).",
         "",
-        "The lines of a source or a machine include only dense models in bf16 or fp16 whose source describes the full",
-        "configuration. The line *others* has dense models in other precisions or with incomplete configurations. The",
-        "line *doubtful* has measurements that we do not trust. The number of rows is in parentheses.",
+        "In the tables, the lines of a source or a machine include only dense models in bf16 or fp16 whose source",
+        "describes the full configuration. The line *others* has dense models in other precisions or with incomplete",
+        "configurations. The line *doubtful* has measurements that we do not trust. The number of rows is in",
+        "parentheses.",
         "",
     ]
 

@@ -8,9 +8,9 @@ The template has marks in double braces. The script replaces each mark with a te
 - {{plan; name}}: a prediction that this script computes with the planner.
 - {{gaps; mask; key}}: a number in figures/mask_gaps.json. {{gaps one in; mask; S}} is the number n if one in n passages
   of S tokens has no dropped token.
-- {{law; k; S}}: the share of passages of S tokens without a gap, as the drop law predicts it (docs/memorization.md).
-- {{said; page.md; pattern}}: a number in the text of another page, found with a regular expression.
-- {{runs}}: a table of the runs in slingshot_runs.csv.
+- {{law; k; S}}: the share of passages of S tokens that have no dropped token, by the drop law.
+- {{said; page.md; pattern}}: a number in the text of a page.
+- {{runs}}: the table of slingshot_runs.csv.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Reconstruct the layouts that AxoNN's authors tried on a machine, with their communication model.
+"""Reconstruct the layouts that AxoNN's authors tried on a machine.
 
-The authors used this model to choose the layouts of their large runs (axonn-ai/Megatron-AxoNN 8a4ae241,
-examples/comm_model.py and launch_per_comm_model.py). The model tries all powers of two as sizes of x, y, z, and dp. For
-each layout, it computes the time of one block's collectives from bandwidths, without latencies. The authors ran the 20
-layouts with the shortest predicted time, and reported the fastest of them.
+The authors chose the layouts of their large runs with a communication model (axonn-ai/Megatron-AxoNN 8a4ae241,
+examples/comm_model.py and launch_per_comm_model.py). The model tries all powers of two for x, y, z, and dp. It computes
+the time of one block's collectives from the bandwidths below, without latency. The authors ran the 20 layouts with the
+shortest time and reported the fastest of them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ matmul swaps the roles of x and y."""
 
 
 def tried_layouts(model: str, machine: str, gpus: int, hidden: int, tokens: float, batch: int) -> list[dict[str, int]]:
-    """Return the layouts (sizes of x, y, z, and dp) with the shortest predicted time, best first. Return an empty list
-    if the authors published no bandwidths for the machine."""
+    """Return the sizes of x, y, z, and dp of the layouts that the authors tried, best first. The result is empty if the
+    authors gave no bandwidths for the machine."""
     if machine not in ("frontier", "perlmutter") or model not in LEAST_TENSOR:
         return []
     powers = [1 << i for i in range(gpus.bit_length())]
@@ -43,8 +43,11 @@ def tried_layouts(model: str, machine: str, gpus: int, hidden: int, tokens: floa
 def _seconds(
     machine: str, hidden: int, outputs: int, tokens: float, x: int, y: int, z: int, dp: int, swapped: bool
 ) -> float:
-    """Return the relative time of the collectives that belong to one matmul. These are sums over x and y in 16 bits,
-    three collectives of weights and their gradients over z in 16 bits, and sums of gradients over dp in 32 bits."""
+    """Return the relative time of one matmul's collectives.
+
+    These are sums over x and y in 16 bits, three collectives of weights and their gradients over z in 16 bits, and a
+    sum of gradients over dp in 32 bits.
+    """
     weights = outputs * hidden**2 / (x * y)
     wide, narrow = 2 * 2 * tokens * outputs * hidden, 2 * 2 * tokens * hidden
     over_x, over_y = (narrow / y, 2 * wide / x) if swapped else (2 * wide / y, narrow / x)

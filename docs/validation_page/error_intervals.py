@@ -1,10 +1,11 @@
 """Compute the intervals of predicted step times, from the errors of predictions for sources that are not in the fit.
 
-A source is a publication with measured step times (rows). An interval is a pair of factors on the predicted seconds:
-the 5th and the 95th percentile of measured divided by predicted seconds. n rows of a source together have the weight
-√n, as in the fit, because a user's training framework is like a new source, not like one more row of a known source. We
-add an imagined source, which stands for programs that nobody has published. It keeps the interval wide for kinds of
-steps with few sources.
+An interval is a pair of factors: the 5th and the 95th percentile of measured seconds divided by predicted seconds. The
+planner multiplies the predicted seconds of a step by these factors.
+
+As in the fit, n rows of a source have the weight of √n rows, because a user's training framework is like a new source,
+not like one more row of a known source. An imagined source stands for all sources that nobody has published. It keeps
+the interval wide for kinds of steps with few sources.
 
 Each kind of step (``machine_constants.kind_of_step``) has two intervals: one for machines with rows in the fit, and one
 for new machines.
@@ -30,15 +31,14 @@ UNKNOWN_ROWS, UNKNOWN_WEIGHT = 39, 2.0
 """The imagined source has this many ratios of measured to predicted seconds. Together, they have as much weight as a
 source with 4 rows (√4 = 2)."""
 NEAR = 1.35
-"""``order_factor`` compares a layout with the best layout of its sweep if its predicted time is at most this many times
-as long."""
+"""``order_factor`` compares a layout with the best layout if the predicted time is at most this many times as long."""
 MIN_COMPARED = 10
-"""``order_factor`` leaves out sources with fewer comparisons than this."""
+"""``order_factor`` ignores a source with fewer compared layouts than this."""
 
 
 def interval_of(scored: Sequence[Scored]) -> tuple[float, float]:
-    """Return the 5th and the 95th percentile of measured divided by predicted seconds, over the rows and the imagined
-    source."""
+    """Return the 5th and 95th percentile of measured seconds divided by predicted seconds, over the rows and the
+    imagined source."""
     timed = [s for s in scored if s.row.seconds is not None]
     sources = Counter(s.row.source for s in timed)
     ratios = [s.row.seconds / s.seconds for s in timed if s.row.seconds is not None]
@@ -49,7 +49,8 @@ def interval_of(scored: Sequence[Scored]) -> tuple[float, float]:
 
 
 def coverage(scored: Sequence[Scored]) -> dict[str, float]:
-    """Return for each source the fraction of its rows that lie inside the interval of all other sources."""
+    """Return the fraction of each source's rows that are inside the interval. The interval of a source is computed from
+    all other sources."""
     shares = {}
     for source in dict.fromkeys(s.row.source for s in scored):
         low, high = interval_of([s for s in scored if s.row.source != source])

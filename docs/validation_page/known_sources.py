@@ -1,4 +1,5 @@
-"""Write the section on rows of known sources. There, the constants are fitted to a random tenth of all rows."""
+"""Write the section on new rows from known sources: the constants are fitted to a tenth of all rows, and predict the
+remaining rows."""
 
 from __future__ import annotations
 

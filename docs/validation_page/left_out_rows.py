@@ -33,8 +33,7 @@ from validation_page.memory_rows import allocator_share, memory_coverage, memory
 
 
 def all_left_out(rows: list[Row]) -> dict[str, list[Scored]]:
-    """Predict all rows three times, with constants from a fit without the row's source, without its machine, and
-    without both."""
+    """Predict each row with constants that are not fitted to its source, to its machine, or to both."""
     fits = left_out_fits(rows, "machine")
     return {
         "source": predict_left_out(rows, "source"),
@@ -57,8 +56,8 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
         "The planner's [constants](#constants) say how close a program gets to a machine's rates. They are fitted to",
         "the rows, not to your cluster or your program. To estimate the error for your program, we predict the rows of",
         "each source with constants that are fitted to all other sources. In the second table, we predict the rows of",
-        "each machine with constants that are fitted to all other machines. *Median* and *mean* are of the absolute",
-        "errors. *Bias* is the mean of the signed errors:",
+        "each machine with constants that are fitted to all other machines. *Median* and *mean* are the median and the",
+        "mean of the absolute errors. *Bias* is the mean of the signed errors:",
         "",
         *table(("source left out", "median", "mean", "bias"), error_rows(left_out["source"], "source")),
         "",
@@ -99,18 +98,18 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
         f"predicts that {percent(memory['fit_recall'])} fit.",
         f"Of the {memory['out_of_memory_rows']} rows that ran out of memory, it predicts that "
         f"{percent(memory['oom_recall'])} do not fit.",
-        "It is wrong for two rows. The first is the 206B model of S11, on GPUs of 80 GB. The same layout with one",
-        "layer fewer per stage took 59 GB, and a layer with its activations takes 8 GB. So the layout should fit with",
-        "67 GB, and we do not know what else needed memory. The second row is GPT-2 XL with micro-batches of 16 (G1).",
-        "The planner predicts that it needs as much memory as the GPU has.",
+        "The planner is wrong for two of these rows. The first is the 206B model of S11, on GPUs of 80 GB. The same",
+        "layout with one layer fewer per stage took 59 GB, and a layer with its activations takes 8 GB. So the layout",
+        "should fit with 67 GB, and we do not know what else needed memory. The second row is GPT-2 XL with",
+        "micro-batches of 16 (G1). The planner predicts that this run needs as much memory as the GPU has.",
         "",
         *misfits(rows),
     ]
 
 
 def error_rows(scored: list[Scored], by: str) -> list[tuple[str, ...]]:
-    """Return a table's rows. They have the errors of all measured rows, of each source or machine, of doubtful rows,
-    and of rows that do not belong to a group."""
+    """Return the rows of a table of errors: for all rows, for each source or machine, for doubtful rows, and for the
+    dense rows that belong to none of these groups."""
     result = summary(scored)
     groups = {"all": dense(scored)}
     for s in dense(scored):
@@ -149,7 +148,8 @@ def intervals_section(left_out: dict[str, list[Scored]]) -> list[str]:
         "machine*, each row is predicted without its source. For a *new machine*, each row is predicted without its",
         "source and without all rows from its machine. In the percentiles, a source with n rows counts as √n rows. We",
         "also add an imagined source with 4 rows, to represent programs that nobody has published. Its errors have a",
-        "standard deviation of 35 %. We chose its spread and its weight so that the coverage is close to 90 %.",
+        "standard deviation of 35 %. We chose this standard deviation and the 4 rows so that the coverage is close to",
+        "90 %.",
         "",
         "Each kind of step has its own factors. In a *small batch*, the device waits for the host for more than 5 % of",
         "the step. A *long context* has at least 32,768 tokens per sequence. A *mixture* is any MoE model. *Dense* is",
@@ -184,7 +184,7 @@ def intervals(left_out: dict[str, list[Scored]]) -> dict[str, dict[str, tuple[fl
 
 
 def by_kind(left_out: dict[str, list[Scored]]) -> dict[str, dict[str, list[Scored]]]:
-    """Return the predictions that determine each interval, without doubtful rows."""
+    """Group the predictions by known or new machine, and by the kind of step. Leave doubtful rows out."""
     timed = ([s for s in left_out[by] if s.error is not None and not s.row.doubt] for by in ("source", "both"))
     return {
         extrapolation: {kind: [s for s in scored if s.kind == kind] for kind in KINDS}

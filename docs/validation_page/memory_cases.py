@@ -1,7 +1,7 @@
 """Test how well the planner predicts whether a run fits into memory, on constructed cases.
 
-Runs that ran out of memory are rarely published. So we construct cases: each run with measured memory is put on
-hypothetical devices, which have less or more memory than the run needs.
+Runs that ran out of memory are rarely published. So we construct cases: we take each run with measured memory, and
+imagine devices that have less or more memory than the run needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EDGES = (0.0, 0.05, 0.5, 0.95, 1.0)
 
 
 class FitCases(NamedTuple):
-    """The predicted probability that each of n cases fits, and whether it fits, both [n]."""
+    """The predicted probability that each of n cases fits into memory, and whether it does, both [n]."""
 
     predicted: np.ndarray
     fits: np.ndarray
@@ -49,12 +49,13 @@ class FitCases(NamedTuple):
 
 
 def memory_cases(rows: Sequence[Row]) -> FitCases:
-    """Build the cases: put every run with measured memory on a device of each size in ``CAPACITIES``."""
+    """Build the cases: combine every run that has measured memory with an imagined device of each size in
+    ``CAPACITIES``."""
     rows = [row for row in rows if row.memory_gb is not None]
     work, machine = stack([row.work for row in rows]), stack([row.machine for row in rows])
     measured = np.array([row.memory_gb * 1e9 for row in rows if row.memory_gb is not None])
     # The measured memory is more than a run needs, because the allocator keeps freed blocks. So estimate how much
-    # memory the run needs.
+    # memory each run needs.
     needed, held = needed_bytes(measured, work, machine), peak_memory(work, machine)
     predicted = [1 - p_out_of_memory(held, work, replace(machine, memory=capacity * needed)) for capacity in CAPACITIES]
     fits = np.repeat(np.array(CAPACITIES) >= 1, len(rows))

@@ -15,14 +15,14 @@ from validation_page.cells import percent, table
 from validation_page.memory_cases import CAPACITIES, FitCases, memory_cases
 
 NOISE_OF_MEMORY = 0.12
-"""Standard deviation of the relative difference between measured and predicted memory of a row."""
+"""Standard deviation of measured memory / predicted memory, for one row."""
 CACHED_SPREAD = 0.05
 """Standard deviation of the prior of ``CACHED``. The mean of the prior is ``UNUSABLE``."""
 
 
 def memory_rows(rows: list[Row]) -> list[tuple[str, ...]]:
-    """Return a table's rows with the errors of the predicted memory, by source. The fraction of cached bytes is fitted
-    to all other sources."""
+    """Return the rows of a table with the memory errors of each source. The allocator's share for a source is fitted to
+    all other sources."""
     found, everything = [], []
     for source in dict.fromkeys(row.source for row in rows if row.memory_gb is not None):
         own = [row for row in rows if row.source == source and row.memory_gb is not None]
@@ -39,7 +39,7 @@ def memory_rows(rows: list[Row]) -> list[tuple[str, ...]]:
 
 def allocator_share(rows: list[Row]) -> float:
     """Estimate how many unused bytes the allocator caches, as a fraction of the allocated bytes. The estimate combines
-    the rows with a prior."""
+    the rows with the prior ``UNUSABLE``."""
     runtime, allocated, measured = memory_parts([row for row in rows if row.memory_gb is not None])
     shares = np.clip((measured - runtime) / allocated - 1, -0.1, 0.4)
     return float(

@@ -1,4 +1,4 @@
-"""Write the section on mixture-of-experts models. No constant is fitted to their rows."""
+"""Write the section on mixtures of experts. The planner's constants are not fitted to rows of mixtures."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ of the experts. The tables show three errors of each row:
 - *shipped*: with the constants that fourfold comes with. They are also fitted to the dense rows of the sources.
 - *machine files only*: without fitted constants.
 
-We saw these rows when we decided which operations the planner counts. So expect larger errors for a program that we
-have not seen.
+We knew these rows when we decided which operations the planner counts. So expect larger errors for a program without
+published rows.
 
 The sizes of the models are from their published configurations. The tables of S5 and S8 do not say how tokens are
 exchanged between experts, or what runs as a CUDA graph. We take this from the recipes with the same container version
@@ -42,7 +42,7 @@ With the shipped constants, two groups of rows have large errors:
 - For the oldest containers on H100 and B300, the predicted time is up to 40 % too short. Newer containers run the same
   models almost twice as fast.
 
-All rows of the tables ran, so all of them fit into memory. *Fits* is the share of rows that the planner predicts to
+All rows of the tables are runs that did not run out of memory. *Fits* is the share of rows that the planner predicts to
 fit.
 """.splitlines()
 

@@ -44,10 +44,10 @@ class Figure:
     published: float
     """Published PFLOP/s of all GPUs together."""
     as_run: Prediction
-    """Prediction for the published layout. If the layout is unknown, prediction for the fastest layout that the program
-    supports."""
+    """Prediction for the published layout. If the layout was not published, prediction for the fastest layout that the
+    program supports."""
     best: Prediction
-    """Prediction for the fastest of all layouts."""
+    """Prediction for the fastest layout of fourfold."""
 
     @property
     def as_run_pflops(self) -> float:
@@ -83,8 +83,8 @@ def figures(calibration: Calibration) -> list[Figure]:
 
 
 def fastest_of_axonn(model: str, base: Workload, machine: Machine, constants: Constants, gpus: int) -> Prediction:
-    """Return the fastest of the layouts that AxoNN's authors tried. If we do not know which layouts they tried, return
-    the fastest layout that AxoNN supports."""
+    """Return the fastest layout that AxoNN's authors tried. If we do not know which layouts they tried, return the
+    fastest layout that AxoNN supports."""
     base = base.but(**AXONN_BLOCKS)
     hidden, batch = int(base.model.hidden_size), int(base.step.global_batch_size)
     found = []

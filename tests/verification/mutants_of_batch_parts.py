@@ -16,7 +16,7 @@ PARTS = [
         TWO_PARTS | FULL,
     ),
     Mutant(
-        "batch parts are swapped",
+        "the outputs of the batch parts are swapped",
         "overlap_order:run_batch_parts",
         "results[part.index] = end.value",
         "results[-part.index] = end.value",
@@ -25,7 +25,7 @@ PARTS = [
         TWO_PARTS,
     ),
     Mutant(
-        "tokens of a sequence's parts are joined part by part, not rank by rank",
+        "if batch parts split a sequence, its tokens are joined part by part, not rank by rank",
         "parallel.overlap.batch_parts:JoinedAttention.take",
         "torch.stack([t.unflatten(1, (self._ranks, -1)) for t in each], 2)",
         "torch.stack([t.unflatten(1, (self._ranks, -1)) for t in each], 1)",
@@ -34,7 +34,7 @@ PARTS = [
         {"overlap": {"batch_parts": 4}},
     ),
     Mutant(
-        "a sequence part gets the attention of another part",
+        "one part of a sequence gets the attention outputs of another part",
         "parallel.overlap.batch_parts:JoinedAttention.take",
         "return self._attended.pop(index)",
         "return self._attended.popitem()[1]",
@@ -43,7 +43,7 @@ PARTS = [
         {"overlap": {"batch_parts": 4}},
     ),
     Mutant(
-        "every batch part uses the documents of the first part",
+        "every batch part uses the document boundaries of the first part",
         "parallel.attention.context:context_of_sequences",
         "table[sequences]",
         "table[: sequences.stop - sequences.start]",
@@ -51,7 +51,7 @@ PARTS = [
         sections=TWO_PARTS | PACKED,
     ),
     Mutant(
-        "a layer uses this rank's partial sum instead of the full sum",
+        "a layer uses the rank's partial sum instead of the sum over y",
         "parallel.tensor.spread:Spread.start_sums",
         "sums.append(start_all_reduce(partial(), self.axis, why))",
         "sums.append(Pending((own := partial(), start_all_reduce(own.clone(), self.axis, why).wait())[0]))",

@@ -15,7 +15,7 @@ ROUNDED = {
 
 SUMS = [
     Mutant(
-        "ranks sum their gradients in the dtype of the step",
+        "gradients are summed over ranks in the dtype of the step, not in reduce_dtype",
         "parallel.data.data_parallel:StepTypes.of",
         "DTYPES[training.reduce_dtype]",
         "DTYPES[training.precision]",
@@ -23,7 +23,7 @@ SUMS = [
         sections=TWO_MICRO_BATCHES,
     ),
     Mutant(
-        "micro-batches sum their gradients in the dtype of the step",
+        "gradients are summed over micro-batches in the dtype of the step, not in reduce_dtype",
         "parallel.data.data_parallel:StepTypes.of",
         "DTYPES[training.reduce_dtype]",
         "DTYPES[training.precision]",
@@ -31,7 +31,7 @@ SUMS = [
         sections=BF16,
     ),
     Mutant(
-        "gradients are always summed in float32",
+        "gradients are summed in float32, not in reduce_dtype",
         "parallel.data.data_parallel:StepTypes.of",
         "DTYPES[training.reduce_dtype]",
         "torch.float32",
@@ -53,7 +53,7 @@ SUMS = [
 
 STORED = [
     Mutant(
-        "stochastic rounding rounds to the nearest weight",
+        "stochastic rounding rounds to the nearest number",
         "training.optimizer:stochastically_rounded",
         "wide.view(torch.int32) + noise",
         "wide.view(torch.int32) + (1 << 15)",
@@ -70,7 +70,7 @@ STORED = [
         ROUNDED,
     ),
     Mutant(
-        "a step leaves the working copies as they were",
+        "a step does not update the working copies of the weights",
         "training.job:Job.update",
         "self.publish()",
         "pass",
@@ -78,7 +78,7 @@ STORED = [
         sections=BF16,
     ),
     Mutant(
-        "working copies of norms are published only once",
+        "the working copies of norms are updated only once",
         "parallel.data.replicated:Replicated.publish",
         "copies = [weight for weight in self.weights.values() if weight.working is not weight.stored]",
         "copies = [weight for weight in self.weights.values() if weight.working is not weight.stored]\n"

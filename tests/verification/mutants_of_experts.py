@@ -32,7 +32,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "the router's gradient covers only one rank's channels",
+        "the gradient of the router covers only one y rank's channels",
         "parallel.experts.experts:ParallelMixture._routed",
         'sum_gradient(routing.weights_TK, self.grid.y, "router: weights\' gradient")',
         "routing.weights_TK",
@@ -40,7 +40,7 @@ EXPERTS = [
         Y2EP2,
     ),
     on_grid(
-        "the router's gradient covers only one rank's tokens",
+        "the gradient of the router covers only one x rank's tokens",
         "parallel.experts.router:ParallelRouter.__init__",
         'Tile(y=1, partial_over=("x",))',
         "Tile(y=1)",
@@ -48,7 +48,7 @@ EXPERTS = [
         X2EP2,
     ),
     on_grid(
-        "experts' gradients are summed over the ranks with other experts too",
+        "experts' gradients are also summed over ranks with other experts",
         "parallel.data.replicated:Replicated.materialize",
         "self.grid.expert_replicas",
         "self.grid.replicas",
@@ -73,7 +73,7 @@ EXPERTS = [
         EP2,
     ),
     on_grid(
-        "the gradient norm counts as many replicas of experts as of other weights",
+        "the gradient norm assumes that experts have as many copies as other weights",
         "parallel.data.replicated:Replicated.shard",
         "self.grid.replicas if tile.ep is None else self.grid.expert_replicas",
         "self.grid.replicas",
@@ -81,7 +81,7 @@ EXPERTS = [
         EP2,
     ),
     on_grid(
-        "the balance loss grows with the ranks",
+        "the load-balancing loss grows with the number of ranks",
         "parallel.experts.expert_load:ExpertLoad.begin",
         "loss_scale / self.tokens, True",
         "loss_scale * self.grid.tokens.size / self.tokens, True",
@@ -90,7 +90,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "the balance loss uses the load of each micro-batch",
+        "the load-balancing loss uses the load of the micro-batch, not of the previous step",
         "parallel.experts.expert_load:ExpertLoad.with_losses",
         "self._factors_E(layer)",
         "self.experts * router_probabilities(logits_TE, self.run.model).mean(0)",
@@ -99,7 +99,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "the load counts only one rank's tokens",
+        "the expert load counts only one rank's tokens",
         "parallel.experts.expert_load:ExpertLoad.finish",
         "            dist.all_reduce(self._sums)",
         "            pass",
@@ -108,7 +108,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "the z-loss has half its gradient",
+        "the gradient of the z-loss is half as large as it should be",
         "parallel.experts.expert_load:_WithLosses.backward",
         "(2 * normalizer_T1)",
         "normalizer_T1",
@@ -117,7 +117,7 @@ EXPERTS = [
         {"moe": {"z_loss": 0.1}},
     ),
     on_grid(
-        "biases follow the load with the wrong sign",
+        "the updates of the router's biases have the wrong sign",
         "parallel.experts.expert_load:ExpertLoad.advance",
         "(self.rows_LE.mean(1, keepdim=True) - self.rows_LE).sign()",
         "(self.rows_LE - self.rows_LE.mean(1, keepdim=True)).sign()",
@@ -126,7 +126,7 @@ EXPERTS = [
         BIAS,
     ),
     on_grid(
-        "the router's bias also changes the weights of the experts",
+        "the router's bias also changes the weights of the experts' outputs",
         "parallel.experts.router:ParallelRouter.forward",
         "self.choice.weights(scores_TE, chosen_TK)",
         "self.choice.weights(scores_TE + self.e_score_correction_bias, chosen_TK)",
@@ -135,7 +135,7 @@ EXPERTS = [
         BIAS,
     ),
     on_grid(
-        "the load is forgotten when a run resumes",
+        "a resumed run forgets the expert load",
         "checkpoints.checkpoint:load_checkpoint",
         "job.expert_load.set_rows(state.expert_rows)",
         "pass",
@@ -144,7 +144,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "the shared expert is summed twice",
+        "the output of the shared expert is added twice",
         "parallel.experts.experts:ParallelMixture.forward",
         "out_BTh + self._shared(x_BTh)",
         "out_BTh + self._shared(x_BTh) + self._shared(x_BTh)",
@@ -160,7 +160,7 @@ EXPERTS = [
         Y2EP2,
     ),
     on_grid(
-        "a recomputation chooses experts again, with different rounding",
+        "recompute chooses experts again, and rounding changes the choice",
         "parallel.experts.router:ParallelRouter.forward",
         "remembered(self, lambda: self.choice.experts(scores_TE, self.e_score_correction_bias))",
         "self.choice.experts(scores_TE.detach()[[1, 0, *range(2, len(scores_TE))] if RECOMPUTES.get() else ...], "
@@ -170,7 +170,7 @@ EXPERTS = [
         FULL,
     ),
     on_grid(
-        "the experts get the weights of the next token",
+        "the experts' outputs get the router's weights of the previous token",
         "parallel.experts.experts:ParallelMixture._routed",
         "combine(self._outputs(x_Th, order), order, weights_TK)",
         "combine(self._outputs(x_Th, order), order, weights_TK.roll(1, 0))",
@@ -186,7 +186,7 @@ EXPERTS = [
         EP2,
     ),
     on_grid(
-        "gradients of dispatched rows go back to other tokens",
+        "gradients of dispatched rows go back to the wrong tokens",
         "parallel.experts.dispatch:_permuted",
         "differentiable(rows_Nh, lambda rows: rows[order_N], lambda grad, inverse_N: grad[inverse_N], inverse_N)",
         "differentiable(rows_Nh, lambda rows: rows[order_N], lambda grad, inverse_N: grad[inverse_N], order_N)",
@@ -202,7 +202,7 @@ EXPERTS = [
         X2EP2,
     ),
     on_grid(
-        "the up projections are not summed over y",
+        "the outputs of the experts' up projections are not summed over y",
         "parallel.experts.experts:ParallelExperts.forward",
         'sum_of(grouped_matmul(rows_Nh, weight, groups), self.y, "experts: outputs of up")',
         "grouped_matmul(rows_Nh, weight, groups)",
@@ -210,7 +210,7 @@ EXPERTS = [
         Y2EP2,
     ),
     on_grid(
-        "the capacity is counted on each rank, not over the sequence",
+        "each rank applies the capacity to its own tokens, not to the full sequence",
         "parallel.experts.router:within_capacity_of_sequences",
         "grid.x.size * grid.cp.size == 1",
         "True",
@@ -219,7 +219,7 @@ EXPERTS = [
         CAPACITY,
     ),
     on_grid(
-        "the capacity is taken in the order of ranks, not of tokens",
+        "the capacity keeps the first rows in rank order, not in sequence order",
         "parallel.experts.router:within_capacity_of_sequences",
         "whole_BSK = in_order(parts_nBSK, grid.cp.size)",
         "whole_BSK = parts_nBSK.transpose(0, 1).flatten(1, 2)",
@@ -228,7 +228,7 @@ EXPERTS = [
         CAPACITY,
     ),
     on_grid(
-        "a checkpoint has the experts of the ranks in reverse",
+        "a checkpoint has the experts in reverse order of the ranks",
         "checkpoints.file_layout:CheckpointTensors._rank",
         '(token_copy * pieces + rank) * self._experts(tensor) + tile["ep"]',
         '(token_copy * pieces + rank) * self._experts(tensor) + self._experts(tensor) - 1 - tile["ep"]',
@@ -236,7 +236,7 @@ EXPERTS = [
         EP2,
     ),
     on_grid(
-        "sharded experts are split over all ranks of z",
+        "the gradient norm assumes that sharded experts have as many copies as other shards",
         "parallel.data.fully_sharded:FullySharded.shard",
         "grid.expert_copies",
         "grid.replicas",
@@ -244,7 +244,7 @@ EXPERTS = [
         {"z": 2, "dp": 2, "ep": 4},
     ),
     on_grid(
-        "padding counts in the load of the experts",
+        "padding counts in the expert load",
         "parallel.experts.router:ParallelRouter.forward",
         "chosen_TK.masked_fill(~is_data_T[:, None], self.num_experts)",
         "chosen_TK",
@@ -253,7 +253,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "biases follow a load that counts padding",
+        "the router's biases follow an expert load that counts padding",
         "parallel.experts.router:ParallelRouter.forward",
         "chosen_TK.masked_fill(~is_data_T[:, None], self.num_experts)",
         "chosen_TK",
@@ -262,7 +262,7 @@ EXPERTS = [
         BIAS,
     ),
     on_grid(
-        "padding has a balance loss and a z-loss",
+        "padding adds to the load-balancing loss and the z-loss",
         "parallel.experts.expert_load:_WithLosses.backward",
         "load.factor if is_data_T is None else load.factor * is_data_T[:, None]",
         "load.factor",
@@ -271,7 +271,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "the routers' losses are divided by the tokens with padding",
+        "the routers' losses are divided by the number of tokens including padding",
         "parallel.experts.expert_load:ExpertLoad._data_tokens",
         "if not masks_BS:\n    return self.run.training.global_batch_size * self.run.training.seq_length",
         "if True:\n    return self.run.training.global_batch_size * self.run.training.seq_length",
@@ -280,7 +280,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "the routers' losses are divided by the tokens of one rank",
+        "the routers' losses are divided by the number of tokens on one rank",
         "parallel.experts.expert_load:ExpertLoad._data_tokens",
         'all_reduce(mine, self.grid.tokens, "data tokens").clamp(min=1)',
         "mine.clamp(min=1)",
@@ -289,7 +289,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "the mask of padding is split over cp in the order of the sequence",
+        "the padding mask is split over cp into other chunks than the tokens",
         "parallel.attention.context:share_of_sequences",
         "by_token.map(lambda t: take_chunks(t, cp.rank, cp.size))",
         "by_token.map(lambda t: t.chunk(2, 1)[cp.rank] if t.dtype.itemsize < 8 else take_chunks(t, cp.rank, 2))",
@@ -298,7 +298,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "every rank of x has the mask of the first rank",
+        "every x rank uses the padding mask of the first x rank",
         "parallel.experts.experts:ParallelMixture._routed",
         "self.grid.x.rank",
         "0",
@@ -307,7 +307,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "every micro-batch of a pipeline has the mask of the first one",
+        "every micro-batch of a pipeline uses the padding mask of the first micro-batch",
         "parallel.pipeline.pipeline:_PipelineStep._forward",
         "model(*inputs, self.loss_scale, hidden, batch.reference, batch.is_data, *ahead)",
         "model(*inputs, self.loss_scale, hidden, batch.reference, self.micro_batches[0].is_data, *ahead)",
@@ -316,7 +316,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "padding uses up capacity",
+        "padding uses up the experts' capacity",
         "parallel.experts.router:within_capacity_of_sequences",
         "kept_BSK = within_capacity(whole_BSK, num_experts, factor)",
         "kept_BSK = within_capacity(whole_BSK % num_experts, num_experts, factor)",
@@ -334,7 +334,7 @@ EXPERTS = [
         BIAS,
     ),
     on_grid(
-        "the load of an expert is capped",
+        "the expert load is limited to three times the mean",
         "parallel.experts.expert_load:ExpertLoad.advance",
         "self.rows_LE.copy_(self._sums[:, : self.experts])",
         "self.rows_LE.copy_(self._sums[:, : self.experts].minimum(3 * self._sums[:, : self.experts].mean(1, True)))",

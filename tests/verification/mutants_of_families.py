@@ -8,21 +8,21 @@ from tiny_runs import ARCEE, EXAONE4, GEMMA2, GEMMA3, GRANITE, OLMO2, SLIDING, S
 
 WINDOWS = [
     Mutant(
-        "the window is one token longer",
+        "the sliding window is one token too long",
         "parallel.attention.document_attention:_mask_of_piece",
         "before - window + 1",
         "before - window",
         SLIDING,
     ),
     Mutant(
-        "a piece of the queries misses the first key of its window",
+        "a chunk of queries misses the first key of its sliding window",
         "parallel.attention.document_attention:pieces_of",
         "begin - window + 1",
         "begin - window + 2",
         SLIDING,
     ),
     Mutant(
-        "the mask's window is one token shorter",
+        "the attention mask's sliding window is one token too short",
         "models.causal_attention:causal_within",
         "same_BSS.tril().triu(1 - window)",
         "same_BSS.tril().triu(2 - window)",
@@ -31,7 +31,7 @@ WINDOWS = [
         ONE_SEQUENCE,
     ),
     Mutant(
-        "with heads exchanged for tokens, the window is ignored",
+        "Ulysses ignores the sliding window",
         "parallel.attention.attention:SharedAttentionCore.attend",
         "options = (document_ends_BE, self.scale, window, self.softcap)",
         "options = (document_ends_BE, self.scale, 0, self.softcap)",
@@ -39,7 +39,7 @@ WINDOWS = [
         ULYSSES,
     ),
     Mutant(
-        "the ring ignores the window",
+        "the ring of cp ignores the sliding window",
         "parallel.attention.ring:block_of_step",
         "ours_1Q[:, :, None] - theirs_1K[:, None, :] < window",
         "ours_1Q[:, :, None] - theirs_1K[:, None, :] < length",
@@ -47,7 +47,7 @@ WINDOWS = [
         CP2,
     ),
     Mutant(
-        "the ring skips ranks that a window reaches",
+        "the ring of cp skips ranks with keys inside the sliding window",
         "parallel.attention.ring:block_of_step",
         "(abs(source - cp.rank) - 1) * half + 1 >= window",
         "(abs(source - cp.rank) - 0) * half + 1 >= window",
@@ -65,7 +65,7 @@ WINDOWS = [
 
 NORMS = [
     Mutant(
-        "the sum of residual and attention is normalized",
+        "the norm after attention also normalizes the residual stream",
         "models.transformer:AttentionAndMLP.add_outputs",
         "torch.add( x_BSH, normed(self.self_attn(normed(x_BSH, self.input_layernorm), context), "
         "self.attention_output_layernorm), alpha=self.residual_multiplier )",
@@ -86,7 +86,7 @@ NORMS = [
 
 TABLES = [
     Mutant(
-        "full-attention layers use the rotary base of sliding layers",
+        "full-attention layers use the rotary base of sliding-window layers",
         "models.causal_attention:AttentionTables.forward",
         "slides and config.rope_local_base_freq > 0",
         "not slides and config.rope_local_base_freq > 0",
@@ -94,7 +94,7 @@ TABLES = [
         X2,
     ),
     Mutant(
-        "the frequencies of sliding layers are stretched",
+        "RoPE scaling also changes the frequencies of sliding-window layers",
         "models.rope:rope_frequencies",
         "scaling = None if local else config.rope_scaling",
         "scaling = config.rope_scaling",
@@ -104,7 +104,7 @@ TABLES = [
 
 CAPS = [
     Mutant(
-        "the gradient of the logits ignores their cap",
+        "the gradient of the logits ignores the logits' cap",
         "parallel.tensor.head:cross_entropy",
         "gradient_mv.mul_(slopes_mv)",
         "gradient_mv",
@@ -112,7 +112,7 @@ CAPS = [
         X2,
     ),
     Mutant(
-        "the gradient of the scores ignores their cap",
+        "the gradient of attention scores ignores the scores' cap",
         "parallel.attention.block_attention:_differentiate_capped",
         "weights * ((grad @ v.mT).to(precise) - projected) * slopes",
         "weights * ((grad @ v.mT).to(precise) - projected)",
@@ -120,7 +120,7 @@ CAPS = [
         CP2,
     ),
     Mutant(
-        "scores are divided by the root of head_dim, not of query_pre_attn_scalar",
+        "attention scores are divided by the square root of head_dim, not of query_pre_attn_scalar",
         "models.causal_attention:AttentionCore.__init__",
         "config.attention_multiplier",
         "config.head_dim**-0.5",
@@ -130,7 +130,7 @@ CAPS = [
 
 FACTORS = [
     Mutant(
-        "embeddings have no factor",
+        "embeddings are not multiplied by embedding_multiplier",
         "models.transformer:Transformer._embed_tokens",
         "x_BSH * self.config.embedding_multiplier",
         "x_BSH",
@@ -138,7 +138,7 @@ FACTORS = [
         X2,
     ),
     Mutant(
-        "logits are multiplied by what divides them",
+        "logits are multiplied by logits_scaling, not divided by it",
         "models.transformer:Transformer._for_head",
         "x_BSH / self.config.logits_scaling",
         "x_BSH * self.config.logits_scaling",
@@ -146,7 +146,7 @@ FACTORS = [
         X2,
     ),
     Mutant(
-        "the MLP's output has no factor",
+        "the MLP's output is not multiplied by residual_multiplier",
         "models.transformer:AttentionAndMLP.add_outputs",
         "torch.add(attended_BSH, normed(mlp_BSH, self.mlp_output_layernorm), alpha=self.residual_multiplier)",
         "torch.add(attended_BSH, normed(mlp_BSH, self.mlp_output_layernorm))",
@@ -154,7 +154,7 @@ FACTORS = [
         Y2,
     ),
     Mutant(
-        "with batch parts, the residual stream has the factor, not attention's output",
+        "with batch parts, residual_multiplier multiplies the residual stream, not attention's output",
         "parallel.overlap.batch_parts:BlockInParts.steps",
         "torch.add(x_BTh, normed(out_BTh, self.attention_output_layernorm), alpha=alpha)",
         "torch.add(normed(out_BTh, self.attention_output_layernorm), x_BTh, alpha=alpha)",
@@ -163,7 +163,7 @@ FACTORS = [
         TWO_PARTS,
     ),
     Mutant(
-        "with batch parts, the MLP's output has no factor",
+        "with batch parts, the MLP's output is not multiplied by residual_multiplier",
         "parallel.overlap.batch_parts:BlockInParts.steps",
         "torch.add(attended_BTh, normed(mlp_BTh, self.mlp_output_layernorm), alpha=alpha)",
         "torch.add(attended_BTh, normed(mlp_BTh, self.mlp_output_layernorm))",
@@ -172,7 +172,7 @@ FACTORS = [
         TWO_PARTS,
     ),
     Mutant(
-        "with batch parts, the output of a recomputed MLP has no factor",
+        "with batch parts, a recomputed MLP's output is not multiplied by residual_multiplier",
         "parallel.overlap.batch_parts:BlockInParts.steps",
         "torch.add(attended_BTh, normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm), alpha=alpha)",
         "torch.add(attended_BTh, normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm))",
@@ -181,7 +181,7 @@ FACTORS = [
         TWO_PARTS | {"activation_checkpoint": {"mode": "selective", "modules": ["mlp"]}},
     ),
     Mutant(
-        "scores are divided by the root of head_dim, not multiplied by attention_multiplier",
+        "attention scores are divided by the square root of head_dim, not multiplied by attention_multiplier",
         "models.causal_attention:AttentionCore.__init__",
         "self.scale, self.softcap = config.attention_multiplier, config.attn_logit_softcapping",
         "self.scale, self.softcap = config.query_pre_attn_scalar**-0.5, config.attn_logit_softcapping",
@@ -192,7 +192,7 @@ FACTORS = [
 
 POSITIONS = [
     Mutant(
-        "every layer rotates",
+        "every layer applies rotary embeddings, even if the model excludes the layer",
         "models.causal_attention:AttentionCore.attend_heads",
         "self.rotates and context.cos_BS1d is not None and context.sin_BS1d is not None",
         "context.cos_BS1d is not None and context.sin_BS1d is not None",
@@ -200,7 +200,7 @@ POSITIONS = [
         CP2,
     ),
     Mutant(
-        "on the grid, every layer rotates",
+        "on the grid, every layer applies rotary embeddings, even if the model excludes the layer",
         "parallel.attention.attention:SharedAttentionCore.__init__",
         "super().__init__(core.config, core.rotates)",
         "super().__init__(core.config)",
@@ -208,7 +208,7 @@ POSITIONS = [
         X2,
     ),
     Mutant(
-        "a pipeline stage counts its layers from 0 when it looks up which of them rotate",
+        "a pipeline stage counts its layers from 0 when it looks up which layers apply rotary embeddings",
         "models.transformer:attention_of",
         "config.rotates(number)",
         "config.rotates(number % 2)",
@@ -217,7 +217,7 @@ POSITIONS = [
         ONE_SEQUENCE,
     ),
     Mutant(
-        "layers with a window have no positions, and all other layers rotate",
+        "rotary embeddings are applied in full-attention layers, not in sliding-window layers",
         "config.model:ModelConfig.rotates",
         "not self.no_rope_layers[layer % len(self.no_rope_layers)]",
         "bool(self.no_rope_layers[layer % len(self.no_rope_layers)])",
@@ -236,7 +236,7 @@ ACTIVATIONS = [
         X2,
     ),
     Mutant(
-        "what is squared is not cut at 0",
+        "the squared ReLU also squares negative inputs",
         "models.mlp:_SquaredReLU.forward",
         "F.relu(x).square_()",
         "x.square()",
@@ -244,7 +244,7 @@ ACTIVATIONS = [
         Y2,
     ),
     Mutant(
-        "the gradient of the squared ReLU is half of what it is",
+        "the gradient of the squared ReLU is half as large as it should be",
         "models.mlp:_SquaredReLU.backward",
         "slope.mul_(2).mul_(grad)",
         "slope.mul_(grad)",

@@ -9,7 +9,7 @@ SINKS_ONLY = {"attention_sinks": True}
 
 SINKS = [
     Mutant(
-        "the ring leaves sinks out of its merged results",
+        "the ring of cp leaves sinks out of its merged results",
         "parallel.attention.ring:_Ring.forward",
         "out_BNTD.mul_(share_BNT[..., None])",
         "pass",
@@ -25,7 +25,7 @@ SINKS = [
         CP2,
     ),
     Mutant(
-        "with heads exchanged for tokens, every rank has the first rank's sinks",
+        "with Ulysses, every rank uses the sinks of the first rank's heads",
         "parallel.attention.attention:SharedAttentionCore.attend",
         "self.sinks.chunk(self.cp.size)[self.cp.rank]",
         "self.sinks.chunk(self.cp.size)[0]",
@@ -42,7 +42,7 @@ SINKS = [
         PACKED,
     ),
     Mutant(
-        "packed attention's backward has no sinks in its log-sum-exps",
+        "the backward of packed attention uses log-sum-exps without sinks",
         "parallel.attention.block_attention:join_sinks",
         "return (lse_NT - all_NT).exp_(), all_NT",
         "return (lse_NT - all_NT).exp_(), lse_NT",
@@ -59,7 +59,7 @@ SINKS = [
         X2,
     ),
     Mutant(
-        "the sinks' gradient is not summed over y, which shares the queries",
+        "if y splits the queries, the sinks' gradient is not summed over y",
         "parallel.attention.attention:SharedAttentionCore.__init__",
         'self.add_tile("sinks", core.sinks, NORMAL_BIAS[OVER_Y[split]], grid)',
         'self.add_tile("sinks", core.sinks, replace(NORMAL_BIAS[OVER_Y[split]], partial_over=()), grid)',
@@ -69,7 +69,7 @@ SINKS = [
         "plain",
     ),
     Mutant(
-        "if y shares the queries, attention has no sinks",
+        "if y splits the queries, attention has no sinks",
         "parallel.attention.attention:SharedAttentionCore._attend_some_queries",
         "attend_masked(q, k, v, mask_B1QS, scores, self.sinks)",
         "attend_masked(q, k, v, mask_B1QS, scores)",
@@ -82,7 +82,7 @@ SINKS = [
 
 BIASES = [
     Mutant(
-        "every x rank adds the bias of the experts' outputs",
+        "every x rank adds the bias of the experts' down projections",
         "parallel.experts.experts:ParallelExperts.down",
         "self.down_proj_bias is None or self.x.rank == 0",
         "True",
@@ -90,7 +90,7 @@ BIASES = [
         X2,
     ),
     Mutant(
-        "the gradient of the bias of the experts' outputs is not summed over x",
+        "the biases of the experts' down projections get gradients that are not summed over x",
         "parallel.experts.experts:ParallelExperts.__init__",
         'Tile(ep=0, y=1, partial_over=("x",))',
         "Tile(ep=0, y=1)",
@@ -114,7 +114,7 @@ BIASES = [
         X2,
     ),
     Mutant(
-        "rows get the bias of the expert after their own",
+        "rows get the bias of the next expert",
         "models.grouped:Groups.of_rows",
         "torch.searchsorted(self.ends_E, places_N, right=True)",
         "torch.searchsorted(self.ends_E, places_N, right=True) + 1",
@@ -125,28 +125,28 @@ BIASES = [
 
 ACTIVATION = [
     Mutant(
-        "the gate is not clamped",
+        "the output of gate is not clamped",
         "models.mlp:_ClampedSwiGLU.forward",
         "gate.clamp(max=limit)",
         "gate",
         GPT_OSS,
     ),
     Mutant(
-        "one is not added to up",
+        "the output of up is used without adding one",
         "models.mlp:_ClampedSwiGLU.forward",
         "(up + 1) * (gate * torch.sigmoid(SLOPE * gate))",
         "up * (gate * torch.sigmoid(SLOPE * gate))",
         GPT_OSS,
     ),
     Mutant(
-        "a clamped gate has a gradient",
+        "values of gate that are clamped get a gradient",
         "models.mlp:_ClampedSwiGLU.backward",
         "d_gate.mul_(up.clamp(-limit, limit).add_(1)).mul_(grad).mul_(gate <= limit)",
         "d_gate.mul_(up.clamp(-limit, limit).add_(1)).mul_(grad)",
         GPT_OSS,
     ),
     Mutant(
-        "experts' weights are a softmax over all experts, not over the chosen ones",
+        "the weights of the experts' outputs are a softmax over all experts, not over the chosen experts",
         "models.mixture:Choice.weights",
         "self.normalize",
         "False",
@@ -163,14 +163,14 @@ ACTIVATION = [
 
 FILES = [
     Mutant(
-        "files hold gate and up one after the other",
+        "gate and up are converted as if the file stored them one after the other, not interleaved",
         "huggingface.weight_names:_their_tensor",
         "groups = min(rows)",
         "groups = 1",
         GPT_OSS,
     ),
     Mutant(
-        "the experts' square matrices are not transposed",
+        "square weights of experts are not transposed when they are converted",
         "huggingface.weight_names:TheirTensor._joined",
         "whole.T.contiguous() if self.transposed else whole",
         "whole.T.contiguous() if self.transposed and whole.shape[0] != whole.shape[1] else whole",

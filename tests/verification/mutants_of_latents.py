@@ -36,7 +36,7 @@ LATENTS = [
         Y2,
     ),
     Mutant(
-        "the projections to latents get the gradient of one x rank's tokens",
+        "the projections to latents get only the gradient of one x rank's tokens",
         "parallel.attention.latent_core:LatentLinear.weight_tile",
         'Tile(y=1, partial_over=("x",))',
         "Tile(y=1)",
@@ -44,7 +44,7 @@ LATENTS = [
         X2,
     ),
     Mutant(
-        "an adapter of the projections to latents gets the gradient of one x rank's tokens",
+        "a LoRA adapter of the projections to latents gets only the gradient of one x rank's tokens",
         "parallel.tensor.matmuls:adapter_tiles",
         '("y",) if weight.x == 0 else ("x", "y")',
         '("y",)',
@@ -53,7 +53,7 @@ LATENTS = [
         LORA,
     ),
     Mutant(
-        "with sequences shared over y, every rank takes the first sequences' shared key",
+        "if y splits the sequences, every rank uses the shared key of the first sequences",
         "parallel.attention.latent_core:SharedLatentCore._for_my_heads",
         "k_rope.chunk(self.y.size, self.shared_dim)[self.y.rank]",
         "k_rope.chunk(self.y.size, self.shared_dim)[0]",
@@ -62,7 +62,7 @@ LATENTS = [
         PACKED,
     ),
     Mutant(
-        "with queries shared over y, every rank takes the first tokens' shared key",
+        "if y splits the queries, every rank uses the shared key of the first tokens",
         "parallel.attention.latent_core:SharedLatentCore._for_my_heads",
         "k_rope.chunk(self.y.size, self.shared_dim)[self.y.rank]",
         "k_rope.chunk(self.y.size, self.shared_dim)[0]",
@@ -71,7 +71,7 @@ LATENTS = [
         ONE_SEQUENCE,
     ),
     Mutant(
-        "scores lack the factor of mscale_all_dim",
+        "attention scores lack YaRN's factor from mscale_all_dim",
         "models.causal_attention:AttentionCore.__init__",
         "config.attention_multiplier",
         "config.query_pre_attn_scalar**-0.5",
@@ -85,21 +85,21 @@ LATENTS = [
         YOUTU | YARN,
     ),
     Mutant(
-        "the latents' norms use the model's norm_eps",
+        "the norms of latents use the model's norm_eps, not their own eps",
         "models.latent_attention:latent_norm",
         "LATENT_EPS",
         "config.norm_eps",
         YOUTU | {"norm_eps": 1e-3},
     ),
     Mutant(
-        "keys are joined in another order than queries",
+        "the channels of keys are joined in another order than the channels of queries",
         "models.latent_attention:join_channels",
         "torch.cat([k_rope, k_nope], -1)",
         "torch.cat([k_nope, k_rope], -1)",
         YOUTU,
     ),
     Mutant(
-        "values are padded at the wrong end",
+        "values are padded at the first channels, not at the last",
         "models.latent_attention:join_channels",
         "F.pad(v, (0, rope + nope - values))",
         "F.pad(v, (rope + nope - values, 0))",
@@ -107,7 +107,7 @@ LATENTS = [
         CP2,
     ),
     Mutant(
-        "channels with rotary embeddings are not rotated",
+        "the rotary channels of queries and keys are not rotated",
         "models.latent_attention:LatentAttention.__init__",
         "LatentCore(config, rotates)",
         "LatentCore(config, False)",
@@ -116,21 +116,21 @@ LATENTS = [
         FULL,
     ),
     Mutant(
-        "a group of experts is rated by its best expert alone",
+        "a group of experts is rated by its best expert, not by its best two",
         "models.mixture:Choice.experts",
         "2 if self.sigmoid else 1",
         "1",
         DEEPSEEK_V3,
     ),
     Mutant(
-        "experts of other groups are chosen too",
+        "the router also chooses experts from groups that it did not choose",
         "models.mixture:Choice.experts",
         "by_group_TGe.masked_fill(is_left_out_TG[..., None], -torch.inf)",
         "by_group_TGe",
         DEEPSEEK_V3,
     ),
     Mutant(
-        "groups are rated without the experts' biases",
+        "groups of experts are rated without the experts' biases",
         "models.mixture:Choice.experts",
         "by_group_TGe.topk(2 if self.sigmoid else 1, dim=-1)",
         "scores_TE.unflatten(-1, (self.groups, -1)).topk(2 if self.sigmoid else 1, dim=-1)",
@@ -139,7 +139,7 @@ LATENTS = [
         {"moe": {"bias_update_rate": 0.5}},
     ),
     Mutant(
-        "softmax weights of chosen experts are divided by their sum",
+        "the softmax weights of a token's experts are normalized to a sum of 1, against norm_topk_prob",
         "models.mixture:Choice.weights",
         "if self.normalize:\n    weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)",
         "weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)",

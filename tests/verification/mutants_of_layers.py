@@ -28,35 +28,35 @@ COLLECTIVES = [
         grid=Y2,
     ),
     Mutant(
-        "an all-reduce is scaled by the group's size",
+        "an all-reduce divides the sum by the number of ranks",
         "parallel.grid.communicate:start_all_reduce",
         "Pending(partial, [work])",
         "Pending(partial, [work], lambda t: t / axis.size)",
         grid=Y2,
     ),
     Mutant(
-        "a reduce-scatter keeps the rank's own part",
+        "a reduce-scatter returns only the rank's own contribution, not the sum",
         "parallel.grid.communicate:start_reduce_scatter",
         "return Pending(received, [work], sum_parts)",
         "return Pending(received, [work], lambda parts: parts[axis.rank])",
         grid=X2,
     ),
     Mutant(
-        "an all-gather joins the parts in reverse",
+        "an all-gather joins the ranks' tensors in reverse order",
         "parallel.grid.communicate:start_all_gather",
         "_join(parts, dim)",
         "_join(parts.flip(0) if parts.ndim > 2 else parts, dim)",
         grid=X2,
     ),
     Mutant(
-        "FSDP2's reduce-scatter forgets a rank",
+        "FSDP2's reduce-scatter leaves out one rank's gradients",
         "parallel.data.fsdp_on_gloo:Exchange.finish",
         "sum_parts(self.received.view(self.ranks, -1), out=self.sum)",
         "self.sum.copy_(self.received.view(self.ranks, -1)[0])",
         grid=Z2,
     ),
     Mutant(
-        "the backward of a gather does not sum",
+        "the backward of an all-gather does not sum the ranks' gradients",
         "parallel.grid.communicate:gather",
         "reduce_scatter(g, axis, dim, why)",
         "_own_part(g, axis, dim)",
@@ -65,14 +65,14 @@ COLLECTIVES = [
         ONE_SEQUENCE,
     ),
     Mutant(
-        "the backward of a scattered sum is scaled",
+        "the backward of a reduce-scatter scales the gradient",
         "parallel.grid.communicate:scatter_sum",
         "all_gather(g, axis, dim, why)",
         "all_gather(g, axis, dim, why) / axis.size",
         grid=X2,
     ),
     Mutant(
-        "the backward of an exchange is left out",
+        "the backward of an all-to-all does not send the gradient back",
         "parallel.grid.communicate:exchange",
         "lambda g: all_to_all(g, axis, why)",
         "lambda g: g.clone()",
@@ -82,7 +82,7 @@ COLLECTIVES = [
 
 LINEAR = [
     Mutant(
-        "the gradients of gate and up are exchanged",
+        "the weight gradients of the query and value projections are swapped",
         "parallel.tensor.linear:weight_gradients",
         "zip(layers, grads, by_layer(layers, needed), by_layer(layers, matrices), strict=True)",
         "zip(layers, grads[::-1], by_layer(layers, needed), by_layer(layers, matrices), strict=True)",
@@ -90,7 +90,7 @@ LINEAR = [
         X2,
     ),
     Mutant(
-        "a bias is added once for every rank",
+        "a bias is added once per rank instead of once",
         "parallel.tensor.linear:Linear4D.add_bias",
         "out if self.bias is None else out + self.bias",
         "out if self.bias is None else out + self.bias * self.reads.axis.size",
@@ -106,7 +106,7 @@ LINEAR = [
         X2,
     ),
     Mutant(
-        "the last layer's part of the input gradient is left out",
+        "if several layers share an input, the input gradient leaves out the last layer",
         "parallel.tensor.linear:start_input_gradient",
         "zip(layers, grads, by_layer(layers, matrices), strict=True)",
         "list(zip(layers, grads, by_layer(layers, matrices)))[:2]",
@@ -129,7 +129,7 @@ LINEAR = [
         ONE_SEQUENCE,
     ),
     Mutant(
-        "an adapter is not scaled",
+        "the output of a LoRA adapter is not scaled",
         "parallel.tensor.matmuls:add_to_output",
         "out.view(-1, out.shape[-1]).addmm_((x @ a.T).flatten(0, 1), b.T, alpha=scale)",
         "out.view(-1, out.shape[-1]).addmm_((x @ a.T).flatten(0, 1), b.T)",
@@ -137,7 +137,7 @@ LINEAR = [
         sections=LORA,
     ),
     Mutant(
-        "an adapter's B is not summed over y",
+        "the gradient of a LoRA adapter's B is not summed over y",
         "parallel.tensor.matmuls:adapter_tiles",
         "Tile(x=weight.x, partial_over=over_b)",
         "Tile(x=weight.x)",
@@ -155,7 +155,7 @@ LINEAR = [
 
 TUNED_PRODUCTS = [
     Mutant(
-        "a transposed weight's gradient is read untransposed",
+        "the gradient of a weight that is stored transposed is reshaped, not transposed",
         "parallel.tensor.matmul_layouts:LaidOutMatmuls.weight_gradient",
         "(right.T @ left.T).T",
         "(right.T @ left.T).view(len(left), -1)",
@@ -163,7 +163,7 @@ TUNED_PRODUCTS = [
         sections=TUNED,
     ),
     Mutant(
-        "a tuned input gradient overwrites earlier input gradients",
+        "a matmul in a tuned memory layout overwrites the input gradient instead of adding to it",
         "parallel.tensor.matmul_layouts:LaidOutMatmuls.input_gradient",
         "total.view(-1, total.shape[-1]).addmm_(left, right)",
         "total.view(-1, total.shape[-1]).copy_(left @ right)",
@@ -171,7 +171,7 @@ TUNED_PRODUCTS = [
         sections=TUNED,
     ),
     Mutant(
-        "an operand's copy is reused for the next matmul of its size",
+        "the copy of an operand is reused for the next operand of the same size",
         "parallel.tensor.matmul_layouts:copied",
         "return copy.T if by_columns else copy",
         "return vars(copied).setdefault((how, matrix.shape), copy.T if by_columns else copy)",
@@ -179,7 +179,7 @@ TUNED_PRODUCTS = [
         sections=TUNED,
     ),
     Mutant(
-        "the columns of a padded copy are off by one",
+        "the columns of an operand's padded copy are shifted by one",
         "parallel.tensor.matmul_layouts:copied",
         "padded[:, : rows.shape[1]].copy_(rows)",
         "padded[:, : rows.shape[1]].copy_(rows.roll(1, 1))",
@@ -187,7 +187,7 @@ TUNED_PRODUCTS = [
         sections=TUNED,
     ),
     Mutant(
-        "a transposed weight's deferred gradient is read untransposed",
+        "the deferred gradient of a weight that is stored transposed is reshaped, not transposed",
         "parallel.tensor.deferred_gradients:WeightGradients.compute",
         'receive(linear.weight, linear.tiles["weight"].as_tile(gradient))',
         "receive(linear.weight, gradient.reshape(linear.weight.shape))",
@@ -196,7 +196,7 @@ TUNED_PRODUCTS = [
         {"training": {"tuned_products": "cached", "micro_batch_size": 1}},
     ),
     Mutant(
-        "the optimizer reads a transposed weight's gradient untransposed",
+        "the optimizer reshapes the gradient of a weight that is stored transposed, instead of transposing it",
         "training.optimizer:ShardedOptimizer.step",
         "shard.tile.as_tile(shard.grad)",
         "shard.grad.reshape(parameter.shape)",
@@ -207,14 +207,14 @@ TUNED_PRODUCTS = [
 
 EMBEDDING_AND_HEAD = [
     Mutant(
-        "tokens of other ranks look up row 0",
+        "for tokens whose embeddings are on other ranks, a rank looks up its row 0",
         "parallel.tensor.embedding:Embedding.look_up",
         "return partial_BSh.masked_fill(elsewhere_BS[..., None], 0)",
         "return partial_BSh",
         grid=X2,
     ),
     Mutant(
-        "the first row of a later x rank is looked up as zero",
+        "the first embedding on each x rank (except rank 0) is looked up as zero",
         "parallel.tensor.embedding:Embedding.look_up",
         "(local_BS < 0) | (local_BS >= rows)",
         "(local_BS < min(self.x.rank, 1)) | (local_BS >= rows)",
@@ -222,7 +222,7 @@ EMBEDDING_AND_HEAD = [
         grid=X2,
     ),
     Mutant(
-        "the first label of a later x rank is not found",
+        "the loss does not find labels that are the first token of an x rank (except rank 0)",
         "parallel.tensor.head:cross_entropy",
         "(columns_m >= 0) & (columns_m < rows)",
         "(columns_m >= min(head.x.rank, 1)) & (columns_m < rows)",
@@ -230,42 +230,42 @@ EMBEDDING_AND_HEAD = [
         grid=X2,
     ),
     Mutant(
-        "padding of the vocabulary takes part in the softmax",
+        "the softmax includes the padding of the vocabulary",
         "parallel.tensor.head:cross_entropy",
         "if real < rows:\n    logits_mv[:, real:] = -torch.inf",
         "if real < 0:\n    logits_mv[:, real:] = -torch.inf",
         grid=X2,
     ),
     Mutant(
-        "masked labels count",
+        "masked labels count in the loss",
         "parallel.tensor.head:cross_entropy",
         "kept_m = labels_m != IGNORE_INDEX",
         "kept_m = labels_m != -1",
         grid=X2,
     ),
     Mutant(
-        "the loss is a mean over the rank's own tokens, even if it has none",
+        "each rank divides its loss by its own number of labels, even if this number is 0",
         "parallel.tensor.head:cross_entropy",
         "total((normalizer_m - target_m) * kept_m)",
         "total((normalizer_m - target_m) * kept_m) / kept_m.sum() * kept_m.sum()",
         grid=CP2,
     ),
     Mutant(
-        "the loss counts only one rank's tokens",
+        "the loss covers only the tokens of one y rank",
         "parallel.tensor.head:_Loss.forward",
         'return all_reduce(loss, head.y, "lm_head: loss")',
         "return loss",
         grid=Y2,
     ),
     Mutant(
-        "the softmax normalizer is the maximum over ranks",
+        "the softmax normalizer is the maximum over the x ranks, not the log-sum-exp",
         "parallel.tensor.head:cross_entropy",
         "both_x2m[:, 0].logsumexp(0)",
         "both_x2m[:, 0].amax(0)",
         grid=X2,
     ),
     Mutant(
-        "the gradient of the logits is scaled by y",
+        "the gradient of the logits is divided by the size of y",
         "parallel.tensor.head:loss_and_gradients",
         "factors: Tensor | float = loss_scale",
         "factors: Tensor | float = loss_scale / head.y.size",
@@ -275,21 +275,21 @@ EMBEDDING_AND_HEAD = [
 
 NORMS = [
     Mutant(
-        "a norm's statistics use only the rank's channels",
+        "a norm computes its statistics only from the rank's own channels",
         "parallel.tensor.norm:_Normalize.forward",
         'square = all_reduce(square, layer.axis, f"{layer.name}: statistics")',
         "square = square * layer.axis.size",
         grid=Y2,
     ),
     Mutant(
-        "the gradient of the statistics is not summed",
+        "the gradient of a norm's statistics is not summed over y",
         "parallel.tensor.norm:_Normalize.backward",
         'all_reduce(torch.stack(shares), layer.axis, f"{layer.name}: statistics\' gradient") / layer.size',
         "torch.stack(shares) * (layer.axis.size / layer.size)",
         grid=Y2,
     ),
     Mutant(
-        "queries are normalized over the heads of x alone",
+        "a norm over all heads leaves out the heads of other y ranks",
         "parallel.attention.attention:SharedAttentionCore._norm",
         'axis = grid.axis("y_x") if split == "heads" else grid.x',
         "axis = grid.x",
@@ -307,21 +307,21 @@ NORMS = [
         against="plain",
     ),
     Mutant(
-        "a norm forgets eps",
+        "a norm leaves out eps",
         "parallel.tensor.norm:_Normalize.forward",
         "(square / layer.size + layer.eps).rsqrt()",
         "(square / layer.size).rsqrt()",
         grid=X2,
     ),
     Mutant(
-        "a norm's gradient is not summed over x",
+        "the gradient of a norm's weight is not summed over x",
         "parallel.tensor.norm:Norm.__init__",
         'tile = tile or Tile(y=0, partial_over=("x",))',
         "tile = tile or Tile(y=0)",
         grid=X2,
     ),
     Mutant(
-        "a head norm's gradient is not summed over y",
+        "the gradient of a per-head norm's weight is not summed over y",
         "parallel.tensor.norm:HeadNorm.__init__",
         'Tile(partial_over=("x", "y"))',
         'Tile(partial_over=("x",))',
@@ -329,7 +329,7 @@ NORMS = [
         Y2,
     ),
     Mutant(
-        "LayerNorm's backward forgets the mean",
+        "LayerNorm's backward leaves out the mean of the gradient",
         "parallel.tensor.norm:_Normalize.backward",
         "dx -= sums[1][..., None]",
         "dx -= 0 * sums[1][..., None]",
@@ -337,7 +337,7 @@ NORMS = [
         X2,
     ),
     Mutant(
-        "the backward multiplies by weight, not by 1 + weight",
+        "a norm's backward multiplies by weight, not by 1 + weight",
         "parallel.tensor.norm:_Normalize.backward",
         "weight.float() + (1 if layer.zero_centered else 0)",
         "weight.float()",

@@ -14,7 +14,7 @@ THREE_HEADS = HYBRID | {"num_attention_heads": 6, "num_key_value_heads": 3, "hea
 
 LINEAR_ATTENTION = [
     Mutant(
-        "with cp, linear attention ignores documents",
+        "with cp, linear attention ignores document boundaries",
         MIX,
         "super().mix(q, k, v, b, a, context, *mine)",
         "super().mix(q, k, v, b, a, AttentionContext(), *mine)",
@@ -24,7 +24,7 @@ LINEAR_ATTENTION = [
         "plain",
     ),
     Mutant(
-        "linear attention begins anew on every cp rank",
+        "every cp rank starts linear attention with an empty state",
         MIX,
         """
         q, k, v, b, a = gather_sequence(self.cp, q, k, v, b, a)
@@ -38,7 +38,7 @@ LINEAR_ATTENTION = [
         "plain",
     ),
     Mutant(
-        "every cp rank takes the channels of the first rank's heads",
+        "every cp rank uses the linear attention parameters of the first rank's heads",
         MIX,
         "parameter.chunk(self.cp.size)[self.cp.rank]",
         "parameter.chunk(self.cp.size)[0]",
@@ -48,7 +48,7 @@ LINEAR_ATTENTION = [
         "plain",
     ),
     Mutant(
-        "a cp rank's decays are the decays of other heads",
+        "a cp rank uses the decay parameters of other heads",
         MIX,
         "mine = (parameter.chunk(self.cp.size)[self.cp.rank] for parameter in parameters)",
         """
@@ -62,7 +62,7 @@ LINEAR_ATTENTION = [
         "plain",
     ),
     Mutant(
-        "the gradient of the gated norm is not summed over the ranks that share heads",
+        "the gradient of linear attention's gated norm is not summed over y",
         "parallel.tensor.norm:HeadNorm.__init__",
         'Tile(partial_over=("x", "y"))',
         'Tile(partial_over=("x",))',
@@ -72,7 +72,7 @@ LINEAR_ATTENTION = [
         "plain",
     ),
     Mutant(
-        "with sequences shared over y, gradients of convolutions and decays are not summed over y",
+        "if y splits the sequences, the gradients of convolutions and decays are not summed over y",
         "parallel.attention.delta_core:SharedDeltaCore.__init__",
         "NORMAL_BIAS[OVER_Y[split]]",
         'NORMAL_BIAS["replicate"]',
@@ -82,7 +82,7 @@ LINEAR_ATTENTION = [
         "plain",
     ),
     Mutant(
-        "tokens of the output gate's heads stay in the order of the x ranks",
+        "linear attention's output gate has its tokens in rank order, not in sequence order",
         FORWARD,
         "q, k, v, z, b, a = (whole_sequences(t, self.x.size) for t in (q, k, v, z, b, a))",
         "q, k, v, b, a = (whole_sequences(t, self.x.size) for t in (q, k, v, b, a))\n"
@@ -93,7 +93,7 @@ LINEAR_ATTENTION = [
         "plain",
     ),
     Mutant(
-        "with sequences shared over y, linear attention reads the first sequences' documents",
+        "if y splits the sequences, linear attention uses the document boundaries of the first sequences",
         FORWARD,
         "slice(self.y.rank * len(q), (self.y.rank + 1) * len(q))",
         "slice(0, len(q))",
@@ -112,7 +112,7 @@ LINEAR_ATTENTION = [
         PACKED,
     ),
     Mutant(
-        "the state leaks into the next document at the border of a chunk",
+        "the state of linear attention leaks into a document that starts at a chunk boundary",
         "models.delta_net:_decays",
         "reads * (documents_B1nc == before_B1n1), writes * (documents_B1nc == last_B1n1)",
         "reads, writes * (documents_B1nc == last_B1n1)",
@@ -121,7 +121,7 @@ LINEAR_ATTENTION = [
         PACKED | {"training": {"seq_length": 96}},
     ),
     Mutant(
-        "the convolution leaks into the next document",
+        "the convolution of linear attention leaks into the next document",
         CORE_MIX,
         "short_convolution(t.float(), weight, documents_BS)",
         "short_convolution(t.float(), weight, None)",
@@ -130,7 +130,7 @@ LINEAR_ATTENTION = [
         PACKED,
     ),
     Mutant(
-        "the convolution reads nothing of the previous cp rank's tokens",
+        "the convolution of linear attention does not read the last tokens of the previous cp rank",
         "models.delta_net:short_convolution",
         "F.pad(x_BSC[:, :-back], (0, 0, back, 0))",
         "F.pad(x_BSC.unflatten(1, (4, -1))[:, :, :-back], (0, 0, back, 0)).flatten(1, 2)",
@@ -138,14 +138,14 @@ LINEAR_ATTENTION = [
         ULYSSES,
     ),
     Mutant(
-        "the taps of the convolution are reversed",
+        "the weights of linear attention's convolution are in reverse order",
         "models.delta_net:short_convolution",
         "weight_CT[:, -1 - back]",
         "weight_CT[:, back - 1]",
         HYBRID,
     ),
     Mutant(
-        "the state decays after a token writes",
+        "the state of linear attention decays after a token's update, not before it",
         RULE,
         "_decays(decay, documents_BS)",
         "_decays(decay - _chunks(log_decay_BSN), documents_BS)",
@@ -153,7 +153,7 @@ LINEAR_ATTENTION = [
         X2,
     ),
     Mutant(
-        "the delta rule writes the whole correction",
+        "the delta rule writes the full correction, without the learned factor beta",
         CORE_MIX,
         "b.float().sigmoid()",
         "torch.ones_like(b.float())",
@@ -161,7 +161,7 @@ LINEAR_ATTENTION = [
         X2,
     ),
     Mutant(
-        "the delta rule adds values without a correction",
+        "the delta rule writes values without subtracting the state's prediction",
         RULE,
         "fresh_c - corrections_c @ state",
         "fresh_c",
@@ -170,7 +170,7 @@ LINEAR_ATTENTION = [
         {"training": {"seq_length": 96}},
     ),
     Mutant(
-        "a key head serves every fourth value head",
+        "linear attention assigns key heads to the wrong value heads",
         "models.delta_net:unit_heads",
         "t_BSKD.repeat_interleave(heads // t_BSKD.shape[2], dim=2)",
         "t_BSKD.repeat(1, 1, heads // t_BSKD.shape[2], 1)",
@@ -178,7 +178,7 @@ LINEAR_ATTENTION = [
         X2,
     ),
     Mutant(
-        "queries of linear attention have length 1",
+        "queries of linear attention are not divided by the square root of their width",
         CORE_MIX,
         "q_BSND = q_BSND * self.key_width**-0.5",
         "pass",
@@ -186,7 +186,7 @@ LINEAR_ATTENTION = [
         X2,
     ),
     Mutant(
-        "keys keep their length",
+        "queries and keys of linear attention are not normalized to length 1",
         "models.delta_net:unit_heads",
         "t_BSKD = t_BSKD * (t_BSKD.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()",
         "pass",
@@ -194,7 +194,7 @@ LINEAR_ATTENTION = [
         X2,
     ),
     Mutant(
-        "decays lack the bias",
+        "the decays of linear attention lack their bias",
         CORE_MIX,
         "F.softplus(a.float() + dt_bias_N)",
         "F.softplus(a.float())",
@@ -202,7 +202,7 @@ LINEAR_ATTENTION = [
         X2,
     ),
     Mutant(
-        "the gated norm multiplies by the gate first",
+        "linear attention's gated norm multiplies by the gate before it normalizes, not after",
         "models.delta_net:DeltaCore.compute",
         "self.norm(out_BSNE) * gate_BSNE",
         "self.norm(out_BSNE * gate_BSNE)",
@@ -218,7 +218,7 @@ LINEAR_ATTENTION = [
         X2,
     ),
     Mutant(
-        "the gate of attention's output is the gate of other heads",
+        "attention's output is multiplied by the gate of other heads",
         "models.transformer:Attention.forward",
         "gate[0].sigmoid()",
         "gate[0].roll(8, -1).sigmoid()",

@@ -30,7 +30,7 @@ MULTI_TOKEN = [
         against="plain",
     ),
     Mutant(
-        "labels are shifted after the sequence is split over cp",
+        "the labels of prediction layers are shifted after cp splits the sequence",
         "parallel.attention.context:share_of_sequences",
         "return replace(mine, document_ends=micro_batch.document_ends, reference=micro_batch.reference)",
         "own = mine.labels[:, 1:, None]\n"
@@ -42,7 +42,7 @@ MULTI_TOKEN = [
         against="plain",
     ),
     Mutant(
-        "tokens are shifted after the sequence is split over cp",
+        "the tokens of prediction layers are shifted after cp splits the sequence",
         "parallel.attention.context:share_of_sequences",
         "return replace(mine, document_ends=micro_batch.document_ends, reference=micro_batch.reference)",
         "own = torch.cat([mine.tokens[:, 1:, None], mine.tokens[:, :1, None]], dim=1)\n"
@@ -53,7 +53,7 @@ MULTI_TOKEN = [
         against="plain",
     ),
     Mutant(
-        "prediction layers predict the next token",
+        "prediction layers predict the next token, as the model itself does",
         "data.loader:shifted",
         "np.where(is_same, values[:, depth:], IGNORE_INDEX)",
         "np.where(is_same, values[:, : -depth], IGNORE_INDEX)",
@@ -61,7 +61,7 @@ MULTI_TOKEN = [
         against="plain",
     ),
     Mutant(
-        "prediction layers predict one token too far",
+        "prediction layers predict a token that is one place too far ahead",
         "data.loader:Loader.assemble",
         "shifted(each, documents, self.depths)",
         "shifted(each, documents, self.depths + 1)[..., 1:]",
@@ -69,7 +69,7 @@ MULTI_TOKEN = [
         against="plain",
     ),
     Mutant(
-        "tokens that goldfish drops are labels of prediction layers",
+        "prediction layers learn tokens that the goldfish mask drops",
         "data.loader:Loader.assemble",
         "(tokens, labels)",
         "(tokens, np.where(labels == IGNORE_INDEX, windows.tokens[:, 1:], labels))",
@@ -79,7 +79,7 @@ MULTI_TOKEN = [
         against="plain",
     ),
     Mutant(
-        "the loss of each prediction layer has the full weight",
+        "the losses of prediction layers are summed, not averaged",
         "training.later_losses:LaterLosses.__init__",
         "run.training.mtp_loss_weight / depths",
         "run.training.mtp_loss_weight",
@@ -87,7 +87,7 @@ MULTI_TOKEN = [
         against="plain",
     ),
     Mutant(
-        "the losses of prediction layers have no weight",
+        "the losses of prediction layers ignore mtp_loss_weight",
         "training.later_losses:LaterLosses.__init__",
         "run.training.mtp_loss_weight / depths",
         "1 / depths",
@@ -95,7 +95,7 @@ MULTI_TOKEN = [
         against="plain",
     ),
     Mutant(
-        "the losses of prediction layers are divided by the model's number of tokens",
+        "the losses of prediction layers are divided by the number of labels of the model's own loss",
         "training.job:Job.forward_backward",
         "torch.cat([kept[None], self.later_losses.count(micro_batches)])",
         "kept.expand(1 + self.run.model.num_nextn_predict_layers)",
@@ -105,7 +105,7 @@ MULTI_TOKEN = [
         against="plain",
     ),
     Mutant(
-        "prediction layers count the labels of one rank",
+        "prediction layers assume that all ranks have as many labels as this rank",
         "training.later_losses:LaterLosses.count",
         'all_reduce(mine, self.grid.tokens, "kept tokens")',
         "mine * self.grid.tokens.size",
@@ -115,7 +115,7 @@ MULTI_TOKEN = [
         against="plain",
     ),
     Mutant(
-        "the embedding of the last stage loses its gradient",
+        "the first and the last stage do not sum the gradients of their embedding copies",
         "parallel.pipeline.pipeline:EmbeddingCopies.sum_gradients",
         'gradient.add_(swap(gradient, self.holders, "gradients of the embedding\'s copies"))',
         'swap(gradient, self.holders, "gradients of the embedding\'s copies")',
@@ -125,7 +125,7 @@ MULTI_TOKEN = [
         against="plain",
     ),
     Mutant(
-        "the embedding of the last stage counts twice in the gradient norm",
+        "the gradient norm counts both stages' copies of the embedding",
         "parallel.pipeline.pipeline:copies_as_one",
         "2 * shard.replicas",
         "shard.replicas",
@@ -135,7 +135,7 @@ MULTI_TOKEN = [
         against="plain",
     ),
     Mutant(
-        "the projections of prediction layers get the gradient of one x rank's tokens",
+        "the projections of prediction layers get only the gradient of one x rank's tokens",
         "parallel.attention.latent_core:LatentLinear.weight_tile",
         'Tile(y=1, partial_over=("x",))',
         "Tile(y=1)",
@@ -144,7 +144,7 @@ MULTI_TOKEN = [
         against="plain",
     ),
     Mutant(
-        "on the grid, the experts of prediction layers are not counted in their own row",
+        "on the grid, the expert load of a prediction layer counts for another layer",
         "parallel.decoder:tensor_rules",
         'ParallelMixture(m, grid, overlap, layer=int(name.split(".")[1]))',
         "ParallelMixture(m, grid, overlap, layer=min(int(name.split('.')[1]), model.num_hidden_layers - 1))",
@@ -154,7 +154,7 @@ MULTI_TOKEN = [
         against="plain",
     ),
     Mutant(
-        "a token without a next one is embedded as the last row of the table",
+        "if a token has no next token, prediction layers read the last row of the embedding table",
         "parallel.tensor.embedding:Embedding.look_up",
         "indices_BS - self.x.rank * rows",
         "indices_BS % (rows * self.x.size) - self.x.rank * rows",
@@ -170,13 +170,13 @@ PREDICTION_BLOCK = "models.transformer:PredictionBlock.forward"
 
 IN_THE_MODEL = [
     Mutant(
-        "embeddings and hidden states are joined in the other order",
+        "the projections of embeddings and hidden states are swapped",
         PREDICTION_BLOCK,
         "self.e_proj(self.embedding_layernorm(next_BSH)) + self.h_proj(self.hidden_layernorm(x_BSH))",
         "self.h_proj(self.embedding_layernorm(next_BSH)) + self.e_proj(self.hidden_layernorm(x_BSH))",
     ),
     Mutant(
-        "the norms of embeddings and hidden states are exchanged",
+        "the norms of embeddings and hidden states are swapped",
         PREDICTION_BLOCK,
         "self.e_proj(self.embedding_layernorm(next_BSH)) + self.h_proj(self.hidden_layernorm(x_BSH))",
         "self.e_proj(self.hidden_layernorm(next_BSH)) + self.h_proj(self.embedding_layernorm(x_BSH))",
@@ -212,7 +212,7 @@ IN_THE_MODEL = [
         "self._embed_tokens(next_tokens_BSD[..., 0])",
     ),
     Mutant(
-        "prediction layers are skipped by the gradient",
+        "the gradient of prediction layers does not reach the layers before them",
         "models.transformer:Transformer._predict",
         "block(x_BSH, contexts[block.layer_type], next_BSH)",
         "block(x_BSH.detach(), contexts[block.layer_type], next_BSH)",

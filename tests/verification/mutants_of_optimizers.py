@@ -10,7 +10,7 @@ MUON_GROUPS = {"optimizer": MUON["optimizer"] | GROUPS["optimizer"]}
 
 OPTIMIZERS = [
     Mutant(
-        "halves of a matrix are orthogonalized separately",
+        "Muon orthogonalizes the two halves of a matrix separately",
         "training.owned_matrices:OwnedMatrices.transform",
         "whole_BMN = function(whole_BMN)",
         "whole_BMN = function(whole_BMN.unflatten(1, (2, -1)).flatten(0, 1)).reshape(whole_BMN.shape)",
@@ -18,14 +18,14 @@ OPTIMIZERS = [
         sections=MUON,
     ),
     Mutant(
-        "the matrices of an owner are orthogonalized as one matrix",
+        "Muon orthogonalizes all matrices of an owner as one matrix",
         "training.owned_matrices:OwnedMatrices.transform",
         "whole_BMN = function(whole_BMN)",
         "whole_BMN = function(whole_BMN.flatten(0, 1)[None])[0].reshape(whole_BMN.shape)",
         sections=MUON,
     ),
     Mutant(
-        "experts change places on the way back",
+        "Muon applies the update of one expert to another expert",
         "training.owned_matrices:OwnedMatrices.transform",
         "results = _flat(whole_BMN, each)",
         "results = _flat(whole_BMN.flip(0), each)",
@@ -35,7 +35,7 @@ OPTIMIZERS = [
         "plain",
     ),
     Mutant(
-        "an owner writes all its matrices into the first one",
+        "with Muon, an owner collects the shards of all its matrices in its first matrix",
         "training.owned_matrices:_in_place",
         "matrices_BMN[slot]",
         "matrices_BMN[0]",
@@ -43,7 +43,7 @@ OPTIMIZERS = [
         sections=MUON,
     ),
     Mutant(
-        "updates are scaled by the shape of the tile",
+        "Muon scales an update by the shape of the tile, not of the full matrix",
         "training.optimizer:ShardedOptimizer._step_muon",
         "update_scale(shard.global_shape)",
         "update_scale(tuple(update.shape))",
@@ -51,14 +51,14 @@ OPTIMIZERS = [
         sections=MUON,
     ),
     Mutant(
-        "updates are scaled by the shorter side",
+        "Muon scales an update by the shorter side of the matrix, not by the longer side",
         "training.newton_schulz:update_scale",
         "max(shape[-2:])",
         "min(shape[-2:])",
         sections=MUON,
     ),
     Mutant(
-        "Newton-Schulz takes four steps",
+        "Newton-Schulz takes four steps instead of five",
         "training.newton_schulz:orthogonalize",
         "range(STEPS)",
         "range(STEPS - 1)",
@@ -89,7 +89,7 @@ OPTIMIZERS = [
         sections=MUON,
     ),
     Mutant(
-        "Muon's matrices do not decay",
+        "Muon applies no weight decay",
         "training.optimizer:ShardedOptimizer._apply",
         "wide.mul_(1 - rate * own.weight_decay)",
         "wide.mul_(1)",
@@ -97,7 +97,7 @@ OPTIMIZERS = [
         sections=MUON,
     ),
     Mutant(
-        "Muon's groups have no learning rate of their own",
+        "with Muon, parameter groups ignore their own learning rates",
         "training.optimizer:ShardedOptimizer._apply",
         "rate = lr * own.lr_ratio",
         "rate = lr",
@@ -122,7 +122,7 @@ OPTIMIZERS = [
         "plain",
     ),
     Mutant(
-        "AdamW updates the adapters",
+        "with Muon, AdamW updates the LoRA adapters",
         "config.optimizer_rules:rule_of",
         'name.startswith("layers.")',
         'name.startswith("none")',
@@ -130,7 +130,7 @@ OPTIMIZERS = [
         against="plain",
     ),
     Mutant(
-        "a resumed run has no momentum",
+        "a resumed run starts without Muon's momentum",
         "checkpoints.checkpoint:load_checkpoint",
         "trained_parts(job, state.has_averages)",
         '{n: p for n, p in trained_parts(job, state.has_averages).items() if "momentum" not in n}',
@@ -138,7 +138,7 @@ OPTIMIZERS = [
         sections=MUON,
     ),
     Mutant(
-        "Lion's betas are exchanged",
+        "Lion's betas are swapped",
         "training.optimizer:ShardedOptimizer._step_lion",
         "beta1, beta2 = self.config.betas",
         "beta2, beta1 = self.config.betas",
@@ -146,7 +146,7 @@ OPTIMIZERS = [
         sections=LION,
     ),
     Mutant(
-        "Lion steps by the mean, not its sign",
+        "Lion's update is the interpolated momentum, not its sign",
         "training.optimizer:ShardedOptimizer._step_lion",
         "update /= update.abs().clamp_(min=self.config.eps)",
         "update /= update.abs().mean()",
@@ -154,7 +154,7 @@ OPTIMIZERS = [
         sections=LION,
     ),
     Mutant(
-        "Lion's mean uses the wrong beta",
+        "Lion's momentum uses the wrong beta",
         "training.optimizer:ShardedOptimizer._step_lion",
         "mean.lerp_(grad, 1 - beta2)",
         "mean.lerp_(grad, 1 - beta1)",

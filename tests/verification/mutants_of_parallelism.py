@@ -10,14 +10,14 @@ from mutants_of_pipelines import PIPELINE
 
 TOKENS_AND_INPUTS = [
     Mutant(
-        "attention reads tokens in rank order as if in sequence order",
+        "attention treats tokens in rank order as if they were in sequence order",
         "parallel.attention.attention:whole_sequences",
         "t.unflatten(0, (ranks, -1)).transpose(0, 1)",
         "t.unflatten(0, (-1, ranks))",
         grid=X2,
     ),
     Mutant(
-        "tokens are joined sequence by sequence but split rank by rank",
+        "a gather returns tokens in sequence order, but the next split expects rank order",
         "parallel.grid.communicate:_join",
         "parts.movedim(0, dim).flatten(dim, dim + 1)",
         "parts.movedim(0, dim or parts.dim() // 4).flatten(dim, dim + 1)",  # changes only tensors of tokens

@@ -6,7 +6,7 @@ from mutants import DEEP_GPT, DEEP_LLAMA, ONE_SEQUENCE, Mutant
 
 PIPELINE = [
     Mutant(
-        "gradients of a tied embedding are not summed over its two stages",
+        "gradients of a tied embedding are not summed over the first and the last stage",
         "parallel.pipeline.pipeline:EmbeddingCopies.sum_gradients",
         'gradient.add_(swap(gradient, self.holders, "gradients of the embedding\'s copies"))',
         "pass",
@@ -15,7 +15,7 @@ PIPELINE = [
         ONE_SEQUENCE,
     ),
     Mutant(
-        "gradients of a tied embedding are not summed if one rank has both stages",
+        "gradients of a tied embedding are not summed if one rank has the first and the last stage",
         "parallel.pipeline.pipeline:EmbeddingCopies.sum_gradients",
         "first.add_(last)",
         "first.add_(0)",
@@ -24,7 +24,7 @@ PIPELINE = [
         ONE_SEQUENCE,
     ),
     Mutant(
-        "a pipeline runs the first micro-batch every time",
+        "a pipeline runs the first micro-batch again instead of the other micro-batches",
         "parallel.pipeline.pipeline:_PipelineStep._forward",
         "self.micro_batches[op.micro_batch]",
         "self.micro_batches[0]",
@@ -33,7 +33,7 @@ PIPELINE = [
         ONE_SEQUENCE,
     ),
     Mutant(
-        "a pipeline's loss is not scaled",
+        "with a pipeline, the gradients are not multiplied by the loss scale",
         "parallel.pipeline.pipeline:_PipelineStep._forward",
         "(out * self.loss_scale).sum()",
         "out.sum()",
@@ -42,7 +42,7 @@ PIPELINE = [
         ONE_SEQUENCE,
     ),
     Mutant(
-        "a stage's gradients are summed after the first micro-batch",
+        "a stage sums its gradients over dp after the first micro-batch, not after the last",
         "parallel.pipeline.pipeline:_PipelineStep._differentiate",
         "len(self.micro_batches)",
         "1",

@@ -8,7 +8,7 @@ PAIRS = {"dpo": {"beta": 0.2}, "data": {"format": "preferences", "train": [{"pat
 
 PREFERENCES = [
     Mutant(
-        "the rejected answer is preferred",
+        "DPO prefers the rejected answer",
         "parallel.tensor.preference_head:_PreferenceLoss.forward",
         "chosen_P, rejected_P = rewards_B.unflatten(0, (-1, 2)).unbind(1)",
         "rejected_P, chosen_P = rewards_B.unflatten(0, (-1, 2)).unbind(1)",
@@ -16,7 +16,7 @@ PREFERENCES = [
         sections=PAIRS,
     ),
     Mutant(
-        "the gradient grows with the margin instead of shrinking",
+        "DPO's gradient grows with the margin instead of shrinking",
         "parallel.tensor.preference_head:_PreferenceLoss.forward",
         "torch.sigmoid(-margins_P)",
         "torch.sigmoid(margins_P)",
@@ -24,7 +24,7 @@ PREFERENCES = [
         sections=PAIRS,
     ),
     Mutant(
-        "the reference is ignored",
+        "DPO ignores the reference model",
         "parallel.tensor.preference_head:_PreferenceLoss.forward",
         "head.log_probabilities(x_BSh, weight, labels_BS) - reference_B",
         "head.log_probabilities(x_BSh, weight, labels_BS) - 0 * reference_B",
@@ -32,7 +32,7 @@ PREFERENCES = [
         sections=PAIRS,
     ),
     Mutant(
-        "an answer's log-probability lacks the tokens of other ranks of y",
+        "an answer's log-probability leaves out the tokens of other y ranks",
         "parallel.tensor.preference_head:PreferenceHead.log_probabilities",
         "(self.y, self.cp)",
         "(self.cp,)",
@@ -40,7 +40,7 @@ PREFERENCES = [
         sections=PAIRS,
     ),
     Mutant(
-        "an answer's log-probability lacks the tokens of other ranks of cp",
+        "an answer's log-probability leaves out the tokens of other cp ranks",
         "parallel.tensor.preference_head:PreferenceHead.log_probabilities",
         "(self.y, self.cp)",
         "(self.y,)",
@@ -48,7 +48,7 @@ PREFERENCES = [
         sections=PAIRS,
     ),
     Mutant(
-        "every rank of cp counts the loss of a pair",
+        "every cp rank counts the full loss of a pair",
         "parallel.tensor.preference_head:_PreferenceLoss.forward",
         "-F.logsigmoid(margins_P).sum() / head.cp.size",
         "-F.logsigmoid(margins_P).sum() / 1",
@@ -56,7 +56,7 @@ PREFERENCES = [
         sections=PAIRS,
     ),
     Mutant(
-        "tokens count for other answers of their micro-batch",
+        "log-probabilities of tokens are added to the wrong answers",
         "parallel.tensor.preference_head:PreferenceHead.log_probabilities",
         "torch.arange(len(labels_BS), device=x_BSh.device).repeat_interleave",
         "torch.arange(len(labels_BS), device=x_BSh.device).repeat",
@@ -64,7 +64,7 @@ PREFERENCES = [
         sections=PAIRS,
     ),
     Mutant(
-        "the recorded accuracy counts the pairs whose rejected answer wins",
+        "DPO's recorded accuracy counts the pairs whose rejected answer wins",
         "parallel.tensor.preference_head:PreferenceHead.note",
         "margins_P > 0",
         "margins_P < 0",
@@ -72,7 +72,7 @@ PREFERENCES = [
         sections=PAIRS,
     ),
     Mutant(
-        "the mean is over tokens, not over pairs",
+        "DPO's loss is a mean over tokens, not over pairs",
         "training.job:Job.count_kept",
         "self.run.dpo.beta",
         "not self.run.dpo.beta",

@@ -19,7 +19,7 @@ DATA_PATH = [
         grid=DP2,
     ),
     Mutant(
-        "a conversation has the mask of answers of the one before",
+        "a conversation uses the answer mask of the conversation before it",
         "data.conversations:PackedConversations.read",
         "self.answers.read(start, length)",
         "self.answers.read(max(0, start - length), length)",
@@ -27,7 +27,7 @@ DATA_PATH = [
         sections=ANSWERS,
     ),
     Mutant(
-        "the rejected answer has the mask of the chosen one",
+        "the rejected answer uses the answer mask of the chosen one",
         "data.conversations:PreferencePairs.read",
         "self.answers.read(start, length)",
         "self.answers.read(int(self._offsets[document // 2 * 2]), length)",
@@ -35,14 +35,14 @@ DATA_PATH = [
         sections=PAIRS,
     ),
     Mutant(
-        "documents start one token late",
+        "document boundaries are one token late",
         "data.dataset:TokenWindows.read",
         "absent + self.corpus.document_starts(start + absent, length - absent)",
         "absent + 1 + self.corpus.document_starts(start + absent, length - absent - 1)",
         grid=X2,
     ),
     Mutant(
-        "a document of one token joins the document before it",
+        "a document of one token becomes part of the document before it",
         "data.loader:document_ends",
         "is_last[:, :-1] = documents[:, 1:] != documents[:, :-1]",
         "is_last[:, :-1] = documents[:, 1:] != documents[:, :-1]\nis_last[:, 1:-1] &= ~is_last[:, :-2]",
@@ -50,7 +50,7 @@ DATA_PATH = [
         sections=PACKED,
     ),
     Mutant(
-        "data after padding counts as padding",
+        "all tokens after the first padding count as padding",
         "data.loader:Loader.assemble",
         "np.ascontiguousarray(is_data[row, :-1])",
         "np.logical_and.accumulate(is_data[row, :-1], axis=1)",
@@ -60,7 +60,7 @@ DATA_PATH = [
         against="plain",
     ),
     Mutant(
-        "the longer answer of a pair is cut to the shorter one",
+        "the longer answer of a pair is cut to the length of the shorter one",
         "training.job:Job.forward",
         "micro_batch.labels",
         "micro_batch.labels.masked_fill((micro_batch.labels < 0).view(-1, 2, micro_batch.labels.shape[1]).any(1)"
@@ -86,7 +86,7 @@ TRAINER = [
         grid=DP2,
     ),
     Mutant(
-        "the batch of a step that overflows is read again",
+        "if a step overflows, the next step reads the same batch again",
         "training.trainer:Trainer.train_step",
         "self.steps = step + 1",
         "self.steps = step + is_updated",
@@ -94,7 +94,7 @@ TRAINER = [
         sections=FP16,
     ),
     Mutant(
-        "the batch after a step that overflows is left out",
+        "if a step overflows, the next batch is skipped",
         "training.trainer:Trainer.train_step",
         "self.steps = step + 1",
         "self.steps = step + 2 - is_updated",
@@ -102,7 +102,7 @@ TRAINER = [
         sections=FP16,
     ),
     Mutant(
-        "the reference's log-probabilities belong to other answers",
+        "the reference model's log-probabilities are assigned to the wrong answers",
         "training.reference_model:reference_log_probabilities",
         "torch.cat(outputs).double()",
         "torch.cat(outputs).double().flip(0)",
@@ -110,7 +110,7 @@ TRAINER = [
         sections=PAIRS,
     ),
     Mutant(
-        "a resumed run uses its own weights as the reference",
+        "after resuming, DPO uses the run's trained weights as the reference model",
         "training.reference_model:install_reference",
         "checkpoint is None",
         "True",
@@ -118,7 +118,7 @@ TRAINER = [
         sections=PAIRS,
     ),
     Mutant(
-        "the margin of pairs counts only one rank",
+        "DPO's recorded margin covers only one rank",
         "training.job:Job.take_preferences",
         "(self.grid.batch, self.grid.pp)",
         "(self.grid.pp,)",
@@ -126,7 +126,7 @@ TRAINER = [
         sections=PAIRS,
     ),
     Mutant(
-        "the wrong answer's reward is recorded",
+        "the rejected answer's reward is recorded as the chosen answer's reward",
         "parallel.tensor.preference_head:_PreferenceLoss.forward",
         "head.note(margins_P, chosen_P)",
         "head.note(margins_P, rejected_P)",
@@ -141,7 +141,7 @@ TRAINER = [
         grid=DP2,
     ),
     Mutant(
-        "every validation has different data",
+        "each validation uses different data",
         "training.validation_loss:validate",
         "corpora.validation.step(step)",
         "corpora.validation.step(step + job.optimizer.steps_taken() - 1)",
@@ -156,7 +156,7 @@ TRAINER = [
         sections=HASH,
     ),
     Mutant(
-        "validation reads the weights instead of their averages",
+        "validation of the averages uses the weights instead",
         "training.weight_average:WeightAverage.in_place_of_weights",
         "shard.local.copy_(average)",
         "shard.local.copy_(shard.local)",
@@ -164,7 +164,7 @@ TRAINER = [
         sections=AVERAGE,
     ),
     Mutant(
-        "validation with the averaged weights leaves them in place",
+        "after validation, training continues with the averaged weights",
         "training.weight_average:WeightAverage.in_place_of_weights",
         "shard.local.copy_(weight)",
         "shard.local.copy_(shard.local)",
@@ -172,14 +172,14 @@ TRAINER = [
         sections=AVERAGE,
     ),
     Mutant(
-        "the recorded learning rate belongs to the next step",
+        "the recorded learning rate is the learning rate of the next step",
         "training.run_record:RunRecord.step",
         "self.job.learning_rate(step)",
         "self.job.learning_rate(step + 1)",
         grid=X2,
     ),
     Mutant(
-        "the recorded share of trained tokens counts only one rank",
+        "the recorded share of trained tokens covers only one rank",
         "training.step_checks:figures_of_all_ranks",
         "result.kept_tokens",
         "result.kept_tokens / 2",
@@ -191,13 +191,13 @@ BF16_WEIGHTS = {"training": {"precision": "bf16", "master_weights": "bf16"}}
 
 STEP = [
     Mutant(
-        "the mean is over micro-batches, not over the tokens of a step",
+        "the loss is a mean over micro-batches, not over the tokens of a step",
         "training.job:Job.forward_backward",
         "loss * scale",
         "loss * factor / (micro_batch.labels >= 0).sum().clamp(min=1) / len(micro_batches)",
     ),
     Mutant(
-        "fp16 gradients overflow in a layer, although its results are small",
+        "fp16 gradients overflow inside a matmul, although its result is small",
         "parallel.tensor.matmuls:Matmuls.input_gradient",
         "return grad @ weight",
         "return (grad * 65536) @ weight / 65536",
@@ -221,7 +221,7 @@ STEP = [
         sections=FP16,
     ),
     Mutant(
-        "the validation loss counts only one rank",
+        "the validation loss covers only one rank",
         "training.job:Job.evaluate",
         "self.mean_loss(self.outputs(micro_batches), kept)",
         "torch.stack([total / 64 for total in self.outputs(micro_batches)]).mean()",
@@ -239,7 +239,7 @@ STEP = [
 
 AUDIT = [
     Mutant(
-        "the audit leaves out the cap of the logits",
+        "the audit does not cap the logits",
         "memorization.scorers:_scored",
         "logits_mV = softcapped(logits_mV, head.softcap)",
         "pass",
@@ -247,7 +247,7 @@ AUDIT = [
         DP2,
     ),
     Mutant(
-        "the audit counts the padding of the vocabulary",
+        "the audit includes the padding of the vocabulary",
         "memorization.scorers:_scored",
         "all_gather(logits_mv, head.x, 1, 'audit: logits')[:, : head.vocab_size]",
         "all_gather(logits_mv, head.x, 1, 'audit: logits')",
@@ -255,7 +255,7 @@ AUDIT = [
         X2,
     ),
     Mutant(
-        "the audit joins the ranks of cp in their own order",
+        "the audit joins tokens in the order of the cp ranks, not of the sequence",
         "memorization.scorers:GridScorer._in_order",
         "order_S.argsort()",
         "order_S.argsort().sort().values",
@@ -283,21 +283,21 @@ AUDIT = [
         grid=Y2,
     ),
     Mutant(
-        "the audit divides by a normalizer in 16 bits",
+        "the audit rounds the softmax normalizer to 16 bits",
         "memorization.scores:score_logits",
         "normalizer_m = total_m.log()",
         "normalizer_m = total_m.bfloat16().log().float()",
         grid=DP2,
     ),
     Mutant(
-        "the audit's mean log-probability is that of the target",
+        "the audit records the target's log-probability as the mean log-probability",
         "memorization.scores:score_logits",
         "mean_m - normalizer_m",
         "log_prob_m",
         grid=DP2,
     ),
     Mutant(
-        "the variance of the audit is not centered",
+        "the audit computes the variance without subtracting the mean",
         "memorization.scores:score_logits",
         "logits_mV.sub_(mean_m[:, None])",
         "logits_mV",
@@ -311,7 +311,7 @@ AUDIT = [
         grid=DP2,
     ),
     Mutant(
-        "the audit predicts the token after the most likely one",
+        "the audit predicts the wrong token: the id of the most likely token plus 1",
         "memorization.scores:score_logits",
         "predicted_m.float()",
         "(predicted_m + 1).float() % logits_mV.shape[1]",

@@ -7,9 +7,12 @@ PUBLISHED = {
         "the gradient of the key that heads share is not summed over y",
         "every batch, with latent attention",
     ),
-    "Automodel #2131": ("the convolution leaks into the next document", "packed documents, with linear attention"),
+    "Automodel #2131": (
+        "the convolution of linear attention leaks into the next document",
+        "packed documents, with linear attention",
+    ),
     "axolotl #3033": (
-        "the loss is a mean over the rank's own tokens, even if it has none",
+        "each rank divides its loss by its own number of labels, even if this number is 0",
         "a micro-batch without labels",
     ),
     "DeepSpeed #2695, fairseq2 #1374": (
@@ -26,28 +29,37 @@ PUBLISHED = {
         "prediction layers read the next document's tokens",
         "packed documents, with multi-token prediction",
     ),
-    "Megatron-LM #6717, #7207": ("the validation loss counts only one rank", "labels spread unevenly over ranks"),
+    "Megatron-LM #6717, #7207": ("the validation loss covers only one rank", "labels spread unevenly over ranks"),
     "Megatron-LM #6839": (
         "the gradient of the key that heads share is not summed over x",
         "every batch, with latent attention",
     ),
     "Megatron-LM #7452": (
-        "the gradient of the gated norm is not summed over the ranks that share heads",
+        "the gradient of linear attention's gated norm is not summed over y",
         "every batch, with linear attention",
     ),
-    "optimum-intel #1877": ("scores lack the factor of mscale_all_dim", "every batch, with latent attention and YaRN"),
-    "prime-rl #3002": ("with cp, linear attention ignores documents", "packed documents, with linear attention"),
+    "optimum-intel #1877": (
+        "attention scores lack YaRN's factor from mscale_all_dim",
+        "every batch, with latent attention and YaRN",
+    ),
+    "prime-rl #3002": (
+        "with cp, linear attention ignores document boundaries",
+        "packed documents, with linear attention",
+    ),
     "prime-rl #3002, second bug": (
-        "the convolution reads nothing of the previous cp rank's tokens",
+        "the convolution of linear attention does not read the last tokens of the previous cp rank",
         "every batch, with linear attention",
     ),
     "slime #1686, Automodel #2131": (
         "the state of linear attention leaks into the next document",
         "packed documents, with linear attention",
     ),
-    "TransformerEngine #715 (ROCm)": ("the gradient norm counts shared weights once for each rank", "every batch"),
+    "TransformerEngine #715 (ROCm)": (
+        "the gradient norm counts a weight once for each rank that has a copy",
+        "every batch",
+    ),
     "transformers #34191": (
-        "the mean is over micro-batches, not over the tokens of a step",
+        "the loss is a mean over micro-batches, not over the tokens of a step",
         "labels spread unevenly over micro-batches",
     ),
     "verl #3562, miles #3219": (

@@ -50,7 +50,7 @@ class MeasuredRow(BaseModel):
     source: str = "unnamed"
     """Name of the publication, or a name for your own measurements."""
     where: str = ""
-    """Where in the source the row comes from: file and line, or table."""
+    """Where the source states the measurement: file and line, or table."""
     system: str = ""
     """Name of the cluster."""
     notes: str = ""
@@ -116,7 +116,7 @@ class MeasuredRow(BaseModel):
     shared_ffn_hidden: float = Field(0.0, ge=0, lt=LARGEST)
     """Inner width of the shared expert, a gated MLP."""
     dense_layers: float = Field(0.0, ge=0, lt=LARGEST)
-    """Number of blocks of an MoE model with a dense MLP (of width `ffn_hidden`) instead of experts."""
+    """MoE models: number of blocks that have a dense MLP (of width `ffn_hidden`) instead of experts."""
     capacity_factor: Size | None = None
     """Largest number of tokens that an expert processes, as a multiple of the mean over the experts. Default: no
     limit."""
@@ -175,7 +175,7 @@ class MeasuredRow(BaseModel):
     """Number of GPUs in a shard group. Default: all data-parallel ranks for `fsdp`, and the GPUs of a node for
     `hsdp`."""
     recompute: Literal["none", "selective", "full"] | None = None
-    """Which activations of a block the backward pass recomputes: none, some (`selective`), or all (`full`)."""
+    """Which activations of a block the backward pass recomputes: none (`none`), some (`selective`), or all (`full`)."""
     recompute_what: Literal["attention", "ops", "layers", "activations"] = "attention"
     """What selective recompute repeats. `attention`: the attention core. `layers`: some layers. `activations`: the
     norms, and the activation functions of MLPs and experts. `ops` (torchtitan's per-op mode): half of the matmuls, and
@@ -205,15 +205,15 @@ class MeasuredRow(BaseModel):
     """What `memory_gb` measures: all memory in use on the device, as in nvidia-smi (`device`), or the memory that
     PyTorch's allocator has reserved (`allocator`)."""
     expandable_segments: Flag = False
-    """Whether PyTorch's allocator uses expandable segments. Runs of fourfold always do."""
+    """Whether PyTorch's allocator uses expandable segments. fourfold always uses them."""
     out_of_memory: Flag = False
     """`yes` if the run ran out of memory."""
     cp_method: Literal["gathered", "ring", "ulysses"] = "gathered"
     """How the cp ranks share attention: they gather keys and values (`gathered`), pass them around a ring (`ring`), or
     divide the heads among themselves (`ulysses`)."""
     tiled: Literal["none", "loss", "both"] = "none"
-    """What processes one chunk of tokens at a time, to save memory: the loss (`loss`), or the loss and the MLP
-    (`both`). A chunk has as many tokens as the hidden size."""
+    """Which part of the model processes the tokens in chunks, to save memory: the loss (`loss`), or the loss and the
+    MLP (`both`). A chunk has as many tokens as the hidden size."""
     offload: Literal["none", "inputs", "optimizer", "both"] = "none"
     """What is stored in host memory. `inputs`: the inputs of recomputed blocks. `optimizer`: the gradients, optimizer
     states, and 32-bit weights. `both`: all of these."""
