@@ -1,10 +1,9 @@
-"""Compare the speed of grouped matmuls (one kernel for all experts) with a loop over the experts, and with a single
-matmul that has the same FLOPs.
+"""Compare grouped matmuls of experts with a loop over the experts, and with one matmul that has the same FLOPs.
 
     python -m benchmarks.grouped [--device cpu] [--json FILE]
 
-The dtype is bf16. The sizes come from the up projections of Mixtral 8x7B, OLMoE, and Qwen3-30B-A3B. Experts get
-different numbers of rows.
+A grouped matmul runs the matmuls of all experts in one kernel. The dtype is bf16. The sizes come from the up
+projections of Mixtral 8x7B, OLMoE, and Qwen3-30B-A3B. Experts get different numbers of rows.
 """
 
 from __future__ import annotations

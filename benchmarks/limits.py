@@ -1,5 +1,6 @@
-"""Measure three lower limits for the time of a step: only its computation, only its collectives, and only its matmuls
-and attention."""
+"""Measure lower limits for the time of a training step.
+
+There are three limits: the time of the step's computation, of its collectives, and of its matmuls and attention."""
 
 from __future__ import annotations
 

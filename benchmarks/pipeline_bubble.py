@@ -1,5 +1,4 @@
-"""Measure how long the ranks of real pipelines on one machine are idle (the bubble), and compare this with two
-predictions.
+"""Measure how long the ranks of real pipelines are idle (the bubble), and compare this with two predictions.
 
     python -m benchmarks.pipeline_bubble [--device cuda] [--pp 2] [--steps 5] [--json results.json]
 

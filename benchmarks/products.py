@@ -1,5 +1,4 @@
-"""Find the fastest memory layouts for the matmuls of the GPT presets on this machine, and measure how much faster they
-are.
+"""Find the fastest memory layouts for the matmuls of the GPT presets, and measure how much time they save.
 
     python -m benchmarks.products [--device cpu] [--json FILE] [--threads 1]
 

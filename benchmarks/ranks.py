@@ -1,5 +1,4 @@
-"""Start the processes of a benchmark, and compare the times of several training steps (contenders) in the same
-processes."""
+"""Start the processes of a benchmark, and compare the times of several training steps, called contenders."""
 
 from __future__ import annotations
 
