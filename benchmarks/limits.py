@@ -1,6 +1,7 @@
 """Measure lower limits for the time of a training step.
 
-There are three limits: the time of the step's computation, of its collectives, and of its matmuls and attention."""
+There are three limits: the time of the step's computation, of its collectives, and of its matmuls and attention.
+"""
 
 from __future__ import annotations
 

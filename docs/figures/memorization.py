@@ -1,7 +1,8 @@
 """Draw the figure of docs/memorization-measured.md: python docs/figures/memorization.py
 
 It reads docs/figures/memorization.json, a copy of the file results.json that examples/memorization/protocol.py
-writes."""
+writes.
+"""
 
 from __future__ import annotations
 
