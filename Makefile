@@ -2,18 +2,20 @@
 PYTHON ?= python3
 VENV := .venv
 OUT ?= gpu-results
-# Of `make gpu`, all parts together.
+# Time limit of `make gpu` in seconds, for all its parts together.
 SECONDS ?= 480
-# Packages for a GPU machine without network, and the Python that runs there.
+# For a GPU machine without network: the folder of its packages, and its version of Python.
 WHEELS ?=
 GPU_PYTHON ?= 3.12
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_24_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 \
 	manylinux1_x86_64
 PIP_DOWNLOAD := -m pip download --quiet --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
 	$(addprefix --platform ,$(PLATFORMS))
-# Named exactly: a range would fetch gigabytes of CUDA libraries where the CPU build is wanted.
+# The exact version. With a range, pip could choose a newer version with gigabytes of CUDA libraries instead of the CPU
+# build.
 TORCH := torch==2.13.0
-# The tests start many processes: they find compiled modules, also where the shell wants none written.
+# Let Python write compiled modules, even if the shell forbids it: the tests start many processes, which load them
+# faster.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-slow test-slow-part lint docs gpu gpu-wheels clean
@@ -37,7 +39,7 @@ test: $(VENV)/.installed-test
 test-slow: $(VENV)/.installed-test
 	$(VENV)/bin/pytest -m slow -n 2 --dist worksteal
 
-# A part of the slow tests that changes from commit to commit.
+# Run a random sample of the slow tests, which is different for each commit.
 test-slow-part: $(VENV)/.installed-test
 	$(VENV)/bin/pytest -m slow --sample "$$(git rev-parse HEAD)" --minutes 25
 
@@ -46,19 +48,21 @@ lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/mypy
 
-# A site in site/, to be read with `python -m http.server -d site`; a link that leads nowhere is an error.
+# Build the website in site/. Read it with `python -m http.server -d site`. A broken link is an error.
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
 
-# With the packages that are there: a machine with a GPU has its own torch, and often no network. docs/gpu.md has more.
+# Use the Python packages of the machine, without a virtual environment: a GPU machine has its own torch, and often no
+# network. docs/gpu.md describes this command.
 gpu:
 	$(PYTHON) -m benchmarks.gpu $(OUT) --seconds $(SECONDS) $(if $(WHEELS),--wheels $(WHEELS))
 
-# Everything but torch that the tests and the benchmarks need on a GPU machine; torchtitan as a contender.
+# Download all packages that the tests and the benchmarks need on a GPU machine, except torch and NumPy. The benchmarks
+# compare fourfold with torchtitan.
 gpu-wheels:
 	$(PYTHON) $(PIP_DOWNLOAD) --dest $(or $(WHEELS),wheels) pydantic safetensors xxhash tokenizers \
 		typer rich pytest pytest-xdist hypothesis 'transformers>=5.21'
-	rm -f $(or $(WHEELS),wheels)/numpy-*.whl # the machine's torch has its own
+	rm -f $(or $(WHEELS),wheels)/numpy-*.whl # The machine already has a NumPy that fits its torch.
 	$(PYTHON) $(PIP_DOWNLOAD) --dest $(or $(WHEELS),wheels) --no-deps torchao torchtitan==0.3.0 spmd_types==0.2.3 tyro \
 		docstring_parser typeguard
 

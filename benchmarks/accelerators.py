@@ -1,4 +1,4 @@
-"""Emulate accelerators in a benchmark: each matmul takes as long as it would on a device of a given rate."""
+"""Emulate accelerators in a benchmark: make each matmul take as long as on a device with a given number of FLOP/s."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 ATEN = torch.ops.aten
-FLOPS: dict[Any, Callable[..., int]] = flop_registry | {ATEN.addmm_: flop_registry[ATEN.addmm]}  # torch lacks addmm_.
+# torch's flop_registry has no entry for addmm_.
+FLOPS: dict[Any, Callable[..., int]] = flop_registry | {ATEN.addmm_: flop_registry[ATEN.addmm]}
 
 
 class Accelerators(TorchDispatchMode):
-    """Computes every matmul, and then sleeps until a device of ``flops_per_second`` would have finished it.
+    """Compute every matmul, and then sleep until a device with ``flops_per_second`` would have finished the matmul.
 
-    While a process sleeps, the CPU is free for the network, like the host of a GPU. The results do not change.
+    While the process sleeps, its CPU core can send and receive data, as the host can while a GPU computes. The results
+    of the matmuls do not change.
     """
 
     def __init__(self, flops_per_second: float) -> None:
@@ -38,5 +40,6 @@ class Accelerators(TorchDispatchMode):
 
 
 def accelerators(gflops_per_second: float) -> AbstractContextManager[object]:
-    """Return a context that emulates accelerators with this rate. 0 means the CPU's own speed."""
+    """Return a context that emulates accelerators with this rate. If the rate is 0, matmuls run at the CPU's own
+    speed."""
     return Accelerators(gflops_per_second * 1e9) if gflops_per_second else nullcontext()

@@ -1,4 +1,4 @@
-"""Count the bytes that torch's operations read from a cache."""
+"""Count the bytes that torch's operations read from a key-value cache."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _ROWS = {
     aten.index.Tensor,
     aten.embedding.default,
 }
-"""Operations that read only those rows of their first argument that they return."""
+"""Operations that return some rows of their first argument, and read only these rows."""
 
 _WRITES = {aten.copy_.default, aten.index_copy_.default}
-"""Operations that only write to their first argument."""
+"""Operations that write to their first argument and do not read it."""
 
 
 class CacheTraffic(TorchDispatchMode):
-    """A context in which every torch operation that reads memory of ``cache`` adds to ``bytes_read``.
+    """Count in ``bytes_read`` how many bytes torch's operations read from the tensors of ``cache`` inside this context.
 
-    Views read nothing, operations that select rows read only those rows, and all other operations read their whole
-    arguments. Kernels outside torch are not counted.
+    Views read nothing. Operations that select rows read only the selected rows. All other operations read all elements
+    of their arguments. Kernels that do not belong to torch are not counted.
     """
 
     def __init__(self, cache: Sequence[Tensor]) -> None:
@@ -60,8 +60,8 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def floor_bytes(length: int, head_dim: int, d: int, k: int, heads: int, itemsize: int) -> int:
-    """Return the smallest number of bytes that a step can read for one sequence: d dims of every key, and k whole keys
-    and values.
+    """Return the smallest number of bytes that a decoding step of Loki can read for one sequence: d dims of every key,
+    and all dims of k keys and values.
 
     Args:
         length: Number of tokens in the cache.
@@ -75,5 +75,5 @@ def floor_bytes(length: int, head_dim: int, d: int, k: int, heads: int, itemsize
 
 
 def dense_bytes(length: int, head_dim: int, heads: int, itemsize: int) -> int:
-    """Return the number of bytes that dense attention reads for one sequence, which are all keys and values."""
+    """Return the number of bytes that dense attention reads for one sequence: all keys and values."""
     return heads * itemsize * 2 * length * head_dim

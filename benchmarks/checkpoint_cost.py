@@ -1,9 +1,9 @@
-"""Measure how much time checksums add to a save, and verification to a load. Calls with and without them alternate, on
-one process.
+"""Measure how much time checksums add to saving a checkpoint, and how much time verification adds to loading it.
 
     python -m benchmarks.checkpoint_cost [--hidden 512] [--rounds 7] [--folder DIR]
 
-Prints the median, the smallest, and the largest ratio of the times of consecutive saves and loads.
+The benchmark has one process. It alternates between saves (or loads) with and without these checks. A ratio is the time
+with checks divided by the time without checks. The benchmark prints the median, the smallest, and the largest ratio.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def job_of(hidden: int) -> Job:
-    """Return the job of a Llama with eight layers, with its optimizer's moments."""
+    """Return a job with a Llama of eight layers, its initial weights, and its optimizer's moments."""
     run = make_run(
         {
             "model": {
@@ -80,7 +80,7 @@ def job_of(hidden: int) -> Job:
 
 
 def saved(job: Job, folder: Path) -> int:
-    """Save the job, and return the bytes of the checkpoint."""
+    """Save the job, and return the size of the checkpoint in bytes."""
     Checkpointer(folder, job, CheckpointConfig()).save(1)
     return sum(file.stat().st_size for file in (folder / "step_1").iterdir())
 
@@ -99,7 +99,7 @@ def unchecked_save() -> Iterator[None]:
 
 @contextmanager
 def unchecked_load() -> Iterator[None]:
-    """Make loads trust every file without a check."""
+    """Make loads skip all checks of the files."""
     with (
         patch("fourfold.checkpoints.verify.check_contents"),
         patch("fourfold.checkpoints.verify.check_files"),
@@ -113,8 +113,8 @@ def ratio(
     unchecked: Callable[[], AbstractContextManager[None]],
     before: Callable[[], object] = lambda: None,
 ) -> float:
-    """Return the time of a call divided by its time without checks. Each runs twice, in an order that favors
-    neither."""
+    """Return the time of a call with checks divided by its time without checks. Both variants run twice, in the order
+    ABBA, so that neither profits from its position."""
     seconds = {True: 0.0, False: 0.0}
     for checks in (True, False, False, True):
         before()
@@ -128,7 +128,7 @@ def loaded(job: Job, folder: Path) -> None:
 
 
 def drop_cache(folder: Path) -> None:
-    """Drop the files from the kernel's cache, so that the next reader must wait for the disk."""
+    """Drop the files from the operating system's page cache, so that the next load reads them from the disk."""
     for file in folder.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)

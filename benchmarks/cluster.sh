@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Emulate a cluster on one Linux machine. Each node is a network namespace, and a bridge with links of RATE joins them.
+# Emulate a cluster on one Linux machine. Each node is a network namespace. A bridge connects the nodes, through links
+# with the bandwidth RATE.
 #
 #     bash benchmarks/cluster.sh overlap [options of benchmarks/cluster_overlap.py]
 #     bash benchmarks/cluster.sh order [options of benchmarks/cluster_order.py]
@@ -39,8 +40,9 @@ cleanup() {
 trap cleanup EXIT
 trap 'exit 130' INT TERM
 
-# A queue that is one second long drops nothing, and packets of up to 64 KiB pass in one piece. A connection has at most
-# 128 KiB in the queue. So, as in a network card, a small message does not wait for a large one of another connection.
+# The queue of a link holds one second of traffic, so that it drops no packet. Packets of up to 64 KiB pass in one
+# piece. Each connection may have at most 128 KiB in the queue. So a small message does not wait for a large message of
+# another connection, as with a real network card.
 slow() { "$@" root tbf rate "$rate" burst 128kb latency 1s; }
 
 ip link set "$name" up

@@ -1,9 +1,9 @@
-"""Compare the planner's order of grids with measured steps, on an emulated cluster.
+"""Test on an emulated cluster whether the planner sorts grids in the order of their measured step times.
 
     bash benchmarks/cluster.sh order [--rounds 5] [--json FILE]
 
-The planner uses the rates that ``fourfold machine calibrate`` measures. No constant is fitted to a measured step. Grids
-take turns in the same processes.
+The planner uses the rates that ``fourfold machine calibrate`` measures on this cluster. No constant of the planner is
+fitted to a step that the benchmark measures. In each round, the same processes run one grid after another.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def main() -> int:
 
 
 def _times(runs: dict[str, RunConfig], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of every grid's steps. Grids take turns, and all grids must compute the same losses."""
+    """Return the seconds of every grid's steps. Each round runs all grids, and all grids must compute the same
+    losses."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     losses = set()
     for i in range(rounds):
@@ -90,10 +91,9 @@ def _times(runs: dict[str, RunConfig], rounds: int) -> dict[str, list[float]]:
 
 
 def _turn(run: RunConfig, number: int) -> tuple[float, float]:
-    """Return the seconds of a grid's second step, and the loss of its first step.
+    """Run two steps on a grid. Return the seconds of the second step, and the loss of the first step.
 
-    A grid exists only while its step is timed. Otherwise, the gloo threads of many grids would slow down a small
-    machine.
+    The grid is destroyed afterwards, because the gloo threads of many grids would slow down a small machine.
     """
     grid = Grid(run.parallel, "cpu")
     step = fourfold(run, CPU, grid=grid)
@@ -108,8 +108,8 @@ def _turn(run: RunConfig, number: int) -> tuple[float, float]:
 
 
 def _this_cluster() -> Machine:
-    """Return the machine file that ``fourfold machine calibrate`` would write for these processes. Each process is a
-    node. Only rank 0's result is used."""
+    """Return the machine file that ``fourfold machine calibrate`` would write if each process were a node. Every rank
+    must call this, because the calibration runs collectives, but only the result of rank 0 is used."""
     place = Place(dist.get_rank(), 0, dist.get_world_size(), 1, launcher="torchrun")
     return measured_machine(measure(place).record(), load_machine("laptop"), "cluster")
 

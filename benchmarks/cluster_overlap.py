@@ -1,12 +1,11 @@
-"""Measure overlap on an emulated cluster: how much each switch hides, compared with computation alone and communication
-alone.
+"""Measure on an emulated cluster how much communication each switch of ``[overlap]`` hides.
 
     bash benchmarks/cluster.sh overlap [--grid x=2,z=2] [--rounds 5] [--json FILE]
 
-Contenders live in the same processes and take their steps in turn. *computation* is a step whose collectives only copy.
-*communication* is the step's collectives one after another, with nothing else. *exposed* is the time by which a step is
-longer than the computation, as a fraction of the communication. With PER_NODE=2 and z=4, you can also measure the
-switch ``shards_per_node``.
+Each row of the table is a step with other switches. In each round, the same processes run every step once. Two rows are
+limits: *computation* is a step whose collectives only copy, and *communication* runs only the step's collectives, one
+after another. The column *exposed* shows the communication that is not hidden: the time by which a step is longer than
+*computation*, as a fraction of *communication*. To measure the switch ``shards_per_node`` too, set PER_NODE=2 and z=4.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ ACTS_ON = {
     "batch_parts": "xy",
     "shards_per_node": "z",
 }
-"""The axes whose collectives each switch hides."""
+"""For each switch of ``[overlap]``, the axes whose collectives it hides."""
 
 
 def main() -> int:
@@ -74,18 +73,18 @@ def main() -> int:
 
 
 def _shards_per_node(grid_sizes: dict[str, int]) -> int:
-    """Return the number of z ranks in a node, as torchrun has started them."""
+    """Return the number of ranks of z on each node, from the number of processes per node that torchrun has set."""
     tensor = grid_sizes.get("x", 1) * grid_sizes.get("y", 1)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // tensor
     return per_node if 1 < per_node < grid_sizes.get("z", 1) else 1
 
 
 def _rows(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Return median seconds, and medians of ratios within a round.
+    """Return each row's median seconds, and the medians of three ratios, which compare times of the same round.
 
     - faster: speed relative to the step without overlap.
-    - over_longer: time relative to computation alone or communication alone, whichever is longer.
-    - exposed: exposed time as a fraction of the communication.
+    - over_longer: time divided by the time of *computation* or *communication*, whichever takes longer.
+    - exposed: time in addition to *computation*, as a fraction of the time of *communication*.
     """
     alone = [max(pair) for pair in zip(times["computation"], times["communication"], strict=True)]
     rows = {}
@@ -118,11 +117,14 @@ def _print(arguments: argparse.Namespace, rows: dict[str, dict[str, float]]) -> 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--grid", default="x=2,z=2", help="sizes of x, y, z and dp, as many processes as nodes")
+    parser.add_argument("--grid", default="x=2,z=2", help="sizes of x, y, z and dp, one process for each position")
     parser.add_argument(
-        "--parts", type=int, default=ALL["batch_parts"], help="batch_parts, at most a process's sequences"
+        "--parts",
+        type=int,
+        default=ALL["batch_parts"],
+        help="value of batch_parts, at most the sequences of one process",
     )
-    parser.add_argument("--switch", choices=ACTS_ON, help="leave out the rows of all further switches")
+    parser.add_argument("--switch", choices=ACTS_ON, help="measure only this switch")
     add_cluster(parser)
     return parser.parse_args()
 

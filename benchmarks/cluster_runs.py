@@ -32,12 +32,13 @@ TINY = Size(1, 64, 8, 64)
 
 
 def size_of(arguments: argparse.Namespace) -> Size:
-    """Return the sizes that a benchmark's options ask for."""
+    """Return the sizes that the user has set with a benchmark's options."""
     return TINY if arguments.tiny else Size(arguments.layers, arguments.width, arguments.batch, 256)
 
 
 def cluster_run(size: Size, grid: dict[str, int], overlap: dict[str, Any]) -> RunConfig:
-    """Return a run with one micro-batch per step, in at most as many parts as a process has sequences."""
+    """Return a run with one micro-batch per step. If ``batch_parts`` is larger than the number of sequences of a
+    process, it is reduced to this number."""
     model = {
         "preset": "llama-tiny",
         "vocab_size": 512,
@@ -61,17 +62,17 @@ def grid_of(text: str) -> dict[str, int]:
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all benchmarks of the emulated cluster have."""
-    parser.add_argument("--layers", type=int, default=4, help="layers of the model")
-    parser.add_argument("--width", type=int, default=512, help="width of its residual stream")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of 256 tokens in a step")
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of every contender")
-    parser.add_argument("--gflops", type=float, default=0, help="emulate accelerators of this rate for the products")
-    parser.add_argument("--rate", default="", help="what a link carries, for the table's head")
-    parser.add_argument("--json", metavar="FILE", help="also write the table there")
+    """Add the options that all benchmarks on the emulated cluster share."""
+    parser.add_argument("--layers", type=int, default=4, help="number of layers of the model")
+    parser.add_argument("--width", type=int, default=512, help="width of the model's residual stream")
+    parser.add_argument("--batch", type=int, default=8, help="number of sequences in a step, with 256 tokens each")
+    parser.add_argument("--rounds", type=int, default=5, help="number of timed steps of every variant")
+    parser.add_argument("--gflops", type=float, default=0, help="emulate accelerators that run matmuls at this rate")
+    parser.add_argument("--rate", default="", help="rate of a link, to print above the table")
+    parser.add_argument("--json", metavar="FILE", help="also write the table to this file")
     add_tiny(parser)
 
 
 def products(arguments: argparse.Namespace) -> str:
-    """Return a text with the rate of a node's matmuls, for the title of the table."""
+    """Return a text with the matmul rate of an emulated accelerator, for the line above the table."""
     return f", products at {arguments.gflops:g} GFLOP/s" if arguments.gflops else ""

@@ -1,15 +1,16 @@
-"""Measure everything that needs a GPU, within a time budget in seconds. The most valuable parts come first.
+"""Run all tests and benchmarks that need a GPU, within a time budget. The most valuable parts run first.
 
     python -m benchmarks.gpu OUT [--seconds 480] [--only NAME ...] [--wheels FOLDER]
     python -m benchmarks.gpu OUT --device cpu --tiny
 
-OUT/gpu.json has the figures of all parts. It is replaced atomically whenever a part has new figures, so no figure is
-lost if this program or a part is killed. OUT/gpu.log has the output of the parts. A second run into the same OUT keeps
-the figures of parts that it does not run. --wheels installs packages on a machine without network. docs/gpu.md
-describes how to use this program. Needs torch ≥ 2.11.
+A part is a benchmark, or the tests. OUT/gpu.json has the figures of all parts. The program replaces this file
+atomically whenever a part has new figures, so no figure is lost if the program or a part is killed. OUT/gpu.log has the
+output of the parts. If you run the program again with the same OUT, the figures of parts that do not run again stay in
+the file. --wheels installs packages on a machine without network. docs/gpu.md describes how to use this program. Needs
+torch ≥ 2.11.
 
-The exit code is 1 if a part failed, with its own exit code or by a signal, or if the program was stopped. A part that
-ran out of time has not failed. So a slow machine gives fewer figures, but the same exit code.
+The exit code is 1 if a part ended with an error or was killed by a signal, or if the program itself was stopped. A part
+that ran out of time does not count as failed. So a slow machine gives fewer figures, but the same exit code.
 """
 
 from __future__ import annotations
@@ -36,31 +37,32 @@ from fourfold.processes import end_with_starter
 
 ROOT = Path(__file__).parents[1]
 BUDGET = 480.0
-"""Default budget for everything, in seconds. Together with the start of the machine, it fits into ten minutes."""
+"""Default time budget for all parts together, in seconds. With this budget, a job that also has to start a machine can
+end within ten minutes."""
 LEAST = 10.0
 """A part is not started if less than this many seconds are left for it."""
 END_SECONDS = 5.0
-"""Number of seconds that a part has to end after SIGTERM, before SIGKILL."""
+"""Number of seconds between the SIGTERM that asks a part to end, and the SIGKILL."""
 POLL = 0.2
 OUT_OF_TIME = ("not begun", "not done")
-"""Prefixes of the result of a part that ran out of time."""
+"""A part ran out of time if its result begins with one of these words."""
 clock = time.monotonic
 
 
 @dataclass(frozen=True)
 class Part:
-    """A program to run. ``{json}`` in its words stands for the file that gets its figures. With ``prints``, the program
-    prints the figures instead."""
+    """A program to run. ``words`` are its arguments. The program writes its figures to the file that replaces
+    ``{json}`` in ``words``. If ``prints`` is true, it prints the figures instead."""
 
     words: list[str]
     seconds: float
-    """Longest time in seconds that the part may take with the default budget. With a larger budget, it gets more
-    time."""
+    """Time limit of the part in seconds, with the default budget. A larger budget raises the limit by the same
+    factor."""
     prints: bool = False
 
 
 class Stopped(BaseException):
-    """Raised by SIGTERM or an interrupt. The figures so far are kept."""
+    """Raised on SIGTERM or Ctrl-C. The program then saves the figures that it already has, and ends."""
 
 
 def main() -> int:
@@ -109,7 +111,7 @@ def begin_of_line(begin: float) -> str:
 
 
 def chosen(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[str, Part]:
-    """Return the parts of --only in the given order, or all parts."""
+    """Return the parts that the user has named with --only, in this order. Without --only, return all parts."""
     every = parts(arguments, environment)
     unknown = [name for name in arguments.only or [] if name not in every]
     if unknown:
@@ -118,7 +120,7 @@ def chosen(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[s
 
 
 def parts(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[str, Part]:
-    """Return the programs by name, the most valuable first. Tests of correctness come before tests of speed."""
+    """Return all parts by name, in the order in which they run. The most valuable parts come first."""
     gpu, machine = arguments.device == "cuda", str(arguments.out / "machine.toml")
     options = ["--device", arguments.device, *(["--tiny"] if arguments.tiny else []), "--json", "{json}"]
 
@@ -158,8 +160,8 @@ def parts(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[st
 
 
 def suite(gpu: bool, tests: str | None, environment: dict[str, str]) -> list[str]:
-    """Return the command that runs pytest on the files with tests for a GPU. Five processes share the GPU, because
-    no test fills it."""
+    """Return the command that runs pytest on the files with tests for a GPU. Five processes share the GPU, because a
+    single test uses only a small part of it."""
     files = ["tests/gpu"]
     if gpu:
         every = sorted((ROOT / "tests").rglob("test_*.py"))
@@ -183,8 +185,8 @@ def _run(
     out: Path,
     environment: dict[str, str],
 ) -> None:
-    """Run a part. ``outcome`` is in the record from the start, and receives the part's figures as soon as the part
-    writes them."""
+    """Run a part. ``outcome`` is the part's entry in the record. It receives figures as soon as the part writes them,
+    so they are kept if the part is killed later."""
     begin, figures = clock(), work / f"{name}.json"
     words = [word.replace("{json}", str(figures)) for word in part.words]
     outcome["result"] = "cut off with the whole program"
@@ -217,7 +219,8 @@ def _run(
 
 
 def _take_figures(file: Path, seen: int, outcome: dict[str, Any], seconds: float, save: Callable[[], None]) -> int:
-    """Put the figures of a part into the record if there are new ones. Return the time of the file's last change."""
+    """If a part has written new figures to its file, put them into the record. Return the time of the file's last
+    change."""
     outcome["seconds"] = seconds
     changed = file.stat().st_mtime_ns if file.exists() else 0
     if changed != seen:
@@ -263,7 +266,8 @@ def _earlier(file: Path) -> dict[str, Any]:
 def _environment(
     arguments: argparse.Namespace, work: Path, record: dict[str, Any], save: Callable[[], None]
 ) -> dict[str, str]:
-    """Return the environment variables for all parts. The packages from --wheels come before the machine's packages."""
+    """Install the packages of --wheels, and return the environment variables for all parts. In PYTHONPATH, the
+    installed packages come before the machine's own packages."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     if arguments.wheels is not None:
         site, wheels = work / "site", sorted(map(str, arguments.wheels.glob("*.whl")))
@@ -296,7 +300,7 @@ def _gpus() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("out", type=Path, metavar="OUT", help="a folder for the results")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder for the results")
     parser.add_argument("--seconds", type=float, default=BUDGET, help=f"of all parts together; default: {BUDGET:.0f}")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these parts, in this order")
     parser.add_argument("--tests", metavar="WORDS", help="the tests of the suite to run, as pytest -k takes them")

@@ -1,4 +1,4 @@
-"""Find the lines of a program where the host waits for the device."""
+"""Find the lines of a program in which the host waits for the GPU."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).parents[1]
 WAITING = ("_local_scalar_dense", "nonzero", "equal")
-"""Operators that wait for a GPU. On a CPU, these are counted instead, because only a GPU can report waits."""
+"""Operators that would make the host wait for a GPU. On a CPU, where nothing waits, calls of these operators are
+counted."""
 
 
 def host_waits(device: torch.device, work: Callable[[], object]) -> Counter[str]:
-    """Run ``work``, and count how often the host waits for the device, by the line of this repository that waits.
+    """Run ``work``, and count how often each line of this repository makes the host wait for the device.
 
-    Copies from pageable memory also count, because the host waits until such a copy has been staged.
+    Copies from pageable memory count too. The host waits until the data has been copied to pinned memory.
     """
     lines: Counter[str] = Counter()
     if device.type != "cuda":
@@ -57,7 +58,7 @@ class _WaitingOperators(TorchDispatchMode):
 
 
 def _line_here() -> str:
-    """Return the innermost line of this repository that is running, not counting this file."""
+    """Return the line of this repository that is innermost in the call stack, except lines of this file."""
     for frame, number in traceback.walk_stack(sys._getframe(1)):
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(ROOT) and path != Path(__file__) and ".venv" not in path.parts:

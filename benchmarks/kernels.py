@@ -1,11 +1,11 @@
-"""Compare attention kernels with fp64, and list the kernels that torch chooses for the model's attention.
+"""Measure the numerical errors of fourfold's attention, and list the kernels that torch chooses for it.
 
     python -m benchmarks.kernels [--device cpu] [--json FILE]
 
-The first table has the largest error of outputs and gradients, divided by the error of torch's plain attention in the
-same dtype. It covers several head widths, numbers of query heads per key-value head, and lengths that are not a
-multiple of any block size. "packed" is the kernel for documents without a mask. "blind" is a mask with rows that see no
-keys.
+Errors are differences from attention in fp64. The first table shows the largest error of the outputs and gradients,
+divided by the error of torch's plain attention in the same dtype. It covers several head widths, numbers of query heads
+per key-value head, and lengths that are not a multiple of any block size. "packed" is the kernel that separates
+documents without a mask. "blind" is a mask with rows that see no keys.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def main() -> int:
 
 
 def error_of(name: str, mask: str, length: int, width: int, group: int, device: torch.device) -> dict[str, float]:
-    """Return the largest error of our attention on a block, and of torch's plain attention, both relative to fp64."""
+    """Return the largest error of fourfold's attention, and the largest error of torch's plain attention. Both are
+    differences from attention in fp64."""
     dtype = DTYPES[name]
     q, k, v, gradient = (t.to(dtype) for t in inputs(length, width, group, device))
     seen = mask_of(mask, length, device)
@@ -80,8 +81,8 @@ def error_of(name: str, mask: str, length: int, width: int, group: int, device: 
 
 
 def block(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, mask: str, seen: Tensor) -> Tensors:
-    """Return the attention of one step of the ring, and its gradients. A row that sees no keys here sees keys in
-    another step."""
+    """Return the attention to one block of keys, as in a step of ring attention, and its gradients. In a ring, a row
+    that sees no key of this block sees keys of another block."""
     how = mask == "causal", seen if mask in ("documents", "blind") else None, AttentionScores(q.shape[-1] ** -0.5)
     out, lse = attend_block(q, k, v, *how)
     lse = lse.masked_fill(lse.isneginf(), 0)
@@ -89,7 +90,7 @@ def block(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, mask: str, seen: Te
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> Tensors:
-    """Return attention inside documents without a mask, and its gradients."""
+    """Return the output and gradients of the kernel that computes attention within documents without a mask."""
     tensors = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
     length = tensors[0].shape[1]
     ends = torch.tensor(document_ends(length), device=q.device).expand(2, -1)
@@ -107,13 +108,14 @@ def document_ends(length: int) -> list[int]:
 
 
 def inputs(length: int, width: int, group: int, device: torch.device) -> Tensors:
-    """Return queries of two groups of heads, keys and values of two heads, and a gradient."""
+    """Return random queries, keys, and values with two KV heads and ``group`` query heads per KV head, and an output
+    gradient."""
     torch.manual_seed(0)
     return tuple(torch.randn(2, heads, length, width, device=device) for heads in (2 * group, 2, 2, 2 * group))
 
 
 def mask_of(name: str, length: int, device: torch.device) -> Tensor:
-    """Return a mask that is True if a query sees a key."""
+    """Return a boolean mask. An element is True if the query of its row sees the key of its column."""
     if name == "none":
         return torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
     places = torch.arange(length, device=device)
@@ -127,7 +129,7 @@ def mask_of(name: str, length: int, device: torch.device) -> Tensor:
 
 
 def differentiated(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, seen: Tensor) -> Tensors:
-    """Return attention computed by its definition, in the dtype of its inputs, and the gradients of q, k, and v."""
+    """Return attention computed from its definition, in the dtype of the inputs, and the gradients of q, k, and v."""
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     keys, values = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     scores = (q @ keys.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -torch.inf)
@@ -137,7 +139,7 @@ def differentiated(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, seen: Tens
 
 
 def chosen_kernel(name: str, mask: str, length: int, width: int, group: int, device: torch.device) -> str:
-    """Return the name of the kernel behind ``scaled_dot_product_attention``."""
+    """Return the name of the kernel that ``scaled_dot_product_attention`` chooses for these sizes."""
     q, k, v, _ = (t.to(DTYPES[name]) for t in inputs(length, width, group, device))
     seen = mask_of(mask, length, device) if mask == "documents" else None
     options = {"is_causal": mask == "causal", "enable_gqa": group > 1}

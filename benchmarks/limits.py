@@ -1,5 +1,7 @@
-"""Measure limits of a step: its computation without communication, its collectives alone, and its matmuls and attention
-alone."""
+"""Measure lower limits for the time of a training step.
+
+There are three limits: the time of the step's computation, of its collectives, and of its matmuls and attention.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,12 @@ COLLECTIVES = {
     "all_reduce": [(dist, "all_reduce")],
     "all_to_all": [(dist, "all_to_all_single")],
 }
-"""The functions that issue each collective on gloo. cp, pp, and experts use further functions."""
+"""The functions that run each kind of collective on gloo. Collectives over cp, over pp, and between experts use other
+functions, which are not listed."""
 
 
 class Collective(NamedTuple):
-    """A collective of a step, which can be repeated."""
+    """A recorded collective of a step, with all that is needed to run it again."""
 
     call: Callable[..., Any]
     shapes: list[tuple[torch.Size, torch.dtype]]
@@ -43,7 +46,7 @@ class Done:
 
 
 class RecordedProducts(TorchDispatchMode):
-    """Records every call of a matmul or an attention operation, with copies of its operands."""
+    """Record every call of a matmul or of an attention operation inside this context, with copies of its operands."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +63,8 @@ class RecordedProducts(TorchDispatchMode):
 
 
 def without_communication(step: Step) -> Step:
-    """Return a step whose collectives only copy this rank's part into the places of all ranks' parts."""
+    """Return a step whose collectives send nothing. Instead of the data of all ranks, they return copies of this rank's
+    data."""
 
     def copy(kind: str, _: Any) -> Callable[..., Done]:
         def collective(out: Tensor, part: Any = None, *rest: Any, **options: Any) -> Done:
@@ -81,7 +85,7 @@ def without_communication(step: Step) -> Step:
 
 
 def communication_of(step: Step, batch: tuple[Tensor, Tensor]) -> Step:
-    """Return a function that runs the collectives of a step, one after another."""
+    """Return a function that runs only the collectives of a step, one after another."""
     collectives: list[Collective] = []
 
     def record(kind: str, call: Any) -> Callable[..., Any]:
@@ -104,7 +108,7 @@ def communication_of(step: Step, batch: tuple[Tensor, Tensor]) -> Step:
 
 
 def products_of(step: Step, batch: tuple[Tensor, Tensor]) -> Step:
-    """Return a function that runs the matmuls and attention kernels of a step, forward and backward, one after
+    """Return a function that runs only the matmuls and the attention of a step's forward and backward passes, one after
     another."""
     with RecordedProducts() as products:
         step(*batch)
@@ -119,7 +123,7 @@ def products_of(step: Step, batch: tuple[Tensor, Tensor]) -> Step:
 
 @contextmanager
 def _replaced(make: Callable[[str, Any], Callable[..., Any]]) -> Iterator[None]:
-    """Replace every collective with the result of ``make`` for its kind and for the function that runs it."""
+    """Replace each function in ``COLLECTIVES`` with ``make(kind, function)`` while the context is active."""
     with ExitStack() as stack:
         for kind, places in COLLECTIVES.items():
             for module, name in places:

@@ -1,14 +1,16 @@
-"""Compare one decoding step of Loki with torch's fastest dense attention. One run prints one table of ratios.
+"""Compare the speed of one decoding step with Loki and with torch's fastest dense attention.
 
     python -m benchmarks.loki_decode [--rounds 30] [--contexts 4096,131072] [--kernels torch]
 
-The whole operation of one layer is timed: append to the cache, project, score, select, attend. Dense attention is
-torch's fastest implementation at that context, with the same preallocated cache. Contenders take turns, so unrelated
-work on the machine slows all of them equally. With OMP_NUM_THREADS=1, times are processor times, which exclude
-unrelated work. Keys vary mostly along a few directions, as real keys do, but the times do not depend on this. On a GPU,
-both contenders are CUDA graphs, and events enclose several replays. There, the benchmark measures the contexts that
-have a goal: 8,192, 32,768, and 131,072. Needs ``pip install fourfold[benchmarks]``, and for compiled steps on a CPU
-``fourfold[loki]``.
+The benchmark times all operations of one layer. With Loki, these are: append to the cache, project, score, select, and
+attend. Loki and dense attention run alternately, so unrelated work on the machine slows both equally. The benchmark
+tries several implementations of dense attention, all with a preallocated cache, and takes the fastest one for each
+context. With OMP_NUM_THREADS=1, it measures processor time, which excludes unrelated work. Keys vary mostly along a few
+directions, as real keys do, but the times do not depend on this.
+
+On a GPU, both are CUDA graphs, and the time of several replays is measured with CUDA events. The contexts on a GPU are
+the ones with a goal: 8,192, 32,768, and 131,072 tokens. Needs ``pip install fourfold[benchmarks]``, and for compiled
+steps on a CPU ``fourfold[loki]``.
 """
 
 from __future__ import annotations
@@ -40,19 +42,20 @@ GOALS = {
     ("cuda", 8, 32_768): 2.0,
     ("cuda", 1, 8_192): 0.95,
 }
-"""The smallest acceptable ratio with 2,048 keys and a proxy, by device, batch, and context."""
+"""Goals: the smallest ratio of dense to Loki's time that we accept, by device, batch size, and context. They are for k
+= 2,048 keys."""
 
 CONTEXTS = {"cpu": "4096,32768,131072", "cuda": "8192,32768,131072"}
 KEYS = 2048
 REPLAYS = 20
-"""Number of steps between two GPU events, so that the time to launch from the host does not count."""
+"""Number of steps between two CUDA events. With several steps, the time to launch them from the host hardly counts."""
 
 Step = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a layer of Llama-3-8B, and of Loki's cache for it."""
+    """Sizes of an attention layer (of Llama 3 8B), and the settings of Loki."""
 
     batch: int
     heads: int
@@ -71,8 +74,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Row:
-    """Results for one context: milliseconds (the median and the minimum over all rounds), and the bytes of K, V, and
-    proxy that are read."""
+    """Results for one context. Times are medians over the rounds, and ``least_…`` are minima. The bytes that Loki reads
+    are given as a multiple of the bytes of dense attention, and of the smallest possible number."""
 
     context: int
     dense: str
@@ -149,8 +152,8 @@ def measure(shape: Shape, context: int, rounds: int) -> Row:
 
 
 def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
-    """Return the step. On a CPU, also return the bytes that it reads from the cache, counted over torch's
-    operations."""
+    """Return a function that runs one decoding step with Loki. On a CPU, also return the bytes that torch's operations
+    read from the cache in one step."""
     basis_KDD = torch.linalg.qr(torch.randn(shape.kv_heads, shape.head_dim, shape.head_dim)).Q.to(shape.device)
     basis_KDd, k = basis_KDD[..., : shape.d].contiguous(), shape.keys_of(context)
     layer = LokiLayer(torch.stack([basis_KDd, basis_KDd]), context)
@@ -172,7 +175,8 @@ def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
 
 
 def dense_steps(shape: Shape, context: int) -> dict[str, Step]:
-    """Return torch's ways to attend with one token to all tokens. Each appends the token to its own cache."""
+    """Return a function for each of torch's implementations of dense attention. It runs one decoding step: it appends a
+    token to its own cache, and attends to all tokens."""
     attention = torch.nn.functional.scaled_dot_product_attention
     layer = GrowingLayer(context)
     _fill(layer, shape, context - 1)
@@ -199,7 +203,7 @@ def dense_steps(shape: Shape, context: int) -> dict[str, Step]:
 
 
 def interleaved(steps: dict[str, Step], rounds: int, device: str) -> dict[str, list[float]]:
-    """Return the seconds of every step. Steps take turns."""
+    """Return the seconds of every step in every round. Each round runs all steps once."""
     if device != "cpu":
         steps = {name: _graph(step) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -212,8 +216,8 @@ def interleaved(steps: dict[str, Step], rounds: int, device: str) -> dict[str, l
 
 
 def _seconds(step: Callable[[], object], device: str) -> float:
-    """Return the seconds of one step: on a GPU with events around several steps, and on one CPU thread as processor
-    time."""
+    """Return the seconds of one step. On a GPU, this is the mean over several steps between two CUDA events. On a CPU
+    with one thread, this is processor time."""
     if device != "cpu" or torch.get_num_threads() > 1:
         return round_seconds(step, torch.device(device), REPLAYS if device != "cpu" else 1)
     begin = time.process_time()
@@ -222,7 +226,7 @@ def _seconds(step: Callable[[], object], device: str) -> float:
 
 
 def _graph(step: Step) -> Callable[[], object]:
-    """Return the step as a CUDA graph."""
+    """Record the step as a CUDA graph, and return a function that replays the graph."""
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -237,7 +241,8 @@ def _fill(layer: GrowingLayer, shape: Shape, count: int) -> None:
 
 
 def _tokens(shape: Shape, count: int) -> Tensor:
-    """Return keys whose variances fall like 1/i, as with real keys."""
+    """Return random keys. As with real keys, a few directions have most of the variance: the variance of direction i is
+    proportional to 1/i."""
     scale_D = torch.arange(1, shape.head_dim + 1, device=shape.device) ** -0.5
     size = (shape.batch, shape.kv_heads, count, shape.head_dim)
     return (torch.randn(size, device=shape.device) * scale_D).to(shape.dtype)
@@ -259,11 +264,11 @@ def _print(row: Row) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=30, help="timed steps of every contender")
+    parser.add_argument("--rounds", type=int, default=30, help="number of timed rounds")
     parser.add_argument("--contexts", help=f"default: {CONTEXTS}")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--d", type=int, default=32)
-    parser.add_argument("--k", type=int, default=KEYS, help="keys attended to. 0: the default share of the context")
+    parser.add_argument("--k", type=int, default=KEYS, help="number of keys to attend to. 0: Loki's default share")
     parser.add_argument("--dtype", default="fp32", choices=list(DTYPES))
     parser.add_argument("--kernels", default="auto", choices=["auto", "torch", "numba", "triton"])
     add_device(parser)

@@ -1,10 +1,10 @@
-"""Measure steps on this machine, and use them in ``fourfold machine calibrate`` and ``fourfold plan validate``.
+"""Measure how well the planner predicts step times on this machine, before and after it is fitted to measured steps.
 
     python -m benchmarks.measured_plan [--device cpu] [--machine machine.toml] [--json FILE]
 
-The benchmark runs the commands that a user would run. It trains a few steps of blocks as wide as Llama 3 8B's, with and
-without recompute. It predicts these steps from a machine file (from `fourfold machine calibrate` if there is one, and
-otherwise a built-in file). Then it fits the constants to all runs except one, and predicts that run.
+The benchmark runs the commands that a user would run. It trains a few steps of a model with the blocks of Llama 3 8B,
+with and without recompute. It predicts these steps with the machine file of --machine. (The default is a file that
+comes with fourfold.) Then it fits the planner's constants to all runs except the last one, and predicts the last run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ save_last = false
 """
 WIDE = 'preset = "llama3-8b"\nnum_hidden_layers = {layers}'
 RUNS = {"plain": ("none", 4), "recomputed": ("full", 4), "deep": ("none", 6)}
-"""The recompute mode and the number of layers of each run."""
+"""For each run by name, its recompute mode and its number of layers."""
 
 
 def main() -> int:
@@ -99,13 +99,13 @@ def main() -> int:
 
 
 def predicted(folder: Path, name: str, machine: str) -> float:
-    """Return the seconds of a step that ``fourfold plan --machine MACHINE`` predicts."""
+    """Return the step time in seconds that ``fourfold plan --machine MACHINE`` predicts for a run."""
     loaded = load_machine(machine)
     return predict(workload_of(load_run(folder / f"{name}.toml")), loaded, constants_for(loaded)).seconds
 
 
 def train(folder: Path, name: str, recompute: str, layers: int, arguments: argparse.Namespace) -> None:
-    """Train one of the runs with the command line. Its metrics are written to FOLDER/NAME."""
+    """Run ``fourfold train`` with one of the runs, which writes its metrics to FOLDER/NAME."""
     tiny = arguments.tiny
     sizes = {"sequence": 64 if tiny else 4096, "steps": 6 if tiny else 12, "device": arguments.device}
     model = f'preset = "llama-tiny"\nnum_hidden_layers = {layers}' if tiny else WIDE.format(layers=layers)
@@ -122,7 +122,8 @@ def validated(rows: Path, *options: object) -> dict[str, Any]:
 
 
 def table(folder: Path, names: list[str], machine: str) -> Path:
-    """Write the rows of the runs as a table for ``fourfold plan validate``."""
+    """Write a table of measured rows, with one row for each run, as ``fourfold plan validate`` reads it. Return its
+    path."""
     rows = []
     for name in names:
         run, row = load_run(folder / f"{name}.toml"), row_of_run(folder / name / "metrics.jsonl", load_machine(machine))

@@ -1,10 +1,9 @@
-"""Measure what masks cost in a training step, and what an audit costs in a forward pass, on one process with a CPU or a
-GPU.
+"""Measure how much time goldfish masks add to a training step, and how fast an audit is compared with a forward pass.
 
     python -m benchmarks.memorization [--rounds 9] [--json results.json]
 
-Contenders take turns in one process, and the shortest time of each contender counts. So unrelated work on the machine
-matters little.
+The benchmark has one process, on a CPU or a GPU. The variants that it compares run in turn, and the shortest time of
+each variant counts, so unrelated work on the machine matters little.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ MODELS: dict[str, tuple[dict[str, Any], int, int]] = {
     ),
     "llama-12m": ({"preset": "llama-12m"}, 8, 256),
 }
-"""The model, the number of sequences in a batch, and their length."""
+"""By name: the model, the number of sequences in a batch, and the length of a sequence."""
 TINY: dict[str, tuple[dict[str, Any], int, int]] = {"llama-tiny": ({"preset": "llama-tiny"}, 2, 64)}
 
 HASHES = (("hash", 13), ("hash", 50), ("hash-table", 13))
@@ -117,7 +116,8 @@ def loader_of(run: RunConfig, folder: Path, goldfish: GoldfishConfig | None) -> 
 
 
 def least(contenders: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
-    """Return each contender's shortest time. Contenders take turns, and the first round warms up."""
+    """Return the shortest time of each function. Every round runs all functions once, and the first round does not
+    count."""
     best = [float("inf")] * len(contenders)
     for turn in range(rounds + 1):
         for number, contender in enumerate(contenders):

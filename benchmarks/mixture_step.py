@@ -1,11 +1,11 @@
-"""Compare the training step of a mixture of experts on one GPU with transformers with grouped matmuls ("grouped_mm",
-its default).
+"""Compare the training speed of mixture-of-experts blocks on one GPU with the transformers library.
 
     python -m benchmarks.mixture_step [--device cpu] [--rounds 5] [--json FILE]
 
-Blocks are from Qwen3-30B-A3B (128 experts, 8 per token) and OLMoE (64 experts, 8 per token), in bf16 with fp32 master
-weights and fused AdamW, with one sequence of 4,096 tokens per step. Both contenders start from their own random
-weights. If a contender fails, its row has the error.
+The blocks are from Qwen3-30B-A3B (128 experts, 8 per token) and OLMoE (64 experts, 8 per token). A step has one
+sequence of 4,096 tokens, in bf16 with fp32 master weights and fused AdamW. transformers runs its experts as grouped
+matmuls ("grouped_mm", its default). Both libraries start from their own random weights. If one of them fails, its row
+shows the error.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def contenders(run: RunConfig, device: torch.device) -> dict[str, Callable[[], S
 
 
 def measure(maker: Callable[[], Step], run: RunConfig, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Return the seconds, the model TFLOP/s, the memory, and the lines that wait for the device."""
+    """Return the seconds of a step, its model TFLOP/s, its memory, and the lines of code that make the host wait for
+    the device."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     step = maker()
@@ -95,7 +96,7 @@ def _print(row: dict[str, Any]) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of every contender")
+    parser.add_argument("--rounds", type=int, default=5, help="number of timed steps")
     add_device(parser)
     return parser.parse_args()
 

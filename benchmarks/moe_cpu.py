@@ -1,13 +1,16 @@
-"""Measure the training speed of a mixture of experts on a CPU. One run prints one table of ratios.
+"""Compare the training speed of a mixture-of-experts model on a CPU with other ways to train it.
 
     python -m benchmarks.moe_cpu [--rounds 7] [--only one|four] [--json results.json]
 
-The model is small, in fp32, and shaped like Qwen3-MoE (128 experts, 8 per token). "one" has one process with two
-threads. It compares fourfold with transformers' own model, which runs its experts in a loop ("eager") or as grouped
-matmuls ("grouped_mm", its default). "four" has four processes with one thread each. It compares experts split over all
-processes (dp 4, ep 4) with whole experts on each process (dp 4), with the same global batch. Contenders live in the
-same processes and take their steps in turn. A ratio is the median over the rounds, with its quartiles. Needs ``pip
-install fourfold[benchmarks]``.
+The model is small, in fp32, and has the shape of Qwen3-MoE (128 experts, 8 per token). The benchmark has two parts:
+
+- "one" has one process with two threads. It compares fourfold with the model in transformers, which runs its experts in
+  a loop ("eager") or as grouped matmuls ("grouped_mm", its default).
+- "four" has four processes with one thread each, and the same global batch on two grids. It compares experts that are
+  split over all processes (dp 4, ep 4) with a copy of all experts on each process (dp 4).
+
+In each round, the same processes run one step of every variant. A ratio is the median over the rounds, with its
+quartiles. Needs ``pip install fourfold[benchmarks]``.
 """
 
 from __future__ import annotations
@@ -43,12 +46,12 @@ MODEL: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 96,
 }
-"""Sizes of Qwen3-30B-A3B, at an eighth of its width."""
+"""Qwen3-30B-A3B's sizes, with an eighth of its width."""
 
 CONTENDERS = {"transformers, eager": "eager", "transformers, grouped_mm": "grouped_mm"}
 GRIDS: dict[str, dict[str, int]] = {"dp 4, ep 4": {"dp": 4, "ep": 4}, "dp 4": {"dp": 4}}
 GOALS = {"transformers, eager": 1.2, "dp 4": 0.9}
-"""The ratio of speeds to reach, for each contender."""
+"""Goals: the smallest ratio of speeds that we accept, for each variant."""
 
 
 def main() -> int:
@@ -81,7 +84,7 @@ def main() -> int:
 
 
 def _row(times: Times, ours: str, name: str, tokens: int) -> dict[str, Any]:
-    """Print a contender's time divided by the time of our step."""
+    """Print how many times as long another step takes as fourfold's step."""
     speed, goal = tokens / statistics.median(times[name]), GOALS.get(name)
     every, found = ratios(times, ours, name), ratio(times, ours, name)
     low, _, high = statistics.quantiles(every, n=4) if len(every) > 1 else every * 3
@@ -103,14 +106,14 @@ def time_four_processes(model: dict[str, Any], batch: int, length: int, rounds: 
 
 
 PARTS = {"one": (1, 2, time_one_process), "four": (4, 1, time_four_processes)}
-"""The number of processes, the number of threads of each, and the function that they run."""
+"""For each part, the number of processes, the number of threads per process, and the function that they run."""
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of every contender")
+    parser.add_argument("--rounds", type=int, default=7, help="number of timed steps of every variant")
     parser.add_argument("--only", choices=PARTS, help="one of the two parts")
-    parser.add_argument("--json", metavar="FILE", help="also write the table there")
+    parser.add_argument("--json", metavar="FILE", help="also write the table to this file")
     add_tiny(parser)
     return parser.parse_args()
 

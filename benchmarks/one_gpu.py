@@ -1,5 +1,5 @@
-"""Helpers for benchmarks with one process: its process group, started in the same way as users start it, and the
-times and memory of a device."""
+"""Helpers for benchmarks with one process: open its process group, and measure the times and the memory of its
+device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fourfold.parallel.grid.process_group import end_process_group, start_proces
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of ``--device``: the first GPU, or the CPU."""
+    """Return the device that ``--device`` names: the first GPU, or the CPU."""
     return torch.device("cuda", 0) if name == "cuda" else torch.device(name)
 
 
@@ -28,14 +28,14 @@ def name_of(device: torch.device) -> str:
 
 
 def write_rows(path: str | None, device: torch.device, rows: list[dict[str, Any]]) -> None:
-    """Write the rows of a table that exist so far, with a description of the device."""
+    """Write the rows that a benchmark has measured so far to a file, with a description of the device."""
     write_figures(path, {"torch": torch.__version__, "device": name_of(device), "rows": rows})
 
 
 @contextlib.contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """Open the default group of one process: NCCL with fourfold's settings on a GPU. The memory is free again
-    afterwards."""
+    """Open the default process group with one process. On a GPU, this is NCCL with the settings that fourfold uses in
+    training. When the context ends, the memory is freed."""
     start_process_group(Place(0, 0, 1, 1, launcher="local"), None, device, timedelta(minutes=5))
     try:
         yield
@@ -45,8 +45,8 @@ def process_group(device: torch.device) -> Iterator[None]:
 
 
 def free_memory(device: torch.device) -> None:
-    """Release memory that is no longer used. This needs a garbage collection, because jobs are full of circular
-    references."""
+    """Free the memory of objects that are no longer used. This needs a garbage collection, because jobs contain
+    circular references."""
     torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
@@ -56,7 +56,8 @@ def free_memory(device: torch.device) -> None:
 def seconds_of(work: Callable[[], Any], device: torch.device, rounds: int = 10, repeats: int = 1) -> float:
     """Return the median seconds of ``work`` over ``rounds``, after two untimed rounds.
 
-    On a GPU, two events enclose ``repeats`` calls, so launches and the host's waits do not count.
+    On a GPU, each round measures the time between a CUDA event before and an event after ``repeats`` calls. So the time
+    that the host needs to launch the calls hardly counts.
     """
     return statistics.median([round_seconds(work, device, repeats) for _ in range(rounds + 2)][2:])
 
@@ -79,9 +80,10 @@ def round_seconds(work: Callable[[], Any], device: torch.device, repeats: int = 
 
 
 def memory_gib(device: torch.device) -> dict[str, float]:
-    """Return GiB on a GPU: the peak of torch's tensors, what its allocator holds, and what is outside torch.
+    """Return memory on a GPU in GiB: the peak of torch's tensors, the peak that torch's allocator holds, and the memory
+    outside torch.
 
-    The memory outside torch is used by the CUDA context, NCCL's buffers, libraries, and other processes.
+    The memory outside torch belongs to the CUDA context, to NCCL's buffers, to libraries, and to other processes.
     """
     if device.type != "cuda":
         return {}

@@ -2,10 +2,11 @@
 
     python -m benchmarks.one_step [--device cpu] [--sequence 4096] [--json FILE]
 
-Blocks are as wide as Llama 3 8B's. For each recompute mode, the table has the graphs with two and with four blocks and
-the lines at which the host waits for the device in the third step. On a GPU it also has the peak of allocated memory
-divided by the trace's peak, the memory that the allocator holds, and the memory outside torch. If a step fails, its row
-has the error.
+The model has the blocks of Llama 3 8B. For each recompute mode, the table shows how many graphs torch.compile makes of
+a model with two blocks and with four blocks, and how often the host waits for the device in the third step. On a GPU,
+it also shows the peak of the allocated memory, and this peak divided by the peak that ``fourfold trace`` predicts. The
+JSON file also has the lines of code that wait, the memory that the allocator holds, and the memory outside torch. If a
+step fails, its row shows the error.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.trace import trace
 
 MATMUL_WORKSPACES = 2 * 32 * 2**20
-"""Bytes that torch allocates for matmuls on an NVIDIA GPU: 32 MiB (``CUBLAS_WORKSPACE_CONFIG``) each for the forward's
-thread and the backward's thread, because each has a cuBLAS handle. The trace does not count them, because they belong
-to the process and not to the step. The planner's ``reserve`` has room for them."""
+"""Bytes of the workspaces that torch allocates for cuBLAS on an NVIDIA GPU. The forward and the backward pass run in
+different threads, and each thread has a workspace of 32 MiB (``CUBLAS_WORKSPACE_CONFIG``). The trace does not count the
+workspaces, because they belong to the process and not to the step. The planner counts them as part of ``reserve``."""
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {"mode": "none"},
@@ -78,7 +79,7 @@ def _print(row: dict[str, Any]) -> None:
 
 
 def step_of(run: RunConfig, device: torch.device) -> dict[str, Any]:
-    """Return the graphs, waits, and memory of the third step of a run on one device."""
+    """Train three steps on one device. Return the number of graphs, and the waits and the memory of the third step."""
     expected = trace(run).memory.total_peak + (MATMUL_WORKSPACES if device.type == "cuda" else 0)
     torch._dynamo.reset()
     counters.clear()

@@ -1,10 +1,11 @@
-"""Compare the validation losses of AdamW, Muon, and Lion after the same number of tokens, each with several learning
-rates, on one process.
+"""Compare AdamW, Muon, and Lion: the validation losses after the same number of tokens, and the step times.
 
     python -m benchmarks.optimizers [--set training.train_steps=100 ...] [--json results.json]
 
-Weights, samples, and schedule are the same in all runs. The script prints a Markdown table with a row per learning rate
-and a column per optimizer. Lion's rates are a tenth of the rates in the table. Step times are medians in seconds.
+Each optimizer trains with several learning rates, on one process. The initial weights, the samples, and the
+learning-rate schedule are the same in all runs. The script prints a Markdown table with a row per learning rate and a
+column per optimizer. Lion's learning rate is a tenth of the rate in the table's first column. Below the table, the
+script prints each optimizer's median step time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fourfold.training.job import Job
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 RATIOS: dict[UpdateRule, float] = {"adamw": 1.0, "muon": 1.0, "lion": 0.1}
-"""Factor on ``RATES`` for each optimizer's learning rates."""
+"""For each optimizer, the factor that turns a rate of ``RATES`` into the optimizer's learning rate."""
 TINY = [
     "model.preset=gpt-tiny", "model.vocab_size=257", "data.tokenizer=bytes", "training.seq_length=32",
     "training.train_steps=2", "validation.steps=1",
@@ -37,7 +38,7 @@ TINY = [
 
 
 class Result(NamedTuple):
-    """Validation loss in nats per token, and the median step time in seconds."""
+    """The validation loss of a run in nats per token, and its median step time in seconds."""
 
     loss: float
     seconds: float
@@ -70,7 +71,7 @@ def main() -> None:
 
 
 def trained(run: RunConfig, name: UpdateRule, rate: float, device: torch.device) -> Result:
-    """Train a run with an optimizer and a learning rate, and return the result."""
+    """Train the run with this optimizer and this learning rate, and return its result."""
     optimizer = run.optimizer.model_copy(update={"name": name, "lr": rate})
     job = Job(run.model_copy(update={"optimizer": optimizer}), Grid(run.parallel, device.type), device)
     job.initialize(run.training.seed)

@@ -1,4 +1,4 @@
-"""Options that benchmarks share, and helpers for rows that may fail and for files of figures."""
+"""Options that benchmarks share, and helpers that record failures and write results to files."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from typing import Any
 
 
 def add_tiny(parser: argparse.ArgumentParser) -> None:
-    """Add ``--tiny``, which the tests use to run every benchmark on a CPU."""
+    """Add the option ``--tiny``. The tests use it to run every benchmark quickly on a CPU."""
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script. Its numbers mean nothing.")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Add ``--device``, ``--json``, and ``--tiny``."""
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--json", metavar="FILE", help="also write the figures there")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     add_tiny(parser)
 
 
 @contextlib.contextmanager
 def failure_in(row: dict[str, Any]) -> Iterator[None]:
-    """Record any failure in the row as ``error``, so that it does not end the table."""
+    """Catch any error inside this context, and store its message in the row as ``error``."""
     try:
         yield
     except Exception as error:
-        # Catch every error, so that the remaining rows are still measured.
+        # Catch every error, so that the benchmark continues with the next row.
         row["error"] = f"{type(error).__name__}: {error}"[:2000]
 
 
 def write_figures(path: str | Path | None, record: Any) -> None:
-    """Write JSON to a file atomically, so that no reader sees an incomplete file, even after a kill. If the path is
-    None, write nothing.
+    """Write JSON to a file atomically: even after a kill, the file is complete. If the path is None, write nothing.
 
-    Programs call this after every row, so a program that is killed leaves its finished rows.
+    Benchmarks call this after every row, so the finished rows are kept if a benchmark is killed.
     """
     if path is not None:
         new = Path(f"{path}.new")

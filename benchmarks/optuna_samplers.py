@@ -1,8 +1,8 @@
-"""Run Optuna's samplers on the layouts of a search, for comparison with the tuner.
+"""Let Optuna's samplers choose layouts, to compare them with the tuner.
 
-A layout is a set of Optuna parameters, one for each knob that has a choice. Every result is given to Optuna with its
-constraints ("runs", "memory", "legal", each at most 0 if it holds), so a failure is never a plain FAIL. Samplers would
-ignore a FAIL and propose the same layout again.
+A layout is a set of Optuna parameters, one for each setting (knob) with several values. If a trial fails, Optuna is not
+told that it failed, because samplers ignore such trials and would propose the same layout again. Instead, every result
+has constraints ("runs", "memory", and "legal"). A value above 0 means that the constraint is violated.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from fourfold.tuning.candidates import Candidates
 from fourfold.tuning.trial_result import Trial, TrialResult
 
 Method = Literal["planner", "tpe", "random"]
-"""The method that proposes layouts: fourfold's own, or one of Optuna's samplers."""
+"""The method that proposes layouts: fourfold's tuner ("planner"), or one of Optuna's samplers."""
 NAMES: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES, "cp_method": CP_METHODS, "recompute": RECOMPUTE}
-"""Knobs whose values are indices, with the meanings of the indices."""
+"""Knobs whose values are indices, with the names that the indices stand for."""
 FREE_DRAWS = 200
-"""After this many illegal or already known draws, take any untried layout."""
+"""If a sampler proposes only illegal or already tried layouts this many times, an untried layout is chosen at
+random."""
 LEAST_EXCESS = 1e-3
-"""Smallest amount by which a trial that ran out of memory exceeded the limit, as a fraction of the limit."""
+"""If a trial ran out of memory, it exceeds the memory limit by at least this fraction of the limit."""
 
 
 class Sampled:
-    """The trials of one sampler over some candidates."""
+    """A search in which one of Optuna's samplers chooses among the candidates (layouts)."""
 
     def __init__(self, candidates: Candidates, method: Method, seed: int) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -46,7 +47,7 @@ class Sampled:
         self._index = {knobs: index for index, knobs in enumerate(self._knobs)}
 
     def trials(self) -> list[Trial]:
-        """Return every trial that ran and ended, by number."""
+        """Return all trials that have a result, in the order of their numbers."""
         return [
             Trial(self._index_of(trial.params), TrialResult(**trial.user_attrs["result"]), trial.number)
             for trial in self.study.get_trials(deepcopy=False)
@@ -54,8 +55,7 @@ class Sampled:
         ]
 
     def unfinished(self) -> list[tuple[int, int]]:
-        """Return the number and the candidate of every trial that was started but has no result, because the search was
-        killed."""
+        """Return the number and the candidate of every trial that has started but has no result yet."""
         return [
             (trial.number, self._index_of(trial.params))
             for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
@@ -67,7 +67,7 @@ class Sampled:
         knobs = dict(zip(self.choices, self._knobs[index], strict=True))
         self.study.enqueue_trial(knobs)
         trial = self.study.ask()
-        # An earlier search that was killed may have left queued layouts, so skip them.
+        # If an earlier search was killed, its layouts may still be in Optuna's queue. Skip them.
         while self._suggested(trial) != self._knobs[index]:
             self._tell(trial, {}, None)
             trial = self.study.ask()
@@ -75,10 +75,11 @@ class Sampled:
         return trial.number
 
     def draw(self, seed: int) -> tuple[int, int] | None:
-        """Record the sampler's choice as started. Return its number and its candidate, or None if every candidate has
-        been tried.
+        """Let the sampler choose a candidate, and record that its trial has started. Return the number of the trial and
+        the candidate, or None if every candidate has been tried.
 
-        Illegal choices do not count as trials. Neither do known choices, whose results the sampler gets again.
+        If the sampler chooses an illegal layout, it is told so, and chooses again. If it chooses a layout that has a
+        result, it is told the result, and chooses again. Neither counts as a trial.
         """
         known = {trial.index: trial.result for trial in self.trials()}
         running = {index for _, index in self.unfinished()}
@@ -104,13 +105,13 @@ class Sampled:
         (frozen,) = (trial for trial in self.study.get_trials(deepcopy=False) if trial.number == number)
         trial = optuna.trial.Trial(self.study, frozen._trial_id)
         trial.set_user_attr("result", asdict(result))
-        # Optuna's dashboard shows user attributes as columns.
+        # Optuna's dashboard has a column for each user attribute.
         for key in ("outcome", "reason"):
             trial.set_user_attr(key, getattr(result, key))
         self._tell(trial, *self._outcome(result))
 
     def _outcome(self, result: TrialResult) -> tuple[dict[str, float], float | None]:
-        """Return the constraints of a result, and its value."""
+        """Return the constraints of a result, and the step time in seconds, or None if the trial failed."""
         limit, used = self.candidates.machine.memory, result.memory_bytes
         if result.outcome == "out of memory":
             excess = 1.0 if used is None else max(used / limit - 1, LEAST_EXCESS)
@@ -136,7 +137,7 @@ class Sampled:
 
 
 def _named(knob: str, value: float) -> int | bool | str:
-    """Return a knob's value as the ledger writes it."""
+    """Return a knob's value as the tuner's log (ledger) shows it: as a name, a boolean, or an integer."""
     if knob in NAMES:
         return NAMES[knob][int(value)]
     return value if isinstance(value, bool) else int(value)

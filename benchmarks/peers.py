@@ -1,9 +1,8 @@
-"""Make training steps of other libraries (the contenders). They train the same decoder from the same initial weights on
-the same batches.
+"""Training steps of other libraries, which benchmarks compare with fourfold's training step.
 
-Every function that makes a contender returns a ``Step``. A step takes the whole batch, [B, S] tokens and labels, trains
-on this process's part of it, and returns the loss before the update. Every contender uses torch's fused AdamW, which is
-torch's fastest version.
+All libraries train the same decoder on the same batches, by default from the same initial weights. Each function
+returns a ``Step``. A step takes the tokens and labels of the full batch, both [B, S], trains on this process's part of
+them, and returns the loss before the update. All libraries use torch's fused AdamW, which is torch's fastest version.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def adamw(run: RunConfig, parameters: Any) -> torch.optim.AdamW:
-    """Return the run's optimizer, with the same settings for all parameters."""
+    """Return torch's AdamW with the run's settings. All parameters have the same settings."""
     options = run.optimizer
     return torch.optim.AdamW(
         parameters, lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay, fused=True
@@ -49,7 +48,7 @@ def adamw(run: RunConfig, parameters: Any) -> torch.optim.AdamW:
 
 
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
-    """Return the run's initial weights, with the names in Hugging Face's files."""
+    """Return the run's initial weights, under the names that Hugging Face's files use."""
     model = Transformer(config)
     initialize(model, config, seed)
     ours = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -69,9 +68,11 @@ def hugging_face(
     """Return a step of the ``transformers`` model with its default attention (SDPA), in a plain training loop.
 
     Args:
-        autocast: Dtype in which autocast runs matmuls, with the weights in ``dtype``.
-        same_weights: Whether to start from the run's weights. Otherwise start from the library's own weights, which is
-            quicker for a large model.
+        dtype: Dtype of the weights.
+        autocast: Dtype in which torch.autocast runs matmuls. None runs them in ``dtype``.
+        compiled: Whether to compile the model with torch.compile.
+        same_weights: Whether to start from the run's initial weights. If False, the library draws its own weights,
+            which is faster for a large model.
         experts: How the library computes a mixture of experts: with a loop ("eager") or with grouped matmuls
             ("grouped_mm").
     """
@@ -92,7 +93,7 @@ def hugging_face(
     def step(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
         optimizer.zero_grad()
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            # Pass the tokens as labels, because transformers shifts the labels itself.
+            # transformers shifts the labels by one token itself, so pass the tokens.
             loss = forward(input_ids=tokens_BS, labels=tokens_BS).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.max_grad_norm)
@@ -119,7 +120,7 @@ def distributed_data_parallel(run: RunConfig) -> Step:
         optimizer.zero_grad()
         kept = (labels_BS != IGNORE_INDEX).sum()
         loss = parallel(my_rows(tokens_BS, rank, ranks), my_rows(labels_BS, rank, ranks)) / kept
-        # DDP divides gradients by the number of ranks, so multiply the loss by it.
+        # DDP divides the summed gradients by the number of ranks. Multiply the loss by this number to undo that.
         (loss * ranks).backward()
         nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.max_grad_norm)
         optimizer.step()
@@ -131,8 +132,8 @@ def distributed_data_parallel(run: RunConfig) -> Step:
 
 
 class PlainAttention(nn.Module):
-    """Attention that determines its number of heads from the outputs of its projections, as tensor parallelism
-    requires."""
+    """Attention that works with any number of heads. With tensor parallelism, each rank has some of the heads, so the
+    number of heads comes from the outputs of the projections."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -176,7 +177,8 @@ class PlainBlock(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """A Llama without any parallelism. Its modules are as small as ``parallelize_module`` requires."""
+    """A Llama without any parallelism. Its modules are split up so that ``parallelize_module`` can shard each of
+    them."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -196,10 +198,10 @@ class PlainLlama(nn.Module):
 
 
 def fsdp2_tensor_parallel(run: RunConfig, device_type: str = "cpu") -> Step:
-    """Return a step of torch's own FSDP2 with tensor parallelism (DTensor, sequence and loss parallel), combined as in
-    torchtitan.
+    """Return a step with torch's FSDP2 and tensor parallelism (DTensor, with sequence and loss parallelism), which are
+    combined as in torchtitan.
 
-    The sizes come from the run's x (tensor) and z (FSDP) axes.
+    The run's x is the size of tensor parallelism, and its z is the size of FSDP2.
     """
     mesh = init_device_mesh(device_type, (run.parallel.z, run.parallel.x), mesh_dim_names=("fsdp", "tp"))
     model = PlainLlama(run.model)
@@ -242,7 +244,7 @@ def fsdp2_tensor_parallel(run: RunConfig, device_type: str = "cpu") -> Step:
     for module in model.modules():
         if hasattr(module, "set_force_sum_reduction_for_comms"):
             module.set_gradient_divide_factor(1.0)
-            # Use plain sums, because gloo cannot scale a sum.
+            # By default, FSDP2 scales the sum of gradients inside the collective, which gloo cannot do.
             module.set_force_sum_reduction_for_comms(True)
     optimizer = adamw(run, model.parameters())
     rank, ranks, group = mesh["fsdp"].get_local_rank(), run.parallel.z, mesh["fsdp"].get_group()

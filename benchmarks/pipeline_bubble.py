@@ -1,11 +1,11 @@
-"""Measure the bubble of real pipelines on one machine from their timelines, and compare it with the formula's bubble
-and the schedule's bubble.
+"""Measure how long the ranks of real pipelines are idle (the bubble), and compare this with two predictions.
 
     python -m benchmarks.pipeline_bubble [--device cuda] [--pp 2] [--steps 5] [--json results.json]
 
-A rank is idle between the first operation of any rank and the last, except while it computes. The idle fraction is the
-median over the steps. On GPUs, events in their streams give the times, and blocks are as wide as Llama 3 8B's. On a CPU
-every rank needs its own core. Otherwise it also waits for a core.
+One prediction is a simulation of the schedule's operations, and the other prediction is the usual formula for 1F1B. A
+step lasts from the first operation of any rank to the last operation of any rank. In this time, a rank is idle if it
+does not compute. The measured fraction is the median over the steps. On GPUs, the model has the blocks of Llama 3 8B,
+and CUDA events measure the times. On a CPU, every rank needs its own core. Otherwise, ranks also wait for a free core.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run_of(pp: int, schedule: str, micro_batches: int, device: str) -> RunConfig
 
 
 def idle_shares(place: Place, run: RunConfig, steps: int) -> list[float]:
-    """Return the idle fraction of every step after the first."""
+    """Train some steps. For every step except the first, return the fraction of time in which the ranks are idle."""
     device = choose_device(place, run.training.device)
     job = Job(run, Grid(run.parallel, device.type), device)
     draw_quickly(job)

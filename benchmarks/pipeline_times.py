@@ -1,4 +1,4 @@
-"""Compute when each operation of a pipeline runs, and how long its ranks wait."""
+"""Compute when each operation of a pipeline runs, and how long the pipeline's ranks wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fourfold.parallel.pipeline.schedule import Op, needs_of, simulate
 
 
 class Span(NamedTuple):
-    """The time span of an operation, in units of one forward."""
+    """When an operation of a pipeline begins and ends."""
 
     op: Op
     begin: float
@@ -19,8 +19,9 @@ class Span(NamedTuple):
 
 
 def timeline(ops: Sequence[Sequence[Op]], grid: ParallelConfig, backward: float = 2.0) -> list[list[Span]]:
-    """Return when each operation runs if a forward takes 1, a backward takes ``backward``, each half of a backward
-    takes half of that, and a transfer takes no time."""
+    """Simulate a schedule, and return when each operation runs. The unit of time is the forward pass of a micro-batch
+    through all stages of a rank. A backward pass takes ``backward``. If it is split into two operations, each takes
+    half of this time. Transfers take no time."""
     seconds = {"F": 1.0, "B": backward, "I": backward / 2, "W": backward / 2}
     chunks = stages_per_rank(grid)
     spans: list[list[Span]] = [[] for _ in ops]
@@ -37,7 +38,7 @@ def timeline(ops: Sequence[Sequence[Op]], grid: ParallelConfig, backward: float 
 
 
 def bubble(spans: Sequence[Sequence[Span]]) -> float:
-    """Return the fraction of time that the ranks spend waiting, over all ranks."""
+    """Return the fraction of time that a rank spends waiting, averaged over the ranks."""
     begin, end = min(s[0].begin for s in spans), max(s[-1].end for s in spans)
     busy = sum(span.end - span.begin for rank in spans for span in rank)
     return 1 - busy / (len(spans) * (end - begin))

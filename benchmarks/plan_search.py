@@ -1,7 +1,7 @@
 """Measure how fast the planner searches layouts: python -m benchmarks.plan_search [--rounds 5]
 
-It measures the processor time of the whole search on one core. The fastest round counts, because slower rounds were
-disturbed.
+It measures the processor time of a complete search on one core. The fastest round counts, because other work on the
+machine can only make a round slower.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fourfold.planning.search.fastest import search
 CASES = (("frontier-175b", 2048, 1536, "dgx-a100", 512), ("llama3-405b", 8192, 2048, "dgx-h100", 16_384))
 TINY = (("llama3-8b", 2048, 64, "dgx-a100", 8),)
 GOAL = 1_000_000
-"""Number of layouts to reach per second and core."""
+"""Goal: the number of layouts that the search must examine per second on one core."""
 
 
 def main() -> int:

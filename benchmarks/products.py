@@ -1,10 +1,10 @@
-"""Find the fastest memory layouts for the GPT presets' matmuls on this machine, and measure their gains.
+"""Find the fastest memory layouts for the matmuls of the GPT presets, and measure how much time they save.
 
     python -m benchmarks.products [--device cpu] [--json FILE] [--threads 1]
 
-Sizes come from one rank of a grid that trains a model of that size, with two sequences of 2,048 tokens. On a CPU they
-are divided over cp 8 in four parts, so that the run takes minutes. If another layout is chosen for a layer, the layer's
-three matmuls are measured again in new rounds, where both layouts take turns.
+The sizes of the matmuls are those of one rank on a typical grid for the model, with two sequences of 2,048 tokens. On a
+CPU, the matmuls are smaller, so that the benchmark takes minutes: cp = 8 and batch_parts = 4 divide the tokens. If the
+fastest layout is not the default, the layer's three matmuls are measured again, in new rounds that run both layouts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ GRIDS = {
     "gpt-80b": {"x": 8, "y": 4},
     "gpt-320b": {"x": 16, "y": 4},
 }
-"""GPT-60B and GPT-160B have the same layers as 40B and 80B, only more of them."""
+"""For each preset, the grid of its rank. GPT-60B has the same layers as GPT-40B, and GPT-160B has the same layers as
+GPT-80B, so they are left out."""
 
 
 def main() -> int:
@@ -57,7 +58,7 @@ def main() -> int:
     found = []
     for preset, precision in itertools.product(grids, ("fp32", "bf16")):
         found.append(tuned(preset, precision, device))
-        # Write after every preset, because a slow machine takes an hour for all of them.
+        # Write the file after every preset, because all presets together take an hour on a slow machine.
         if arguments.json:
             record = {"machine": machine_of(device), "runs": found}
             Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -66,7 +67,7 @@ def main() -> int:
 
 
 def tuned(preset: str, precision: str, device: torch.device) -> dict[str, Any]:
-    """Measure the layers of a preset on its grid, and print the results."""
+    """Find the fastest layouts for the layers of a preset on its grid, and print them."""
     names = matmul_sizes(run_of(preset, device))
     layers = {sizes: tune_layer(sizes, DTYPES[precision], device) for sizes in dict.fromkeys(names.values())}
     records = layer_records(names, layers)
@@ -82,8 +83,8 @@ def tuned(preset: str, precision: str, device: torch.device) -> dict[str, Any]:
 
 
 def layer_ratios(layout: LayerLayout, sizes: MatmulSizes, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Return how many times faster all three matmuls together are in ``layout`` than as stored. This is measured in new
-    rounds that run both."""
+    """Return how many times as fast a layer's three matmuls together are with ``layout`` as with the default layout.
+    Each round runs both, and gives one ratio."""
 
     def whole_layer(layout: LayerLayout) -> Callable[[], object]:
         own = {matmul: Candidate(layout.turned, getattr(layout, matmul)) for matmul in COPIES_TO_TRY}
@@ -95,7 +96,7 @@ def layer_ratios(layout: LayerLayout, sizes: MatmulSizes, dtype: torch.dtype, de
 
 
 def run_of(preset: str, device: torch.device) -> RunConfig:
-    """Return a run of the preset on its grid."""
+    """Return a run file that trains the preset on its grid."""
     grid = GRIDS.get(preset, {"x": 2})
     cp, parts = (8, 4) if device.type == "cpu" else (1, 1)
     return make_run(
@@ -117,8 +118,8 @@ def run_of(preset: str, device: torch.device) -> RunConfig:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
-    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--threads", type=int, default=1, help="number of CPU threads")
+    parser.add_argument("--json", help="also write the results to this file")
     add_tiny(parser)
     return parser.parse_args()
 

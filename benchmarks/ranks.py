@@ -1,5 +1,4 @@
-"""Run the processes of a benchmark: start them once, join them in a gloo group, and time steps in interleaved
-rounds."""
+"""Start the processes of a benchmark, and compare the times of several training steps, called contenders."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
 
 Times = dict[str, list[float]]
-"""Step times of every contender in seconds, round by round."""
+"""The step times of every contender in seconds. There is one time for each round."""
 
 
 def run_on_ranks(world: int, threads: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Start ``world`` new processes with ``threads`` threads each, and return the result of ``function(*arguments)`` on
-    rank 0."""
-    # Set OMP_NUM_THREADS before the processes start, because they read it when they load the thread library.
+    """Start ``world`` new processes with ``threads`` threads each, and join them in a gloo group. Each process calls
+    ``function(*arguments)``. Return the result of rank 0."""
+    # A process reads OMP_NUM_THREADS when it loads the OpenMP library, so set it before the processes start.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
@@ -83,7 +82,7 @@ def one_micro_batch_run(
     overlap: dict[str, Any] | None = None,
     **training: Any,
 ) -> RunConfig:
-    """Return a run with one micro-batch per step, without warm-up or decay of the learning rate."""
+    """Return a run with one micro-batch per step, and with a constant learning rate."""
     ranks = parallel.get("dp", 1) * parallel.get("z", 1)
     return make_run(
         {
@@ -107,9 +106,9 @@ def fourfold(run: RunConfig, device: torch.device, quick_weights: bool = False, 
     """Return fourfold's own training step.
 
     Args:
-        quick_weights: Whether to draw initial weights on the device, independently of the grid, which is quicker for
-            large models.
-        grid: An existing grid with the run's sizes.
+        quick_weights: Whether to draw the initial weights directly on the device. This is faster for large models, but
+            the weights then depend on the grid.
+        grid: An existing grid with the run's sizes. By default, a new grid is made.
     """
     grid = Grid(run.parallel, device.type) if grid is None else grid
     job = Job(run, grid, device)
@@ -127,14 +126,16 @@ def fourfold(run: RunConfig, device: torch.device, quick_weights: bool = False, 
 
 
 def draw_quickly(job: Job) -> None:
-    """Draw initial weights on the device, independently of the grid."""
+    """Draw this rank's initial weights directly on its device. The weights of the full model then depend on the
+    grid."""
     for shard in job.shards:
         shard.local.fill_(1.0) if len(shard.global_shape) == 1 else shard.local.normal_(0.0, 0.02)
     job.publish()
 
 
 def random_batch(run: RunConfig, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels [B, S]. The last position has nothing to predict, as in Hugging Face."""
+    """Return random tokens and their labels, both [B, S]. The last token of a sequence has no label, as in
+    transformers."""
     shape = (run.training.global_batch_size, run.training.seq_length)
     tokens = torch.randint(0, run.model.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
     labels = torch.cat([tokens[:, 1:], torch.full((shape[0], 1), IGNORE_INDEX)], dim=1)
@@ -142,7 +143,7 @@ def random_batch(run: RunConfig, seed: int, device: torch.device) -> tuple[Tenso
 
 
 def one_step(step: Step, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    """Return the seconds of one step over all processes, and its loss."""
+    """Run one step on all processes. Return the seconds until all processes are done, and the loss."""
     dist.barrier()
     begin = time.perf_counter()
     loss = step(*batch).item()
@@ -159,13 +160,14 @@ def interleave(
     limits: dict[str, Step] | None = None,
     warm_ups: int = 1,
 ) -> Times:
-    """Time one step of every contender in turn, ``rounds`` times, after one untimed step each.
+    """Time the steps of several contenders. Each round runs one step of every contender.
 
-    All contenders start from the same weights, so their first losses must agree within ``tolerance``. If they do not,
-    the contenders do not do the same work.
+    Every contender first takes one untimed step. All contenders start from the same weights, so the losses of these
+    steps must agree within ``tolerance``. Otherwise, the contenders do different work, and the comparison is invalid.
 
     Args:
-        limits: Parts of a step that are timed in the same rounds. Their losses are not compared.
+        limits: More functions to time in the same rounds, such as a step without communication. Their losses are not
+            compared.
         warm_ups: Number of additional untimed steps.
     """
     timed = steps | (limits or {})
@@ -185,11 +187,11 @@ def interleave(
 
 
 def ratio(times: Times, ours: str, theirs: str) -> float:
-    """Return how many times as fast as ``theirs`` ours is. This is the median over the rounds, where each round
-    gives one ratio."""
+    """Return how many times as fast the contender ``ours`` is as the contender ``theirs``: the median of the rounds'
+    ratios."""
     return statistics.median(ratios(times, ours, theirs))
 
 
 def ratios(times: Times, ours: str, theirs: str) -> list[float]:
-    """Return these ratios, round by round."""
+    """Return for each round how many times as fast the contender ``ours`` is as the contender ``theirs``."""
     return [b / a for a, b in zip(times[ours], times[theirs], strict=True)]

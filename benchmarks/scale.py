@@ -2,10 +2,10 @@
 
     python -m benchmarks.scale [--ranks 512 4096 32768] [--folder DIR]
 
-One process acts as rank 0. A process group without peers replaces all other ranks. The files of these ranks exist, with
-one byte each. The model has as many tensors as gpt-320b, but narrower ones, because the time for bytes depends on the
-disk and the network. The figures do not include the time that NCCL needs to connect, or a file system's latency with
-this many clients.
+Only rank 0 really runs. torch's fake process group stands for all other ranks. Their checkpoint files exist, but most
+of them have a single byte. The model has as many tensors as gpt-320b, but smaller tensors, because the time to write
+many bytes depends on the disk and the network. The figures do not include the time that NCCL needs to connect, or the
+latency of a file system with this many clients.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ ONE_BYTE = b"\0"
 
 
 class Costs(NamedTuple):
-    """Costs of a job on rank 0."""
+    """Time and memory that rank 0 of a job needs."""
 
     ranks: int
     groups: float
-    """Number of seconds to list and create the process groups."""
+    """Number of seconds to find out which process groups the grid needs, and to create them."""
     model: float
     """Number of seconds to create the model and its optimizer."""
     save: float
-    """Number of seconds that a save takes. Training waits for it."""
+    """Number of seconds that a save takes. Training waits during this time."""
     resume: float
-    """Number of seconds to find, check, and read the tensors that rank 0 holds."""
+    """Number of seconds that rank 0 needs to find, check, and read its tensors in a checkpoint."""
     opened: int
-    """Number of files that rank 0 reads."""
+    """Number of files that rank 0 reads if the grid has not changed."""
     opened_elsewhere: int
-    """Number of files that rank 0 would read on a grid with half of z."""
+    """Number of files that rank 0 reads if z is half as large as on the grid that wrote the checkpoint."""
     memory: float
-    """Largest resident memory, in GiB."""
+    """Peak of the resident memory, in GiB."""
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def main() -> None:
     for ranks in [8] if arguments.tiny else arguments.ranks:
         folder = Path(tempfile.mkdtemp(dir=arguments.folder))
         try:
-            # Use a fresh process, whose memory holds only this job.
+            # Use a new process for each job, so that its peak memory belongs to this job only.
             with multiprocessing.get_context("spawn").Pool(1) as fresh:
                 costs = fresh.apply(costs_of, (ranks, layers, width, folder))
         finally:
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def costs_of(ranks: int, layers: int, width: int, folder: Path) -> Costs:
-    """Run rank 0 of one job, and return its costs."""
+    """Run rank 0 of a job with this many ranks: start, save, and resume. Return its costs."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     run = run_of(ranks, layers, width)
     begin = time.perf_counter()
@@ -145,7 +145,8 @@ def run_of(ranks: int, layers: int, width: int) -> RunConfig:
 
 @contextmanager
 def the_others(job: Job, folder: Path) -> Iterator[list[float]]:
-    """Write the files of all other processes when rank 0 asks for their checksums. Yield the seconds that this took."""
+    """Stand in for all other ranks during a save of rank 0. When rank 0 gathers the checksums of all files, write the
+    files of the other ranks. Yield a list with the seconds that this took, which are not part of rank 0's costs."""
     away = [0.0]
 
     def gathered(mine: Tensor, axis: Axis, **_: Any) -> Tensor:
@@ -158,14 +159,15 @@ def the_others(job: Job, folder: Path) -> Iterator[list[float]]:
 
     with (
         patch("fourfold.checkpoints.rank_files.all_gather", gathered),
-        # Skip the check of free space. The files of all other ranks have one byte here, so there is enough.
+        # Skip the check of free space, which would count full-size files. Here most files have one byte.
         patch("fourfold.checkpoints.checkpoint.check_room"),
     ):
         yield away
 
 
 def written_by(rank: int, layout: CheckpointTensors, folder: Path, whole: bool) -> list[int]:
-    """Write the file of another process, or one byte instead. Return what that process would send to its peers."""
+    """Write the checkpoint file of another rank, or a file of one byte if ``whole`` is false. Return what this rank
+    would send to rank 0: the file's size and checksum, as integers."""
     path, entries = folder / file_of(rank), []
     if whole:
         for name, box in layout.held_by(rank).items():
@@ -180,14 +182,15 @@ def written_by(rank: int, layout: CheckpointTensors, folder: Path, whole: bool) 
 
 
 def files_read(layout: CheckpointTensors, job: Job) -> set[int]:
-    """Return the ranks whose files have a part of the tensors that rank 0 holds."""
+    """Return the ranks whose files rank 0 reads when it resumes, because they contain a part of its tensors."""
     parts = trained_parts(job, with_averages=False).items()
     found = (layout.parts(name, part.shard.slices) for name, part in parts if part.local.numel())
     return {rank for parts in found for rank, _ in parts}
 
 
 def files_read_on_half_of_z(layout: CheckpointTensors, job: Job) -> set[int]:
-    """Return the same for a grid with half of z, where rank 0 holds twice as many rows."""
+    """Return the ranks whose files rank 0 reads if it resumes with half of z. Rank 0 then holds twice as many rows of
+    each tensor."""
     files = set()
     for name, part in trained_parts(job, with_averages=False).items():
         if part.local.numel():

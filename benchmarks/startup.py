@@ -1,10 +1,10 @@
-"""Measure where the time goes from a command to its first step or its first token.
+"""Measure how long commands take to start, and which parts of the start take how long.
 
     python -m benchmarks.startup [--grid x=2,z=2] [--rounds 3]
 
-It first prints how long each part of the start of a tiny training job takes on rank 0. Then it prints two numbers for
-each command: the wall seconds until its first output, and the CPU seconds of all its processes until they end. All
-figures are medians of the rounds.
+First, the benchmark prints how long each part of the start of a tiny training job takes on rank 0. Then it prints two
+numbers for ``fourfold --help`` and for ``fourfold generate``: the wall-clock seconds until the first output, and the
+CPU seconds that all processes of the command use until they end. All figures are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ device = "cpu"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--grid", default="x=2,z=2", help="Sizes of [parallel], of two processes or more.")
+    parser.add_argument("--grid", default="x=2,z=2", help="Keys of [parallel], for at least two processes.")
     parser.add_argument("--rounds", type=int, default=3)
     add_tiny(parser)
     arguments = parser.parse_args()
@@ -55,7 +55,7 @@ def main() -> None:
         folder = Path(name)
         prepare_run(folder, arguments.grid)
         if not arguments.tiny:
-            # Run one job first, so that modules are compiled and files are cached in memory.
+            # Run a job that does not count. It compiles Python modules, and brings files into the page cache.
             measure(JOB, folder)
         parts = [parts_of_a_job(folder) for _ in range(arguments.rounds)]
         print(f"start of a job of {arguments.grid}, in seconds; load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
@@ -66,7 +66,7 @@ def main() -> None:
         commands = {"fourfold --help": ["--help"]}
         if not arguments.tiny:
             measure([*FOURFOLD, "train", "run.toml"], folder)
-            # With --json, the output comes only at the end.
+            # With --json, the command prints nothing before the token is generated.
             one_token = ["--prompt", "grid", "--max-new-tokens", "1", "--json"]
             commands["fourfold generate"] = ["generate", "--model", "runs/run", *one_token]
         for title, options in commands.items():
@@ -76,7 +76,8 @@ def main() -> None:
 
 
 def measure(command: Sequence[str], folder: Path) -> tuple[float, float]:
-    """Run a command in a folder. Return the seconds until its first output, and the CPU seconds of its processes."""
+    """Run a command in a folder. Return the seconds until its first output, and the CPU seconds of all its
+    processes."""
     cpu, begin = _cpu_of_children(), time.perf_counter()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
     with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE) as process:
@@ -94,7 +95,7 @@ def _cpu_of_children() -> float:
 
 
 def parts_of_a_job(folder: Path) -> dict[str, float]:
-    """Return the seconds of each part of a new job's start."""
+    """Start a new job, and return how many seconds each part of its start takes."""
     measure(JOB, folder)
     parts: dict[str, float] = json.loads((folder / PARTS).read_text())
     return parts
@@ -111,7 +112,8 @@ def prepare_run(folder: Path, grid: str) -> None:
 
 
 def command() -> None:
-    """Start the job of this folder in the same way as ``fourfold train``, and write the seconds of its parts."""
+    """Start the job of this folder in the same way as ``fourfold train`` does. Write the seconds of each part to a
+    file."""
     from fourfold.cli import app
     from fourfold.launch.job_processes import run_on_grid
     from fourfold.processes import time_of_start

@@ -1,4 +1,4 @@
-"""Run the job of ``benchmarks.startup``, a training loop that records when its parts are done."""
+"""Train the job of ``benchmarks.startup``, and record when each part of its start is done."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from fourfold.processes import time_of_start
 from fourfold.training import trainer
 
 IMPORTED = time.time()
-"""Time when this module was imported. For a worker, this is before the fork."""
+"""Time when this module was imported. In a worker process, this is a time before the fork, because the starter process
+imports the modules."""
 
 BEFORE = {"Grid": "watchdog, run folder"}
-"""Parts that end when the loop calls these functions."""
+"""Functions of the trainer, and the part of the start that ends when the trainer calls them."""
 
 CALLS = {"Grid": "groups of the grid", "open_corpora": "data", "Job": "model without weights, memory"}
 
 
 def measured(place: Place, run: RunConfig, called: float) -> dict[str, float]:
-    """Train, and return the seconds of each part on this rank, from the command to the end of the first step.
+    """Train, and return how many seconds each part took on this rank, from the start of the command to the end of the
+    first step.
 
     Args:
-        called: Time when the command asked for the workers.
+        called: Time when the command began to start its worker processes.
     """
     marks = [
         ("", place.started),

@@ -1,5 +1,4 @@
-"""Time a pipeline's operations. On a GPU, events in its stream measure the times, because the host only issues the
-operations."""
+"""Measure when each operation of a pipeline begins and ends, with CUDA events on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +15,8 @@ from fourfold.parallel.pipeline.schedule import Op
 
 
 class Stopwatch:
-    """Times one process's operations. Nothing waits for a GPU until ``spans`` or ``waits`` is called."""
+    """Record when the pipeline operations of one process begin and end. On a GPU, recording does not make the host
+    wait. Only ``spans`` and ``waits`` wait for the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -41,17 +41,17 @@ class Stopwatch:
 
     @contextmanager
     def wait(self, op: Op) -> Iterator[None]:
-        """Time a wait for another rank within an operation."""
+        """Time a wait for another rank inside an operation."""
         begin = self._now()
         yield
         self._waits.append((op, begin, self._now()))
 
     def spans(self) -> list[Span]:
-        """Return the operations since the start, in seconds of this machine's clock."""
+        """Return the operations since the last ``start``, with times in seconds of this machine's clock."""
         return self._in_seconds(self._spans)
 
     def waits(self) -> list[Span]:
-        """Return the waits since the start, in seconds of this machine's clock."""
+        """Return the waits since the last ``start``, with times in seconds of this machine's clock."""
         return self._in_seconds(self._waits)
 
     def _now(self) -> Any:
@@ -66,13 +66,14 @@ class Stopwatch:
         return [Span(op, seconds(begin), seconds(end)) for op, begin, end in taken]
 
     def _clock(self) -> Callable[[Any], float]:
-        """Return a function that converts recorded moments to seconds of this machine's clock.
+        """Return a function that converts a recorded moment (a time or a CUDA event) to seconds of this machine's
+        clock.
 
-        On a GPU it waits for the last operation.
+        On a GPU, this waits until the GPU has run all operations.
         """
         if not self._on_gpu:
             return float
         latest = self._now()
         latest.synchronize()
         now = time.perf_counter()
-        return lambda event: now - event.elapsed_time(latest) / 1000  # CUDA events count milliseconds.
+        return lambda event: now - event.elapsed_time(latest) / 1000  # elapsed_time returns milliseconds.

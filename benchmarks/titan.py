@@ -1,5 +1,8 @@
-"""Use torchtitan's Llama 3 as a contender if its wheel is installed (0.3.0, with spmd_types, tyro, docstring_parser,
-and typeguard)."""
+"""A training step of torchtitan's Llama 3, for benchmarks that compare it with fourfold's training step.
+
+It needs torchtitan 0.3.0, with spmd_types, tyro, docstring_parser, and typeguard. Benchmarks leave it out if torchtitan
+is not installed.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ def is_installed() -> bool:
 
 
 def torchtitan(run: RunConfig, device: torch.device, compiled: bool) -> Step:
-    """Return torchtitan's step on one device, with its model, FSDP2 for fp32 weights with bf16 matmuls, and each block
-    compiled.
+    """Return a training step of torchtitan on one device. FSDP2 stores the weights in fp32, and matmuls run in bf16. If
+    ``compiled`` is true, each block is compiled.
 
-    Attention is torch's SDPA, as in all other contenders. By default, torchtitan would use a kernel for packed
-    documents, but these sequences are not packed. The step uses whole logits, fused AdamW, and torchtitan's initial
-    weights.
+    Attention is torch's SDPA, as in the other libraries of the benchmark. (By default, torchtitan uses a kernel for
+    packed documents, but these sequences are not packed.) The step computes the logits of all tokens at once. It uses
+    fused AdamW and torchtitan's own initial weights.
     """
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.config import CompileConfig

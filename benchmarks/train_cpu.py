@@ -1,10 +1,11 @@
-"""Compare the training speed on a CPU with other libraries. One run prints one table of ratios.
+"""Compare fourfold's training speed on a CPU with other libraries.
 
     python -m benchmarks.train_cpu [--rounds 7] [--json results.json]
 
-A section's contenders live in the same processes and take their steps in turn, so unrelated work on the machine slows
-all of them equally. A ratio is the median over the rounds. The table also has limits: a step without communication, and
-its matmuls and attention alone. Needs ``pip install fourfold[benchmarks]``.
+The table has several sections. In each round, the same processes run one step of every contender (library or variant)
+of a section, so unrelated work on the machine slows all of them equally. A ratio is the median over the rounds. For
+comparison, the table also has limits: a step without communication, and a step that runs only its matmuls and its
+attention. Needs ``pip install fourfold[benchmarks]``.
 """
 
 from __future__ import annotations
@@ -53,14 +54,15 @@ GRIDS: dict[str, dict[str, int]] = {
 TENSOR_GRID = "x=2 z=2"
 DDP_GOALS = {"fourfold dp=4": 0.95, "fourfold z=4": 0.95, "fourfold dp=2 z=2": 0.95}
 NO_COMMUNICATION = ", no communication"
-"""Suffix for the limit of a grid: its step with collectives that only copy."""
+"""Suffix of the row with a grid's limit: a step whose collectives only copy."""
 PRODUCTS_ALONE = "products and attention alone"
-"""Name of the limit of one process: fourfold's uncompiled matmuls and attention. All contenders call these kernels."""
+"""Name of the row with the limit of one process: fourfold's matmuls and attention, not compiled. All contenders call
+the same kernels."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model to train, and how long to measure it."""
+    """The model, its batch, the number of rounds, and the grids to measure."""
 
     model: dict[str, Any]
     batch: int
@@ -71,8 +73,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. ``goal`` is the smallest allowed ratio (for speeds) or the largest (for the first
-    step)."""
+    """One row of the table. ``goal`` is the smallest ratio that we accept, or with ``at_most`` the largest one."""
 
     section: str
     contender: str
@@ -99,7 +100,7 @@ def main() -> int:
         size = Size({"preset": "llama-tiny", "vocab_size": 512}, 4, 64, 1, (TENSOR_GRID,))
     rows = []
     for title, section in SECTIONS.items():
-        # Without --only, skip part c, because compiling takes a minute.
+        # Without --only, skip section c, because compiling takes a minute.
         if title[0] not in (arguments.only or ("abd" if arguments.tiny else "abde")):
             continue
         print(f"\n{title}", flush=True)
@@ -163,8 +164,9 @@ COMPILED: Comparisons = {
         (PRODUCTS_ALONE, "HF, compiled", None),
     ]
 }
-"""The contender, the contender that it is compared with, and the smallest ratio to reach. Contenders are compared only
-with the same dtypes: weights in bf16, or float32 weights that are used in bf16, as autocast does."""
+"""For each row: the contender, the contender that it is compared with, and the smallest ratio that we accept. A row has
+such a goal only if both contenders use the same dtypes: weights in bf16, or float32 weights that are cast to bf16 for
+the matmuls, as with autocast."""
 
 
 def _time_one_process(size: Size, section: str) -> Times:
@@ -255,9 +257,9 @@ def _print(rows: list[Row]) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of every contender")
+    parser.add_argument("--rounds", type=int, default=7, help="number of timed steps of every contender")
     parser.add_argument("--only", default="", metavar="abde", help="letters of the sections to run")
-    parser.add_argument("--json", metavar="FILE", help="also write the table there")
+    parser.add_argument("--json", metavar="FILE", help="also write the table to this file")
     add_tiny(parser)
     return parser.parse_args()
 

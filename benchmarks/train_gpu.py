@@ -1,13 +1,13 @@
-"""Measure the training speed on one GPU: model FLOP/s divided by the machine's own matmul ceiling, and the speed
-relative to Hugging Face.
+"""Measure the training speed on one GPU, relative to a large matmul and to other libraries.
 
     python -m benchmarks.train_gpu [--sequence 4096 8192] [--rounds 10] [--json results.json]
     python -m benchmarks.train_gpu --device cpu --tiny
 
-Blocks are as wide as Llama 3 8B's. There are as many blocks as should fit into the GPU's free memory, in bf16 with fp32
-master weights and fused AdamW, with one sequence per step. The ceiling is an 8192³ matmul in bf16, measured before
-every contender. Contenders run one after another, because each fills the memory. If a contender fails, its row has the
-error. torchtitan is a contender if it is installed. Needs ``pip install fourfold[benchmarks]``.
+The model has the blocks of Llama 3 8B, as many as should fit into the GPU's free memory. It trains in bf16 with fp32
+master weights and fused AdamW, with one sequence per step. The benchmark compares fourfold with transformers, and with
+torchtitan if it is installed. These contenders run one after another, because each of them fills the memory. Before
+each contender, the benchmark measures the ceiling: the FLOP/s of an 8192³ matmul in bf16. If a contender fails, its row
+shows the error. Needs ``pip install fourfold[benchmarks]``.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ LLAMA3_8B = {"preset": "llama3-8b", "rope_scaling": None}
 TINY = {"preset": "llama-tiny", "vocab_size": 512}
 
 STATE_BYTES = 18
-"""Number of bytes per parameter: master weight, gradient, and two moments in fp32, and a bf16 copy."""
+"""Number of bytes per parameter: the master weight, the gradient, and two moments in fp32, plus a copy of the weight in
+bf16."""
 
 MEMORY_SHARE = 0.85
-"""Fraction of the free memory that the estimate may fill."""
+"""Fraction of the free memory that the model and its training step may use, by our estimate."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Figures of a contender, or the error that ended it."""
+    """The measurements of a contender, or the error with which it failed."""
 
     contender: str
     sequence: int
@@ -76,7 +77,8 @@ def main() -> int:
 
 
 def _compare(sequence: int, device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> None:
-    """Measure every contender, and add a row for each to ``rows`` and to the file of figures."""
+    """Measure every contender with one sequence length. For each of them, add a row to ``rows`` and to the JSON
+    file."""
     layers = arguments.layers or (2 if arguments.tiny else layers_that_fit(sequence, device))
     model = {**(TINY if arguments.tiny else LLAMA3_8B), "num_hidden_layers": layers}
     options = {"precision": "bf16", "device": device.type}
@@ -107,7 +109,8 @@ def _contenders(
     device: torch.device,
     arguments: argparse.Namespace,
 ) -> dict[str, Callable[[], Step]]:
-    """Return a function that makes the step of each contender. The most informative contenders come first."""
+    """Return for each contender a function that makes its training step. The most important contenders come first,
+    because the benchmark may run out of time."""
     compiled = one_micro_batch_run({}, 1, sequence, model, **options, compile=True)
     makers: dict[str, Callable[[], Step]] = {
         "Hugging Face": lambda: _hugging_face(eager, device, compiled=False),
@@ -136,15 +139,15 @@ def _print(row: Row) -> None:
 
 
 def _hugging_face(run: RunConfig, device: torch.device, compiled: bool) -> Step:
-    """Return a step of fp32 weights with autocast, which is the library's equivalent of bf16 with fp32 master
-    weights."""
+    """Return a step of transformers with fp32 weights and autocast. This corresponds to fourfold's bf16 with fp32
+    master weights."""
     return hugging_face(run, device, autocast=torch.bfloat16, compiled=compiled, same_weights=False)
 
 
 def _measure(
     name: str, maker: Callable[[], Step], run: RunConfig, device: torch.device, arguments: argparse.Namespace
 ) -> dict[str, float]:
-    """Return the figures of a contender, as fields of ``Row``."""
+    """Measure a contender, and return its figures as fields of ``Row``."""
     ceiling = matmul_ceiling(device, 256 if arguments.tiny else 8192)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -161,7 +164,8 @@ def _measure(
 
 
 def _step_seconds(name: str, step: Step, run: RunConfig, device: torch.device, rounds: int) -> float:
-    """Return the median seconds over the rounds, after a warm-up. The model is freed when this returns."""
+    """Return a step's median seconds over the rounds, after a warm-up. When this function returns, the model can be
+    freed."""
     loss = step(*random_batch(run, 0, device)).item()
     expected = math.log(run.model.vocab_size)
     assert abs(loss - expected) < 0.1 * expected, (
@@ -172,7 +176,8 @@ def _step_seconds(name: str, step: Step, run: RunConfig, device: torch.device, r
 
 
 def matmul_ceiling(device: torch.device, size: int) -> float:
-    """Return the FLOP/s of a size³ matmul in bf16: the median of 20 runs, after 10 runs to warm up the clocks."""
+    """Return the FLOP/s of a matmul of two square bf16 matrices of this size: the median of 20 runs, after 10 runs that
+    bring the GPU's clocks up."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(10):
         a @ b
@@ -180,13 +185,14 @@ def matmul_ceiling(device: torch.device, size: int) -> float:
 
 
 def layers_that_fit(sequence: int, device: torch.device) -> int:
-    """Return how many blocks fit into the free memory, in addition to the embedding, the head, and another contender's
-    logits."""
+    """Return how many blocks fit into the free memory, next to the embedding, the head, and full logits (which other
+    libraries compute at once)."""
     one, two = (one_micro_batch_run({}, 1, sequence, {**LLAMA3_8B, "num_hidden_layers": n}).model for n in (1, 2))
     block = num_parameters(two) - num_parameters(one)
-    # An eager block saves about 16 bf16 tensors of the hidden width and 6 of the inner width for its backward pass.
+    # For its backward pass, a block that is not compiled saves about 16 bf16 tensors with the hidden width, and 6 with
+    # the MLP's inner width.
     activations = 2 * sequence * (16 * one.hidden_size + 6 * one.intermediate_size)
-    logits = 12 * sequence * one.vocab_size  # bf16 and float32 logits, and the gradients of both.
+    logits = 12 * sequence * one.vocab_size  # Logits in bf16 and in fp32, and their gradients.
     free, _ = torch.cuda.mem_get_info(device)
     left = MEMORY_SHARE * free - STATE_BYTES * (num_parameters(one) - block) - logits
     return max(1, min(32, int(left / (STATE_BYTES * block + activations))))
@@ -197,10 +203,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     add_tiny(parser)
     parser.add_argument("--sequence", type=int, nargs="+", help="default: 4096 8192")
-    parser.add_argument("--layers", type=int, help="default: what fits")
-    parser.add_argument("--rounds", type=int, default=10, help="timed steps of every contender")
-    parser.add_argument("--no-compile", action="store_true", help="leave the compiled contenders out")
-    parser.add_argument("--json", metavar="FILE", help="also write the table there")
+    parser.add_argument("--layers", type=int, help="default: as many as fit")
+    parser.add_argument("--rounds", type=int, default=10, help="number of timed steps of every contender")
+    parser.add_argument("--no-compile", action="store_true", help="leave out the compiled contenders")
+    parser.add_argument("--json", metavar="FILE", help="also write the table to this file")
     return parser.parse_args()
 
 

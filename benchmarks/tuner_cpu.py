@@ -1,17 +1,18 @@
-"""Compare the tuner with measuring every layout, on this CPU: 8 processes, a small model, and all legal layouts of a
-space.
+"""Compare the tuner's choice with measurements of every layout, for a small model on 8 processes of this CPU.
 
     python -m benchmarks.tuner_cpu FOLDER [--rounds 3] [--trials 8] [--json results.json]
 
-It has four parts, and each keeps its results in FOLDER, so the same command continues after an interruption:
+The benchmark has four parts. Each part keeps its results in FOLDER, so you can run the same command again after an
+interruption:
 
 1. `fourfold machine calibrate`.
-2. Measure every layout once, and then measure the layouts close to the fastest in more rounds. Each round has its own
-   order. A layout's time is the median of its rounds.
+2. Measure every layout once. Then measure the faster layouts again in more rounds, each in a different order. The time
+   of a layout is the median of its rounds.
 3. Run `fourfold tune` with a limited number of trials. Each trial is a separate run.
-4. Replay the tuner, Optuna's TPE, and random choices on the table of measured layouts.
+4. Run the tuner, Optuna's TPE, and random choices again, without training: the result of each trial comes from the
+   times of part 2.
 
-The tuner's choice is judged by this table, which does not contain the tuner's own trials.
+The tuner's choice is judged by the times of part 2, not by the tuner's own trials.
 """
 
 from __future__ import annotations
@@ -51,14 +52,15 @@ from fourfold.verification.batches import random_micro_batches
 MODEL = {"preset": "llama-tiny", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
          "num_attention_heads": 8, "num_key_value_heads": 4}  # fmt: skip
 SPACE = ("cp=1", "zero=0", "recompute=none", "schedule=1F1B", "micro_batch_size=1,2", "batch_parts=1")
-"""A space of 68 legal layouts for 8 processes: every grid of x, y, z, dp, and pp, with one or two sequences per
-micro-batch."""
+"""The options that define the search space. It has 68 legal layouts for 8 processes: every grid of x, y, z, dp, and pp,
+with one or two sequences per micro-batch."""
 TINY_SPACE = ("recompute=none", "micro_batch_size=1,2,4", "batch_parts=1")
 BATCH, SEQUENCE = 16, 64
 AT_ONCE = 12
-"""Number of layouts that the same processes measure."""
+"""Number of layouts that are measured before new processes are started."""
 FAR = 2.5
-"""A layout is not measured again if its first round took this many times as long as the fastest layout."""
+"""A layout is not measured again if in its first round, it took more than this many times as long as the fastest
+layout."""
 WARM_UP, STEPS = 1, 4
 NEAR, SEEDS = 0.05, range(12)
 
@@ -113,7 +115,7 @@ def _all_parts(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_file(folder: Path, ranks: int) -> Path:
-    """Write the run file to tune, with a corpus of random words."""
+    """Write the run file that the tuner starts from, and its corpus of random words."""
     corpus = folder / "corpus"
     if not corpus.with_suffix(".idx").is_file():
         draw = random.Random(0)
@@ -133,8 +135,8 @@ def run_file(folder: Path, ranks: int) -> Path:
 
 
 def calibrated(folder: Path, ranks: int) -> Path:
-    """Return the machine file of ``fourfold machine calibrate``, with as many processes on the same cores as a trial
-    has."""
+    """Run ``fourfold machine calibrate`` with as many processes as a trial has, and return the machine file that it
+    writes."""
     path = folder / "machine.toml"
     if not path.is_file():
         command = [sys.executable, "-m", "fourfold", "machine", "calibrate"]
@@ -144,8 +146,8 @@ def calibrated(folder: Path, ranks: int) -> Path:
 
 
 def measured(folder: Path, search: Search, ranks: int, rounds: int) -> dict[int, float]:
-    """Return the seconds of every layout, as the median over its rounds. Rounds after the first leave out layouts
-    that are far from the best."""
+    """Measure every layout, and return its median seconds over the rounds. After the first round, layouts that are much
+    slower than the fastest layout are left out."""
     count = search.subject.candidates.count
     for number in range(rounds):
         so_far = rounds_of(folder)
@@ -172,7 +174,7 @@ def measured(folder: Path, search: Search, ranks: int, rounds: int) -> dict[int,
 
 
 def rounds_of(folder: Path) -> dict[int, list[float]]:
-    """Return the seconds by layout, with one value for each round that has measured it."""
+    """Return the recorded seconds of each layout, with one value for each round in which it was measured."""
     found: dict[int, list[float]] = {}
     path = folder / "measured.jsonl"
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
@@ -182,7 +184,7 @@ def rounds_of(folder: Path) -> dict[int, list[float]]:
 
 
 def measure_layouts(runs: Sequence[RunConfig], meeting_points: str) -> list[float]:
-    """Return the median step of each run. Every rank calls this, and each run has its own default process group."""
+    """Return the median step time of each run. Every rank must call this. Each run gets a new default process group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     found = []
     for number, run in enumerate(runs):
@@ -207,14 +209,14 @@ def _steps_of(run: RunConfig) -> Iterator[float]:
 
 
 def play(candidates: Candidates, table: dict[int, float], method: Method, seed: int) -> int:
-    """Return how many trials a search, given the table's times, needs until it has found a layout within ``NEAR`` of
-    the best."""
+    """Run a search that takes the results of its trials from the table of measured times. Return how many trials it
+    needs to find a layout that is at most ``NEAR`` slower than the fastest layout."""
     ledger = Sampled(candidates, method, seed) if method != "planner" else None
     trials: list[Trial] = []
     while True:
         drawn = (-1, propose(candidates, trials).index) if ledger is None else ledger.draw(seed)
         if drawn is None or drawn[1] is None:
-            # The search ended before it found the best layout. Count as if the next trial had found it.
+            # The search ended before it found such a layout. Count as if the next trial had found it.
             return len(trials) + 1
         number, index = drawn
         assert index is not None
@@ -231,10 +233,10 @@ def _say(line: str) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="keeps what is measured (--tiny needs none)")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of every layout")
-    parser.add_argument("--trials", type=int, default=8, help="trials of the tuner")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures there")
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="folder for the results (not needed with --tiny)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of measurements of every layout")
+    parser.add_argument("--trials", type=int, default=8, help="number of trials of the tuner")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     add_tiny(parser)
     arguments = parser.parse_args()
     if arguments.folder is None and not arguments.tiny:

@@ -1,12 +1,15 @@
-"""Replay published sweeps as if they were runs, and count the trials until a search is within 3 % of the best layout.
+"""Count how many trials the tuner needs on published sweeps, until it is within 3 % of the best layout.
 
     python -m benchmarks.tuner_replay ROWS.csv [ROWS.csv …] [--json results.json]
 
-A sweep is a set of measured rows that differ only in layout (docs/measured-rows.md lists the columns). The constants
-are fitted to all rows outside the sweep, and for a second figure only to rows of other machines. The tuner is compared
-with Optuna's TPE and with random choices without repeats. Their illegal layouts do not count as trials. Two spaces
-are searched: the measured layouts, and every legal layout with the sweep's values of tp, pp, and micro-batch. In the
-second space, a layout that was not measured counts as a crashed trial.
+A sweep is a set of measured rows (published step times) that differ only in layout. docs/measured-rows.md lists the
+columns of rows. No training runs: the result of each trial comes from the sweep. The planner's constants are fitted to
+all rows outside the sweep. For a second figure ("machine out"), they are fitted only to rows of other machines.
+
+The tuner is compared with Optuna's TPE and with random choices without repeats. If these choose illegal layouts, this
+does not count as a trial. Each search runs on two spaces: on the measured layouts, and on all legal layouts with the
+sweep's values of tp, pp, micro-batch size, and ZeRO. In the second space, a layout that was not measured counts as a
+crashed trial.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ from fourfold.tuning.propose import propose
 from fourfold.tuning.trial_result import Trial, TrialResult
 
 SOURCES = ("V2", "S11", "S12")
-"""Sources of the rows with sweeps over tp, pp, dp, and micro-batch to replay."""
+"""Sources (papers and reports) that have sweeps over tp, pp, dp, and the micro-batch size. Only their sweeps are
+replayed."""
 LEAST_LAYOUTS = 4
 NEAR = 0.03
 SEEDS = range(12)
@@ -57,17 +61,19 @@ class Sweep:
     machine: Machine
     source: str
     measured: dict[tuple[int, int, int, int], float | None]
-    """Seconds by (tp, pp, micro-batch, ZeRO). None means out of memory."""
+    """Step times in seconds by (tp, pp, micro-batch size, ZeRO stage). None means that the run ran out of memory."""
     base: Workload
     key: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Played:
-    """The result of one search: trials until it was within 3 % of the best layout, trials and failures until it ended,
-    and its final gap.
+    """The result of one search.
 
-    ``to_goal`` is None if the search never came this close.
+    ``to_goal`` is the number of trials until the search found a layout within 3 % of the best, or None if it found no
+    such layout. ``failed_to_goal`` of these trials failed. Until its end, the search ran ``trials`` trials, and
+    ``failed`` of them failed. ``gap`` is how much slower the fastest layout that it found is than the best layout, as a
+    fraction.
     """
 
     to_goal: int | None
@@ -97,7 +103,8 @@ def main() -> int:
 
 
 def sweeps_of(rows: Sequence[Row]) -> list[Sweep]:
-    """Return the sweeps of ``SOURCES`` with enough layouts. If a layout was measured again, the last row counts."""
+    """Return the sweeps of ``SOURCES`` with enough layouts. If a sweep has several rows for a layout, the last row
+    counts."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row.source in SOURCES:
@@ -119,7 +126,8 @@ def key_of(work: Workload) -> tuple[int, int, int, int]:
 
 
 def candidates_in(sweep: Sweep, space: str, constants: Constants) -> Candidates:
-    """Return the layouts of a sweep that were measured, or all layouts that are legal with the sweep's values."""
+    """Return the layouts that a search may try: the measured layouts of the sweep, or all legal layouts with the
+    sweep's values of tp, pp, micro-batch size, and ZeRO."""
     base, layouts = sweep.base, list(sweep.measured)
     gpus = int(base.layout.gpus)
     if space == "whole":
@@ -141,7 +149,8 @@ def candidates_in(sweep: Sweep, space: str, constants: Constants) -> Candidates:
 
 
 def play(sweep: Sweep, candidates: Candidates, method: Method, seed: int) -> Played:
-    """Search until the proposer ends the search, or until a sampler has found the best layout."""
+    """Run one search. The tuner ("planner") searches until it decides to end. The other methods search until they have
+    found the best layout."""
     keys = [key_of(candidates.point(index)) for index in range(candidates.count)]
     best = min(seconds for seconds in sweep.measured.values() if seconds is not None)
     ledger = Sampled(candidates, method, seed) if method != "planner" else None
@@ -179,7 +188,7 @@ def _result(sweep: Sweep, key: tuple[int, int, int, int]) -> TrialResult:
 
 
 def _row(sweep: Sweep, space: str, rows: Sequence[Row], seeds: int) -> dict[str, Any]:
-    """Replay one sweep with all methods, and print its line."""
+    """Replay one sweep with all methods. Print a row of the table, and return the results."""
     name = sweep.machine.name
     others = [row for row in rows if row.seconds is not None and row.dense_half and row.sweep != sweep.key]
     elsewhere = [row for row in others if row.machine.name != name]
@@ -199,8 +208,8 @@ def _row(sweep: Sweep, space: str, rows: Sequence[Row], seeds: int) -> dict[str,
 
 
 def _cell(played: Sequence[dict[str, Any]]) -> str:
-    """Return the median number of trials, and the fraction of trials that failed until then. A search that never came
-    close has none."""
+    """Return the text of a table cell: the median number of trials to the goal, and the fraction of these trials that
+    failed. Searches that did not reach the goal are left out."""
     reached = [each["to_goal"] for each in played if each["to_goal"] is not None]
     if not reached:
         return f"never ({played[0]['trials']})"
@@ -210,7 +219,8 @@ def _cell(played: Sequence[dict[str, Any]]) -> str:
 
 
 def verdicts(record: dict[str, Any]) -> None:
-    """Print medians and failures over all sweeps, by space, and whether the goals are met."""
+    """Print for each space and method the median number of trials and the fraction of failures over all sweeps, and
+    whether they meet the goals."""
     for space in SPACES:
         played = [sweep for sweep in record["sweeps"] if sweep["space"] == space]
         print(f"\n{space} space, over all sweeps:")
@@ -231,7 +241,8 @@ def _verdict(method: str, name: str, value: float) -> str:
 
 
 def synthetic_sweep() -> Sweep:
-    """Return a sweep for the tests: steps that the planner predicts with other constants, and a little noise."""
+    """Return an artificial sweep for tests. Its step times are predictions with changed constants, plus a little
+    noise."""
     machine = load_machine("dgx-a100")
     shape = model_shape(ModelConfig.model_validate(with_preset({"preset": "gpt-5b"})))
     base = Workload(shape, program=OTHER_PROGRAM).but(seq_length=2048, global_batch_size=256, dp=32, recompute=2)
@@ -248,7 +259,7 @@ def synthetic_sweep() -> Sweep:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("rows", nargs="*", type=Path, metavar="ROWS.csv", help="tables of measured rows")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures there")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     add_tiny(parser)
     arguments = parser.parse_args()
     if not arguments.rows and not arguments.tiny:

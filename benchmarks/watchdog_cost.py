@@ -1,9 +1,9 @@
-"""Measure the cost of the watchdog's heartbeats: the seconds of one heartbeat, and the fraction of a step of the
-smallest model that all heartbeats take.
+"""Measure the cost of the watchdog's heartbeats: how long one takes, and what fraction of a step all of them take.
 
     python -m benchmarks.watchdog_cost [--rounds 20]
 
-A larger model has the same number of heartbeats in a longer step.
+The benchmark uses the smallest preset, which is the worst case: a larger model has about as many heartbeats per step,
+but longer steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def steps_on_grid(ranks: int, rounds: int) -> tuple[int, float]:
-    """Return the number of heartbeats in a step, and the seconds of the fastest step."""
+    """Train some steps. Return the number of heartbeats per step, and the seconds of the fastest step."""
     training = {"global_batch_size": 8, "micro_batch_size": 2, "seq_length": 128, "train_steps": 1000}
     run = make_run(
         {

@@ -21,13 +21,13 @@ OWN = ("self", "cls")
 
 
 def rendered(page: str) -> str:
-    """Fill every marked part of a page. The marker names the function or class that the part describes."""
+    """Fill the page: write the reference of a function or class after each marker that names it."""
     return MARKED.sub(lambda part: f"{part[1]}\n{reference(part[2])}\n{part[3]}", page)
 
 
 def reference(path: str) -> str:
-    """Return the reference of the function or class at ``package.module.name``. A class has its public methods and
-    properties."""
+    """Return the reference of the function or class at ``package.module.name``. The reference of a class includes its
+    public methods and properties."""
     module, _, name = path.rpartition(".")
     found = getattr(importlib.import_module(module), name)
     parts = [f"```python\n{_signature(name, found)}\n```\n", _prose(found)]
@@ -38,7 +38,7 @@ def reference(path: str) -> str:
 
 
 def fields_of(found: type) -> dict[str, str]:
-    """Return the docstring of every public field of a dataclass. It is "" if the field has none."""
+    """Return the docstring of every public field of a dataclass, or "" for a field without a docstring."""
     if not dataclasses.is_dataclass(found):
         return {}
     fields = {}
@@ -59,7 +59,8 @@ def _field_list(found: type) -> str:
 
 
 def _members(found: type) -> Iterator[tuple[str, str]]:
-    """Yield the signature and the docstring of each public member, in source order. Inherited members are left out."""
+    """Yield the signature and the docstring of each public member of a class, in source order, without inherited
+    members."""
     for name, member in vars(found).items():
         if name.startswith("_"):
             continue
@@ -72,7 +73,8 @@ def _members(found: type) -> Iterator[tuple[str, str]]:
 
 
 def _signature(name: str, found: Any) -> str:
-    """Return the signature with its annotations, with one parameter per line if it does not fit on one line."""
+    """Return the signature with its type annotations. If it does not fit on one line, put each parameter on its own
+    line."""
     if isinstance(found, type) and issubclass(found, BaseModel):
         return f"{name}(**keys)"
     signature = inspect.signature(found)
@@ -86,7 +88,7 @@ def _signature(name: str, found: Any) -> str:
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
-    """Return the parameter with annotation and default. If the default is a function, dots stand for it."""
+    """Return the parameter with its annotation and its default. A default that is a function is shown as "..."."""
     text = str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
     if parameter.annotation is not parameter.empty:
         text += ": " + re.sub("['\"]", "", inspect.formatannotation(parameter.annotation))
@@ -96,7 +98,7 @@ def _parameter(parameter: inspect.Parameter) -> str:
 
 
 def _prose(found: Any) -> str:
-    """Return the docstring as Markdown, or nothing if dataclasses generated it."""
+    """Return the docstring as Markdown, or "" if the class has only the docstring that ``dataclass`` generates."""
     text = inspect.getdoc(found) or ""
     if dataclasses.is_dataclass(found) and text.startswith(f"{found.__name__}("):
         return ""

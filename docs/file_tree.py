@@ -18,13 +18,14 @@ LONGEST = 120
 
 
 def rendered(page: str) -> str:
-    """Fill the marked part of the page with the tree."""
+    """Replace the file tree in the page, which is between two markers."""
     lines = "\n".join(tree(ROOT / "fourfold"))
     return MARKED.sub(lambda part: f"{part[1]}```text\n{lines}\n```\n{part[2]}", page)
 
 
 def tree(folder: Path, depth: int = 0) -> Iterator[str]:
-    """Yield a line for the package, then a line for each of its modules, then the lines of its subpackages."""
+    """Yield the lines for a package: a line for the package itself, a line for each of its modules, and the lines of
+    its subpackages."""
     yield _line(f"{folder.name}/", folder / "__init__.py", depth)
     modules = [path for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
     for path in sorted(modules):

@@ -1,4 +1,5 @@
-"""Measure in how many passages of real text a goldfish mask drops no token, and write docs/figures/mask_gaps.json:
+"""Measure how many passages of real text have no gap (a token that a goldfish mask drops). Writes
+docs/figures/mask_gaps.json:
 
 fourfold prepare python-stdlib --out runs/mask-gaps --train-tokenizer 8192
 python docs/mask_gaps.py runs/mask-gaps
@@ -29,13 +30,13 @@ MASKS = {
     "hash-table, k 4, h 13": GoldfishConfig(strategy="hash-table", k=4, h=13),
     "hash-table, k 50, h 50": GoldfishConfig(strategy="hash-table", k=50, h=50),
 }
-"""The masks to measure. hash-table is the strategy of the published code. The authors of Apertus used k = 50 and h =
-50."""
+"""The masks to measure. hash-table is the strategy of the goldfish paper's code. k = 50 and h = 50 are the settings of
+the Apertus models."""
 
 
 def measured(corpus: Path, tokens: int = TOKENS) -> dict[str, dict[str, Any]]:
-    """Count dropped tokens in the first windows of a corpus, for every mask. A passage or span never crosses the end of
-    a document."""
+    """For every mask, count the dropped tokens in the first ``tokens`` tokens of a corpus. No counted passage crosses
+    the end of a document."""
     found = {}
     for name, config in MASKS.items():
         goldfish = Goldfish(config)
@@ -61,7 +62,8 @@ def counts(windows: Windows, dropped: NDArray[np.bool_], k: int) -> dict[str, An
 def without_gap(
     dropped: NDArray[np.bool_], gaps: NDArray[np.int64], documents: NDArray[np.int64], passage: int
 ) -> float:
-    """Return the fraction of passages of this length, within one document, that have no dropped token."""
+    """Return the fraction of passages of this length that have no dropped token. Only passages within one document
+    count."""
     last = gaps[:, passage - 1 :]
     before = (gaps - dropped)[:, : last.shape[1]]
     inside = documents[:, passage - 1 :] == documents[:, : last.shape[1]]
@@ -69,7 +71,7 @@ def without_gap(
 
 
 def pieces(kept: NDArray[np.bool_], starts: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
-    """Split each window at the starts of documents."""
+    """Split each window at the points where a document starts."""
     return [part for row, start in zip(kept, starts, strict=True) for part in np.split(row, np.flatnonzero(start))]
 
 

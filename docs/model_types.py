@@ -1,8 +1,8 @@
 """Try every type of causal language model in transformers, and write docs/model-types.md: python docs/model_types.py
 
-The script builds a tiny random model of each type. It imports and exports the model, trains it, generates with it,
-parallelizes it, plans it, and runs it with Loki. It compares each result with the library's own result. If you name
-types on the command line, it prints only their rows.
+The script builds a tiny random model of each type. It imports, exports, trains, plans, and parallelizes the model,
+generates text with it, and runs it with Loki. It compares the results with the results of the transformers library. If
+you name types on the command line, the script prints only the rows of these types, and does not write the page.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path[:0] = [str(HERE.parent / "tests")]
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from pool import Pool  # noqa: E402 (the tests' folder is on the path from here on)
+from pool import Pool  # noqa: E402 (from here on, imports find modules in tests/)
 from safetensors.torch import load_file  # noqa: E402
 from tiny_huggingface import ours_of, perturb  # noqa: E402
 from tuned_products import parity_on_cpu  # noqa: E402
@@ -62,10 +62,11 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 """Sizes of a tiny model. Each config class ignores the keys that it does not have."""
 LATENT = {"num_key_value_heads": 8, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
-"""Sizes for models with latent attention, which needs as many key-value heads as query heads. The keys for experts
-replace DeepSeek's defaults, which need larger models."""
+"""Other sizes for models with latent attention. Such models need as many key-value heads as query heads. The keys for
+experts replace DeepSeek's defaults, which do not work with so few layers and experts."""
 LEFT_OUT: tuple[set[str], ...] = (set(), {"head_dim"}, {"num_key_value_heads"}, {"num_hidden_layers"}, {"v_head_dim"})
-"""Sets of keys to leave out. The script tries one set after another until the config class accepts the sizes."""
+"""Some config classes do not accept all keys of ``SIZES``. The script leaves out one of these sets of keys after
+another, until the class accepts the remaining keys."""
 MOST_PARAMETERS = 30_000_000
 LIMIT = 2e-4
 """Largest allowed difference from the library, relative to the norm of a tensor. For comparison, in a deep recurrent
@@ -76,7 +77,7 @@ COLUMNS = ("import", "export", "train and generate", "plan", "parallelize", "pac
 
 @dataclass
 class Row:
-    """The results for one type: ``ok``, or a sentence that says why not."""
+    """The results for one model type. For each column, ``ok`` or the message that says what does not work."""
 
     kind: str
     cells: dict[str, str] = field(default_factory=dict)
@@ -86,7 +87,8 @@ class Row:
         return f"| `{self.kind}` | " + " | ".join(each if each in (OK, "–") else "no" for each in shown) + " |"
 
     def reasons(self) -> list[tuple[str, str]]:
-        """Return (column, message) for each refusal. Messages do not name this type and do not list other types."""
+        """Return (column, message) for each refusal. The messages are shortened, so that they are equal for many
+        types."""
         return [(column, shortened(text, self.kind)) for column, text in self.cells.items() if text != OK]
 
 
@@ -97,10 +99,10 @@ def shortened(text: str, kind: str) -> str:
 
 
 def config_of(kind: str) -> Any:
-    """Return a tiny configuration of a type.
+    """Return the configuration of a tiny model of this type.
 
     Raises:
-        ValueError: The class accepts none of the sizes, or needs a model of several parts.
+        ValueError: The config class accepts none of the sizes, or the model has more than a text decoder.
     """
     made = transformers.CONFIG_MAPPING[kind]()
     if "text_config" in made.sub_configs or getattr(made, "is_encoder_decoder", False):
@@ -126,7 +128,7 @@ def config_of(kind: str) -> Any:
 
 
 def make(kind: str) -> Any:
-    """Return the same random model in every process."""
+    """Return a random model of a type, with the same weights in every process."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.manual_seed(5)
@@ -136,14 +138,14 @@ def make(kind: str) -> Any:
 
 
 def called(model: Any, **given: Any) -> Any:
-    """Call a model, and turn its key-value cache off if it has one."""
+    """Call a model, without a key-value cache if the model has one."""
     taken = inspect.signature(model.forward).parameters
     takes_cache = "use_cache" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
     return model(**given, **({"use_cache": False} if takes_cache else {}))
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens [4, 16], and labels with a different number of masked tokens in each row."""
+    """Return tokens and labels, both [4, 16]. Each row of the labels has a different number of masked tokens."""
     tokens = torch.randint(4, 200, (4, 16), generator=torch.Generator().manual_seed(6))
     labels = tokens.clone()
     for row in range(4):
@@ -152,7 +154,8 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def parallelized(rank: int, world_size: int, kind: str) -> tuple[float, dict[str, torch.Tensor] | None, str]:
-    """Return the loss and gradients on x 2 and z 2, and ``ok`` or the message that refuses packed documents."""
+    """Parallelize a model on x = 2 and z = 2. Return its loss, its gradients, and the result for packed documents:
+    ``ok``, or the message with which fourfold refuses them."""
     model = fourfold.parallelize(make(kind).train(), Grid(ParallelConfig(x=2, z=2), "cpu"))
     tokens, labels = batch()
     loss = model(input_ids=model.rows(tokens), labels=model.rows(labels)).loss
@@ -189,7 +192,8 @@ def check(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def check_import(row: Row, folder: Path, kind: str) -> None:
-    """Import a model, compare its logits, and check that the export has the same bits."""
+    """Import a model, compare its logits with the library's logits, and check that an export has bit-identical
+    tensors."""
     model, (tokens, _) = make(kind).eval(), batch()
     with torch.no_grad():
         check(ours_of(folder)(tokens).float(), called(model, input_ids=tokens).logits, "a logit")
@@ -204,12 +208,12 @@ def check_import(row: Row, folder: Path, kind: str) -> None:
 
 
 def run_of(folder: Path) -> RunConfig:
-    """Return a run on x 2 that trains the model of a folder."""
+    """Return a run that trains the model in a folder on the grid x = 2."""
     train_bpe(["def main():\n    return 0\n" * 9, "zwei Äpfel 東京"], 280, folder / "tokenizer.json")
     tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    # Load the tokenizer and save it again. Some types replace a tokenizer's rules when they load it, and files on the
-    # Hub already have the replaced rules.
+    # Load the tokenizer with transformers and save it again. For some types, transformers changes a tokenizer's rules
+    # when it loads the tokenizer. The files on the Hub already have the changed rules.
     transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
     training = {"micro_batch_size": 2, "global_batch_size": 4, "seq_length": 16, "train_steps": 4, "seed": 1}
     return make_run({
@@ -223,7 +227,7 @@ def trained(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
 
 
 def check_training(row: Row, pool: Pool, folder: Path) -> None:
-    """Compare a training step on x 2 and the generated tokens with the library's model."""
+    """Compare a training step on x = 2, and the tokens that the model generates, with the library's results."""
     report = pool.run(2, trained, run_of(folder))[0]
     assert report.ok, "parity fails"
     assert report.deviations["imported"][-1].tensor == "tokens", "no tokens were generated"
@@ -240,7 +244,7 @@ def check_plan(row: Row, folder: Path) -> None:
 
 
 def check_loki(row: Row, kind: str) -> None:
-    """Compare a Loki step that attends to all keys with dense attention."""
+    """Compare a decoding step with Loki that attends to all keys with a step of dense attention."""
     model, (tokens, _) = make(kind).eval(), batch()
     with torch.no_grad():
         expected = called(model, input_ids=tokens).logits
@@ -252,7 +256,8 @@ def check_loki(row: Row, kind: str) -> None:
 
 
 def row_of(kind: str, pool: Pool) -> Row:
-    """Try everything with one type. A ``UserError`` is a refusal, and any other exception is a bug in fourfold."""
+    """Check everything for one type. If fourfold raises a ``UserError``, it refuses the model. Any other exception is a
+    bug in fourfold."""
     row = Row(kind)
 
     def attempt(column: str, work: Callable[[], None]) -> bool:
@@ -260,7 +265,7 @@ def row_of(kind: str, pool: Pool) -> Row:
             work()
         except UserError as error:
             row.cells[column] = str(error)
-        except Exception as error:  # The script looks for unexpected errors.
+        except Exception as error:  # Record a bug of any kind, and continue with the next type.
             row.cells[column] = f"{ERROR} {type(error).__name__}: {first_line(error)}"
         return row.cells.get(column) == OK
 

@@ -68,8 +68,9 @@ MODELS = {
     "Llama": {"model.preset": "llama-tiny", "model.num_hidden_layers": 4},
     "GPT": {"model.preset": "gpt-tiny", "model.vocab_size": 301, "model.num_hidden_layers": 4},
 }
-"""Llama has grouped-query attention 8/4, RMSNorm, SwiGLU, untied embeddings, and a vocabulary of 257. GPT has
-LayerNorm, learned positions, biases, tied embeddings, 4 heads, and a vocabulary of 301."""
+"""The models. Llama has grouped-query attention (8 query heads and 4 key-value heads), RMSNorm, SwiGLU, untied
+embeddings, and a vocabulary of 257. GPT has LayerNorm, learned positions, biases, tied embeddings, 4 heads, and a
+vocabulary of 301."""
 
 GRIDS: list[dict[str, int | str]] = [
     {"x": 2},
@@ -114,7 +115,7 @@ PRECISION_GRIDS: list[dict[str, int | str]] = [
     {"x": 2, "y": 2},
 ]
 SIXTEENS = {**MODELS["Llama"], "model.num_key_value_heads": 8, "model.intermediate_size": 192}
-"""Sizes of a Llama that float8 accepts: on every rank, all sizes are multiples of 16."""
+"""Sizes of a Llama that can train in float8, which needs sizes that are multiples of 16 on every rank."""
 
 
 FAULTS = [
@@ -187,21 +188,21 @@ def measure_faults(pool: Pool, folder: Path, only_new: bool = False) -> bool:
 
 
 def put_table(header: Iterable[str], rows: list[list[str]]) -> None:
-    """Replace the table with this header in the page."""
+    """Replace the rows of the page's table with this header."""
     lines = table(header, [])
     old = "".join(f"\n{re.escape(line)}" for line in lines) + r"(\n\|.*)*"
     put(old, "\n" + "\n".join(table(header, rows)))
 
 
 def put(pattern: str, text: str) -> None:
-    """Replace the one place in the page that the pattern matches."""
+    """Replace the text in the page that matches the pattern. The pattern must match exactly once."""
     page, places = re.subn(pattern, lambda _: text, PAGE.read_text(encoding="utf-8"))
     assert places == 1, f"{places} places in {PAGE} match {pattern}"
     PAGE.write_text(page, encoding="utf-8")
 
 
 def rows_below(header: Iterable[str]) -> list[list[str]]:
-    """Return the rows of the page's table that has this header."""
+    """Return the rows of the page's table with this header."""
     rows = PAGE.read_text(encoding="utf-8").partition("\n".join(table(header, [])) + "\n")[2].split("\n\n")[0]
     return [line.strip("| ").split(" | ") for line in rows.splitlines()]
 
@@ -220,8 +221,8 @@ def precision_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError
 
 
 def grid_rows(pool: Pool, folder: Path) -> Iterable[list[str]]:
-    """Yield a row of ratios for every grid and model. The reference is our own decoder or the decoder in
-    transformers."""
+    """For every grid and model, yield two rows of ratios: one row with fourfold's decoder as the reference, and one
+    with the decoder in transformers."""
     for grid in GRIDS:
         for model, sizes in MODELS.items():
             for against in ("plain", "transformers"):
@@ -232,7 +233,8 @@ def grid_rows(pool: Pool, folder: Path) -> Iterable[list[str]]:
 
 
 def precision_rows(pool: Pool, folder: Path) -> Iterable[list[str]]:
-    """Yield a row for each low precision: the error of one process, and the errors of grids relative to this error."""
+    """For each low precision, yield a row: the error of one process, and then the errors of grids as multiples of this
+    error."""
     for name, precision in PRECISIONS.items():
         row = [name]
         one: PrecisionError | None = None
@@ -245,7 +247,7 @@ def precision_rows(pool: Pool, folder: Path) -> Iterable[list[str]]:
 
 
 def random_runs(pool: Pool, folder: Path) -> int:
-    """Return for how many random run files parity fails (false alarms)."""
+    """Run parity on random run files. Return the number of run files for which parity fails (false alarms)."""
     alarms = 0
     for seed in range(RANDOM_RUNS):
         run = run_of(random_table(seed), folder)
@@ -294,7 +296,7 @@ def settings(keys: dict[str, Any], folder: Path) -> list[str]:
 
 
 def overrides(sizes: dict[str, Any], grid: dict[str, int | str]) -> dict[str, Any]:
-    """Return the run-file keys for a row of the table."""
+    """Return the keys of the run file for a model and a grid."""
     axes = {f"parallel.{key}": value for key, value in {"x": 1, "y": 1, **grid}.items() if key != "recompute"}
     return {**sizes, **axes, "activation_checkpoint.mode": grid.get("recompute", "none")}
 

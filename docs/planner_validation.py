@@ -27,7 +27,7 @@ from fourfold.planning.calibration.score import Scored, errors_of, fit_rows
 HERE = Path(__file__).parent
 FIGURES = HERE / "planner_figures.json"
 QUOTED = ("A source that nothing was fitted to", "Intervals", "Published figures")
-"""Sections with tables that other pages quote."""
+"""Sections of the page with tables that other pages quote."""
 SHIPPED = HERE.parent / "fourfold" / "planning" / "calibration" / "calibrated.toml"
 
 
@@ -59,13 +59,14 @@ def main() -> None:
 
 
 def ranges(rows: list[Row]) -> dict[str, tuple[float, float]]:
-    """Return the smallest and the largest value of each feature among the rows with a step time."""
+    """Return for each feature of a run (such as its number of GPUs) the smallest and the largest value among the rows
+    with a step time."""
     features = [range_features(row.work) for row in rows if row.seconds is not None]
     return {name: (min(f[name] for f in features), max(f[name] for f in features)) for name in features[0]}
 
 
 def tables_in(text: str) -> list[dict[str, list[str] | list[list[str]]]]:
-    """Return the tables of the ``QUOTED`` sections, as columns and rows."""
+    """Return the tables in the page's ``QUOTED`` sections, each with its columns and rows."""
     found = []
     for section in re.split(r"^## ", text, flags=re.MULTILINE):
         if section.partition("\n")[0] in QUOTED:

@@ -1,5 +1,5 @@
-"""Write docs/recipes.md, with the planner's prediction for every run file in examples/. Run files with LoRA have traced
-memory instead.
+"""Write docs/recipes.md, which has the planner's prediction for every run file in examples/. The planner does not
+support LoRA, so run files with LoRA only have the memory that ``fourfold trace`` counts.
 
 python docs/recipes.py           the page
 python docs/recipes.py --plan    plan the layouts of the generated run files again, then write the page
@@ -36,13 +36,13 @@ SEARCHED = SearchLimits(
     pipelines=(("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4)),
     batch_parts=(1,),
 )
-"""Limits of the search for layouts. It tries only common choices, so it takes a second."""
+"""Limits of the search for layouts. It tries only common values, so that it takes about a second."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run file in examples/. ``gpus`` is the number of GPUs that its layout was planned for, or 0 if we chose the
-    layout by hand."""
+    """A run file in examples/. ``gpus`` is the number of GPUs for which the planner chose the layout. It is 0 if we
+    chose the layout by hand."""
 
     path: str
     machine: str
@@ -53,11 +53,11 @@ class Recipe:
     seq: int = 2048
     published: str = ""
     layout: tuple[tuple[str, Any], ...] = ()
-    """Fields of the workload's layout that we set instead of planning them."""
+    """Values of the layout that we set ourselves, instead of searching for the fastest layout."""
     tuned: bool = False
     """Whether the run fine-tunes a model's weights on conversations."""
     schedule: tuple[str, int] = ("1e-4", 1000)
-    """The learning rate, and its warmup steps."""
+    """The learning rate, and the number of warm-up steps."""
 
     @property
     def file(self) -> Path:
@@ -69,7 +69,7 @@ class Recipe:
 
 
 DEFAULTS = {"zero": 0, "schedule": "1F1B"}
-"""Defaults of the keys in [parallel] whose default is not 1."""
+"""Defaults of the keys in [parallel], if the default is not 1."""
 HEADER = ("run file", "machine", "GPUs", "layout", "GB", "of GB", "s/step", "MFU", "model PFLOP/s", "Megatron PFLOP/s",
           "published")  # fmt: skip
 MODES = ("none", "selective", "full")
@@ -96,7 +96,7 @@ def of_axonn() -> list[Recipe]:
                     f"{title} {machine.capitalize()}",
                     model,
                     gpus,
-                    # Sequences per step. With 6,144 GPUs, the number must be a multiple of 3.
+                    # The number of sequences per step. On 6,144 GPUs, it must be a multiple of 3.
                     9216 if gpus % 3 == 0 else 8192,
                     published=f"{pflops:,}" if pflops else "",
                 )
@@ -160,7 +160,7 @@ RECIPES = (
 
 
 def main() -> None:
-    # Run files give the folders of models relative to this folder.
+    # The run files name the folders of models relative to this folder.
     os.chdir(EXAMPLES.parent)
     if sys.argv[1:] == ["--plan"]:
         for recipe in RECIPES:
@@ -174,8 +174,7 @@ def main() -> None:
 
 
 def planned(recipe: Recipe) -> str:
-    """Return the text of a recipe's run file, with the recipe's layout or, if it has none, with the fastest layout of a
-    search."""
+    """Return the text of a recipe's run file. If the recipe has no layout, search for the fastest one."""
     machine = load_machine(recipe.machine)
     text = run_file(recipe, {}, 1, 0)
     work = workload_of(make_run(parse_toml(text)))
@@ -196,7 +195,7 @@ def run_file(recipe: Recipe, parallel: dict[str, Any], micro_batch: int, recompu
     )
     rate, warmup = ("1e-5", 30) if recipe.tuned else recipe.schedule
     sections = [
-        f"# {recipe.title}.\n# docs/recipes.md has its memory and predicted time.",
+        f"# {recipe.title}.\n# docs/recipes.md shows the memory and the step time that the planner predicts.",
         f'name = "{recipe.name}"',
         f"\n[model]\n{model}",
         f"\n[data]\n{corpus}",
@@ -215,14 +214,14 @@ def prediction(recipe: Recipe) -> Prediction:
 
 
 def traced(recipe: Recipe) -> dict[str, float]:
-    """Return the first rank's memory in bytes, by kind, as ``fourfold trace`` counts it."""
+    """Return the memory of rank 0 in bytes, as ``fourfold trace`` counts it. The keys are kinds of memory."""
     from fourfold.verification.trace import trace
 
     return trace(load_run(recipe.file)).record()["memory"]
 
 
 def row(recipe: Recipe) -> tuple[str, ...]:
-    """Return one row of the page."""
+    """Return a recipe's row in the table of the page."""
     run, machine = load_run(recipe.file), load_machine(recipe.machine)
     link = f"[{recipe.path.removesuffix('.toml')}](../examples/{recipe.path})"
     gpus, of = f"{run.parallel.world_size:,}", f"{machine.memory / 1e9:.0f}"

@@ -1,10 +1,10 @@
 """Write docs/reproduction.md from reproduction_page.md.in: python docs/reproduction.py
 
-The script replaces these marks of the template:
+The template has marks in double braces. The script replaces each mark with a text:
 
-- {{page.md; cells; column}}: the cell of a table in another page or in planner_figures.json, in the row that begins
-  with these cells. {{share; …}} shows it as a percentage. {{rate; …}} is the number in bold, and {{before colon; …}}
-  and {{after colon; …}} are the two parts of the cell.
+- {{page.md; cells; column}}: a cell of a table in another page or in planner_figures.json. ``cells`` are the first
+  cells of its row. {{share; …}} shows the cell as a percentage. {{rate; …}} is the cell's number in bold, and {{before
+  colon; …}} and {{after colon; …}} are the parts of the cell before and after a colon.
 - {{plan; name}}: a prediction that this script computes with the planner.
 - {{gaps; mask; key}}: a number in figures/mask_gaps.json. {{gaps one in; mask; S}} is the number n if one in n passages
   of S tokens has no dropped token.
@@ -33,7 +33,8 @@ from fourfold.planning.search.plan import Prediction, predict
 HERE = Path(__file__).parent
 PAGE, TEMPLATE = HERE / "reproduction.md", HERE / "reproduction_page.md.in"
 STUDY = {"x": 4, "zero": 1, "recompute": 2, "micro_batch_size": 1}
-"""Settings that the Frontier study's scripts for 175B and 1T share. The study's tensor-parallel size is x."""
+"""Settings that the 175B and 1T models share in the scripts of the Frontier study. x is the study's tensor-parallel
+size."""
 STAGES = {"frontier-175b": 16, "frontier-1t": 128}
 TENSOR_SIZES = (1, 2, 4, 8, 16, 32)
 YEAR = 365.25 * 24 * 3600
@@ -74,8 +75,8 @@ def value_of(mark: list[str]) -> str:
 
 
 def cell(path: Path, beginning: list[str], column: str) -> str:
-    """Return one cell: the row begins with these cells, and the header has this column. Only one table may have such a
-    cell."""
+    """Return a cell of a table in a file: the cell in this column, in the row that begins with ``beginning``. Exactly
+    one table must have such a cell."""
     text, found = path.read_text(encoding="utf-8"), []
     if path.suffix == ".json":
         tables = [[table["columns"], *table["rows"]] for table in json.loads(text)]
@@ -92,7 +93,7 @@ def cell(path: Path, beginning: list[str], column: str) -> str:
 
 
 def runs() -> str:
-    """Return a table of measured runs on Slingshot networks and their predictions."""
+    """Return a table of measured runs on machines with Slingshot networks, with the planner's predictions."""
     rows, _ = read_rows([HERE / "slingshot_runs.csv"])
     lines = ["| run | GPUs | measured s per step | predicted s per step | error |", "|---|---|---|---|---|"]
     for found in predict_rows(rows, shipped()):
@@ -110,13 +111,14 @@ def runs() -> str:
 
 
 def said(path: Path, pattern: str) -> str:
-    """Return the part of a page that the pattern's group matches. The pattern must match exactly once."""
+    """Return the text in a page that the group of a regular expression matches. The expression must match exactly
+    once."""
     (found,) = re.findall(pattern, " ".join(path.read_text(encoding="utf-8").split()))
     return str(found)
 
 
 def gaps(mask: str, key: str, passage: str = "") -> str:
-    """Return a number from figures/mask_gaps.json, formatted for the page."""
+    """Return a number from figures/mask_gaps.json, as the page shows it."""
     row = stored_gaps(mask)
     return share(row[key][passage] if passage else row[key]) if key != "longest_span" else f"{row[key]:,}"
 
@@ -131,14 +133,14 @@ def share(value: float) -> str:
 
 
 def on_frontier(model: str, batch: int, **layout: int) -> Prediction:
-    """Predict a layout of the Frontier study with the study's own program."""
+    """Predict a run of the Frontier study on Frontier, with the study's training program and settings."""
     machine = load_machine("frontier")
     return predict(base_of(model, 2048, batch).but(**{**STUDY, **layout}, **MEGATRON), machine, constants_for(machine))
 
 
 @cache
 def planned() -> dict[str, str]:
-    """Return the text of each prediction, by its name in the template."""
+    """Return the text of each prediction. The keys are the names in the template's marks."""
     of_175b = {dp: on_frontier("frontier-175b", 320 * dp, pp=16, dp=dp) for dp in (2, 16)}
     of_1t = {dp: on_frontier("frontier-1t", 512 * dp, pp=128, dp=dp) for dp in (2, 6)}
     strong_175b = on_frontier("frontier-175b", 320 * 16, pp=16, dp=2)
@@ -169,7 +171,8 @@ def planned() -> dict[str, str]:
 
 
 def axonn_with_overlap(overlap: bool) -> Prediction:
-    """Predict GPT-80B on 8,192 GCDs for AxoNN, with or without overlap, in the layout of planner_figures.json."""
+    """Predict a run of AxoNN, GPT-80B on 8,192 GCDs of Frontier, with or without overlap. The layout is the one in
+    planner_figures.json."""
     machine = load_machine("frontier")
     switches = {} if overlap else {"overlap_x": False, "overlap_z": False, "prefetch": 0}
     layout = {"x": 2, "z": 256, "dp": 16, "recompute": 2, "micro_batch_size": 2}

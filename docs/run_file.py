@@ -36,7 +36,8 @@ Every command that reads a run file takes `--set section.key=value`. fourfold re
 it is not valid TOML. If you use an unknown key, the error names the closest valid key. If a size cannot be divided over
 the grid, the error says which sizes work ([parallelism.md](parallelism.md#what-is-refused)). When a run starts,
 fourfold writes the complete run file, with all defaults and overrides, to `run.toml` in the run's folder. In the column
-*default*, *none* means that the key is not set. If the meaning names a default, this default then applies.
+*default*, *none* means that the key is not set. fourfold then uses the default in the column *meaning*, if there is
+one.
 
 The sections are [model](#model), [data](#data), [masks](#masks), [moe](#moe), [parallel](#parallel),
 [overlap](#overlap), [training](#training), [activation_checkpoint](#activation_checkpoint), [optimizer](#optimizer),
@@ -49,7 +50,7 @@ frameworks use](#names-elsewhere) are at the end.
 
 
 def reference() -> str:
-    """Return the whole page as Markdown."""
+    """Return the page as Markdown."""
     top = {name: field for name, field in RunConfig.model_fields.items() if section_of(field.annotation) is None}
     parts = [INTRODUCTION, "## Top level\n", _table(top)]
     for name, field in RunConfig.model_fields.items():
@@ -67,7 +68,8 @@ def _paragraph(section: type[BaseModel]) -> list[str]:
 
 
 def _inner_sections(name: str, section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield each table inside a section once, with a title that names its keys."""
+    """Yield each table that a section contains, with a title that names the table's keys. If several keys have the same
+    kind of table, yield it once."""
     places: dict[type[BaseModel], list[str]] = {}
     for key, field in section.model_fields.items():
         inner = section_of(field.annotation)

@@ -19,18 +19,19 @@ from fourfold.planning.search.space import SearchLimits
 PAGE = Path(__file__).parent / "second_axis.md"
 MACHINES = ("dgx-a100", "dgx-h100", "gb200", "perlmutter", "frontier", "alps")
 DEGREES = (4, 8, 16, 32)
-"""Numbers of tensor-parallel ranks, x · y. Each is a column of the first table."""
+"""The columns of the first table: numbers of tensor-parallel ranks, x · y."""
 MODEL, SEQ, GPUS = "gpt-80b", 2048, 256
 BATCHES = (16, 64, 256, 1024)
-"""Numbers of sequences per step. If there are fewer sequences than GPUs, x · y is at least GPUs / sequences."""
+"""Numbers of sequences per step. z · dp cannot exceed the number of sequences, so with fewer sequences than GPUs, x · y
+is at least GPUs / sequences."""
 YS = (2, 4, 8)
 LIMITS = SearchLimits(fixed=(("cp", 1), ("pp", 1)), zeros=(0, 3))
-"""Limits of the search to AxoNN's axes x, y, z, and dp."""
+"""Limits of the search: only AxoNN's axes x, y, z, and dp."""
 
 
 class Cell(NamedTuple):
-    """The fastest layout with y = 1 (``one``) and the fastest layout with y > 1 (``more``), or None if there is no such
-    layout."""
+    """The fastest layout with y = 1 (``one``), and the fastest layout with y > 1 (``more``). Each is None if no such
+    layout is legal and fits."""
 
     one: Prediction | None
     more: Prediction | None
@@ -57,7 +58,8 @@ class Cell(NamedTuple):
 
 
 def fastest(machine: str, model: str, gpus: int, batch: int, fixed: Iterable[dict[str, int]]) -> Prediction | None:
-    """Return the fastest layout for any of several choices of fixed axes, or None if no layout is legal and fits."""
+    """Search once for each dictionary in ``fixed``, with the axis sizes in it. Return the fastest layout of all
+    searches, or None if no layout is legal and fits."""
     where, found = load_machine(machine), []
     for sizes in fixed:
         limits = replace(LIMITS, fixed=(*LIMITS.fixed, *sizes.items()))
@@ -69,7 +71,7 @@ def fastest(machine: str, model: str, gpus: int, batch: int, fixed: Iterable[dic
 
 
 def of_degree(machine: str, batch: int, degree: int) -> Cell:
-    """Return the fastest layouts with x · y = ``degree``."""
+    """Return the fastest layouts with x · y = ``degree``, with y = 1 and with y > 1."""
     one, more = (
         fastest(machine, MODEL, GPUS, batch, [{"x": degree // y, "y": y} for y in ys if y < degree])
         for ys in ((1,), YS)
@@ -78,7 +80,7 @@ def of_degree(machine: str, batch: int, degree: int) -> Cell:
 
 
 def of_all(machine: str, model: str, gpus: int, batch: int) -> Cell:
-    """Return the fastest layouts with any x · y."""
+    """Return the fastest layouts with any x · y, with y = 1 and with y > 1."""
     one, more = (fastest(machine, model, gpus, batch, [{"y": y} for y in ys]) for ys in ((1,), YS))
     return Cell(one, more)
 

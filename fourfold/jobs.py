@@ -25,9 +25,9 @@ if TYPE_CHECKING:  # These modules import torch, which a process that only start
 def train(run: RunConfig, profile: bool = False, started: float | None = None) -> Outcome:
     """Train the model of a run file. `checkpoint.resume` determines whether the run resumes from a checkpoint.
 
-    Start one local process for each rank of the grid, or join the processes that torchrun or srun has started. Local
-    processes import the program that starts them, so the program needs `if __name__ == "__main__":`. If a local process
-    crashes or hangs, the run is restarted from the newest checkpoint, as set in [fault_tolerance].
+    The function starts one local process for each rank of the grid, or joins the processes that torchrun or srun has
+    started. Local processes import the program that starts them, so the program needs `if __name__ == "__main__":`. If
+    a local process crashes or hangs, the run is restarted from the newest checkpoint, as set in [fault_tolerance].
 
     Args:
         run: The run file.

@@ -1,4 +1,4 @@
-"""Compare Loki with other ways to choose keys, on a small model that was trained for the comparison.
+"""Compare Loki with other sparse-attention methods, on a small model that is trained for this comparison.
 
 python -m benchmarks.sparse_attention --help
 """

@@ -1,10 +1,10 @@
-"""Train a small model, compare Loki with its rivals on it, print the table, and write the page about it.
+"""Train a small model, compare Loki with other sparse-attention methods on it, and write a page with the results.
 
     python -m benchmarks.sparse_attention [--out runs/sparse-attention] [--lengths 1024,4096,16384] [--contexts 16]
         [--page docs/loki-rivals.md]
 
-If the model exists in the folder, it is not trained again. The
-page also has the perplexities that ``python -m benchmarks.sparse_attention.text`` prints, with ``--stories FILE``.
+The folder --out keeps the model, so a second run does not train it again. ``--stories FILE`` adds a table of
+perplexities to the page. ``python -m benchmarks.sparse_attention.text`` prints this table.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ BUDGETS = (0.05, 0.1, 0.25)
 SEED = 2
 CALIBRATION_LENGTH = 1024
 BATCH_TOKENS = 1 << 15
-"""Number of tokens that are prefilled together."""
+"""Largest number of tokens in a batch of prompts."""
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, default=Path("runs/sparse-attention"))
-    options.add_argument("--lengths", default="1024,4096,16384", help="Numbers of tokens of a context.")
+    options.add_argument("--lengths", default="1024,4096,16384", help="Lengths of the contexts, in tokens.")
     options.add_argument("--contexts", type=int, default=16, help="Number of contexts for each task and length.")
     options.add_argument("--questions", type=int, default=2, help="Largest number of questions about a context.")
     options.add_argument("--stories", type=Path, help="A file with the output of benchmarks.sparse_attention.text.")
@@ -62,7 +62,8 @@ def main() -> None:
 def measured(
     decoder: Decoder, setup: Setup, lengths: list[int], contexts: int, questions: int
 ) -> Iterator[tuple[float, Answered]]:
-    """Yield every result with its budget. Dense attention has the budget 1."""
+    """Run all methods with all budgets, and yield each result with its budget. A budget is a share of the bytes that
+    dense attention reads, so dense attention has the budget 1."""
     for length in lengths:
         made = {f"{budget} {name}": rival(name, budget, length, setup) for name in METHODS for budget in BUDGETS}
         made["1.0 dense"] = rival("dense", 1.0, length, setup)

@@ -1,4 +1,4 @@
-"""Decode token by token with any method, after one dense pass over the prompt that all methods share.
+"""Decode token by token with any sparse-attention method. All methods share one dense pass over the prompt.
 
 Shape letters: B sequences, N query heads, K KV heads, G = N / K, Q rows, S keys, D head_dim.
 """
@@ -22,23 +22,26 @@ from fourfold.inference.loki.architecture import attentions_of
 from fourfold.inference.loki.cache import GrowingLayer
 
 NAME = "sparse_attention_benchmark"
-"""The name of this attention, and of its mask, in transformers' registries."""
+"""The name under which this attention function and its mask are registered in transformers."""
 
 LAST_QUERIES = 32
 CHUNK_SCORES = 1 << 22
-"""Number of scores in memory at a time while the attention to each key is summed."""
+"""Largest number of attention scores in memory at a time, when ``summed_attention`` adds up the attention to each
+key."""
 
 
 @dataclass
 class LayerRecord:
-    """The facts about a layer's prompt that methods may use, in addition to its keys and values."""
+    """What the prompt leaves in a layer besides its keys and values: the last queries, and the attention that each key
+    got. Some methods use these to choose keys."""
 
     query_BNWD: Tensor
     mass_BKS: Tensor
 
 
 class Decoder:
-    """A model with a cache that can return to the end of the prompt.
+    """A model with a key-value cache. After each method has decoded, the cache is cut back to the end of the prompt, so
+    that the next method starts from the same state.
 
     Args:
         model: A transformers model.
@@ -67,7 +70,7 @@ class Decoder:
 
     @contextmanager
     def returning(self) -> Iterator[None]:
-        """Forget all tokens of the block when it ends."""
+        """When the context ends, remove from the cache all tokens that were added inside it."""
         records, length = list(self.records), self.cache.get_seq_length()
         try:
             yield
@@ -79,14 +82,14 @@ class Decoder:
 
     @torch.no_grad()
     def extend(self, tokens_BS: Tensor) -> None:
-        """Append tokens to the prompt, with dense attention. They may be none."""
+        """Append tokens to the prompt, with dense attention. The list of tokens may be empty."""
         if tokens_BS.shape[1]:
             self._forward(tokens_BS)
 
     @torch.no_grad()
     def decode(self, rival: Rival, tokens_BS: Tensor) -> Tensor:
-        """Process tokens one by one with a method, and return the logits, [B, S, V]. The cache is as before
-        afterwards."""
+        """Process tokens one by one with a method, and return the logits, [B, S, V]. Then remove these tokens from the
+        cache."""
         rival.start([self._prompt(number) for number in range(len(self.attentions))])
         with self.returning():
             self.rival = rival
@@ -132,8 +135,8 @@ class Decoder:
 
 
 def summed_attention(query_BNQD: Tensor, key_BKSD: Tensor, scaling: float) -> Tensor:
-    """Return the attention to each key, summed over the queries and over the heads of a group, [B, K, S]. The queries
-    belong to the last tokens."""
+    """Return the attention that each key gets, summed over the queries and over the query heads that share a KV head,
+    [B, K, S]. The queries must belong to the last tokens of the sequence."""
     query_BKGQD = query_BNQD.unflatten(1, (key_BKSD.shape[1], -1))
     rows, length = query_BNQD.shape[2], key_BKSD.shape[2]
     mass_BKS = torch.zeros(key_BKSD.shape[:3])
@@ -148,11 +151,11 @@ def summed_attention(query_BNQD: Tensor, key_BKSD: Tensor, scaling: float) -> Te
 
 
 def inverse_frequencies(model: Any) -> Tensor:
-    """Return the angles of a Llama's rotary embedding per position, [D / 2]."""
+    """Return the angles by which a Llama's rotary embedding turns each pair of channels per position, [D / 2]."""
     angles: Tensor = model.model.rotary_emb.inv_freq
     return angles
 
 
 def stacked(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return token lists of the same length as a tensor, [B, S]."""
+    """Return several lists of tokens, all of the same length, as one tensor [B, S]."""
     return torch.tensor([list(row) for row in rows], dtype=torch.long)

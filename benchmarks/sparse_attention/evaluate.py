@@ -1,4 +1,5 @@
-"""Score methods on tasks. All methods answer the same questions after the same dense pass over the prompt."""
+"""Score sparse-attention methods on tasks. All methods answer the same questions, after the same dense pass over the
+prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from benchmarks.sparse_attention.tasks import (
 )
 
 LONGEST_TAIL = 64
-"""Largest number of tokens of a question and its answers."""
+"""Largest number of tokens that a question and its answers have together."""
 
 
 @dataclass(frozen=True)
@@ -31,23 +32,24 @@ class Answered:
     task: str
     length: int
     context: int
-    """Index of the context. Questions about the same context are not independent."""
+    """Index of the context. Results with the same context are not independent."""
     question: int
     method: str
     right: float
-    """Share of the answers that are right, if the model is given the right earlier answers."""
+    """Share of the answers that are right. For each answer, the model gets the right earlier answers as input."""
     share: float
     """The bytes that the method read, as a share of the bytes that dense attention reads."""
 
 
 def documents(task: str, length: int, count: int, seed: int) -> list[Document]:
-    """Return contexts that training has not seen. All needle tasks have the same contexts.
+    """Return documents with contexts that the model has not seen in training. All tasks of ``HAYSTACK_TASKS`` have the
+    same contexts.
 
     Args:
         task: One of ``TASKS``.
         length: Number of tokens of a context.
         count: Number of contexts.
-        seed: Seed of the first context.
+        seed: Seed of the contexts.
     """
     if task in HAYSTACK_TASKS:
         return [haystack(length, np.random.default_rng([seed, length, number])) for number in range(count)]
@@ -69,7 +71,7 @@ def evaluate(
 
     Args:
         decoder: The model.
-        tasks: Tasks. Tasks with the same contexts share a prefill if they are neighbors in the list.
+        tasks: Names of the tasks. Tasks with the same contexts share one pass over the prompt.
         length: Number of tokens of a context.
         rivals: The methods, by name.
         contexts: Number of contexts for each task.
@@ -98,10 +100,11 @@ def evaluate(
 def answer(
     decoder: Decoder, asked: Sequence[Turns], rivals: Mapping[str, Rival]
 ) -> Iterator[tuple[str, list[float], float]]:
-    """Yield each method's name, the share of right answers of each row, and the share of dense bytes that it read.
+    """Let all methods answer one question per row of the batch. For each method, yield its name, the share of right
+    answers in each row, and the bytes that it read, as a share of the bytes that dense attention reads.
 
-    The tokens of the question before its first EQUALS belong to the prompt. From this EQUALS on, the method decodes
-    every token. It gets the right answers as its input.
+    The tokens of the question before its first EQUALS are added to the prompt. From this EQUALS on, the method decodes
+    every token. As input, it gets the right answers instead of its own.
     """
     tails = [tail_of(turns) for turns in asked]
     begin = tails[0].index(EQUALS)

@@ -1,4 +1,4 @@
-"""Write the page with the tables."""
+"""Write the page about the comparison, with its tables."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from benchmarks.sparse_attention.tasks import TASKS
 TEMPLATE = Path(__file__).parent / "page.md.in"
 RIVALS = tuple(name for name in METHODS if name not in VARIANTS and name not in BOUNDS)
 MISSING = "–"
-"""Stands for a method that does not fit into a budget."""
+"""Text of a table cell if the method does not fit into the budget."""
 
 
 def write_page(results: Results, setup: Setup, lengths: Sequence[int], budgets: Sequence[float], stories: str) -> str:
-    """Return the page: the template with all tables.
+    """Fill the template with all tables, and return the page.
 
     Args:
-        results: What was measured.
-        setup: The chosen settings.
-        lengths: Numbers of tokens of a context.
-        budgets: Shares of dense bytes.
-        stories: What ``benchmarks.sparse_attention.text`` has printed.
+        results: The measurements.
+        setup: The settings of the methods.
+        lengths: Lengths of the contexts, in tokens.
+        budgets: Shares of the bytes that dense attention reads.
+        stories: The output of ``benchmarks.sparse_attention.text``.
     """
     solved = {length: results.solved(length, TASKS) for length in lengths}
     parts = {
@@ -51,7 +51,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def dense_table(results: Results, lengths: Sequence[int]) -> str:
-    """Return what dense attention answers, by task and length. Solved tasks are marked."""
+    """Return a table of dense attention's share of right answers, by task and length. Tasks that dense attention solves
+    are bold."""
     rows = []
     for task in TASKS:
         means = [results.mean("dense", 1.0, length, [task]) for length in lengths]
@@ -64,7 +65,8 @@ def _bold_if_solved(percent: float) -> str:
 
 
 def mean_table(results: Results, length: int, tasks: Sequence[str], budgets: Sequence[float]) -> str:
-    """Return each method's mean over the solved tasks of one length, with the bytes that it really read."""
+    """Return a table for one length: each method's mean share of right answers over the tasks that dense attention
+    solves, and the bytes that the method read."""
     if not tasks:
         return f"At {length:,} tokens, dense attention solves no task."
     rows = []
@@ -81,7 +83,7 @@ def mean_table(results: Results, length: int, tasks: Sequence[str], budgets: Seq
 
 
 def task_table(results: Results, length: int, tasks: Sequence[str], budget: float) -> str:
-    """Return each method's share of right answers for each solved task."""
+    """Return a table of each method's share of right answers in each task that dense attention solves."""
     rows = []
     for method in METHODS:
         found = [results.mean(method, budget, length, [task]) for task in tasks]
@@ -90,8 +92,8 @@ def task_table(results: Results, length: int, tasks: Sequence[str], budget: floa
 
 
 def verdict(results: Results, length: int, tasks: Sequence[str], budget: float) -> str:
-    """Return a sentence about which rivals are better or worse than Loki by more than the interval of the
-    difference."""
+    """Return a list item that compares the other methods with Loki. A method is better or worse if the 95 % interval of
+    its difference to Loki does not contain 0."""
     better, worse, equal = [], [], []
     for method in RIVALS:
         found = results.difference(method, LOKI, budget, length, tasks) if tasks else None
@@ -108,7 +110,7 @@ def verdict(results: Results, length: int, tasks: Sequence[str], budget: float) 
 
 
 def settings_table(setup: Setup, budgets: Sequence[float]) -> str:
-    """Return the dims, channels, or page sizes that were chosen."""
+    """Return a table of the settings that were chosen: dims, channels, or page sizes."""
     names = dict.fromkeys(name for name, _ in setup.dims)
     rows = [[name, *(str(setup.dims[name, budget]) for budget in budgets)] for name in names]
     return table(["method", *(f"{100 * budget:.0f} %" for budget in budgets)], rows)

@@ -1,4 +1,5 @@
-"""Make every method for a budget: a share of the bytes that dense attention reads, with scoring."""
+"""Make each sparse-attention method for a budget. A budget is a share of the bytes that dense attention reads. It
+includes the bytes that a method reads to score the keys."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ from fourfold.inference.loki import LokiBasis, LokiConfig
 SINKS = 4
 SNAPKV_WINDOW = 32
 SPARQ_RECENT = 4
-"""SparQ always chooses the last k / 4 keys."""
+"""SparQ always chooses the last k / 4 of the cached keys."""
 
 BOUNDS = ("exact top-k", "exact top-p")
-"""Methods that do not count the keys that they read to choose. They are bounds, not rivals."""
+"""Methods whose bytes do not include the keys that they read for the scores. So their results are upper bounds for the
+other methods."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class LokiSettings:
     keeps_ends: bool = True
     """Whether the first and the last keys are always chosen, as they are by default."""
     is_shared: bool = False
-    """Whether the KV heads of a layer share a budget of keys."""
+    """Whether the KV heads of a layer share one budget of keys."""
     is_top_p: bool = False
     kind: str = "best"
     """Kind of the basis, as in ``LokiConfig.basis``."""
@@ -61,37 +63,38 @@ METHODS = (
 
 @dataclass(frozen=True)
 class Setup:
-    """The facts about a model that methods need."""
+    """A model's Loki basis and rotary embedding, and the settings of all methods for this model."""
 
     basis: LokiBasis
     inverse_frequencies: Tensor
     dims: Mapping[tuple[str, float], int] = field(default_factory=dict)
-    """How many dims, channels, or tokens of a page each method uses, by method and budget. They were chosen on other
-    contexts."""
+    """By method and budget: Loki's number of dims, SparQ's number of channels, or Quest's number of tokens per page.
+    They are chosen on contexts that the comparison does not use."""
     thresholds: Mapping[tuple[str, float, int], float] = field(default_factory=dict)
-    """p of top-p, by method, budget, and length."""
+    """The p of methods with top-p, by method, budget, and length."""
 
 
 def keys_within(budget: float, length: int, head_dim: int, scoring: float) -> int:
-    """Return how many keys fit into a budget after scoring, at most ``length``.
+    """Return how many keys a method may attend to, after it has used a part of the budget for scores. The result is at
+    most ``length``.
 
     Args:
-        budget: Share of dense bytes.
+        budget: Share of the bytes that dense attention reads.
         length: Number of cached keys.
         head_dim: Size of a head.
-        scoring: Elements of the cache that scoring reads for each KV head.
+        scoring: Number of elements of the cache that the method reads for its scores, for each KV head.
     """
     return min(length, int((budget * 2 * head_dim * length - scoring) / (2 * head_dim)))
 
 
 def rival(name: str, budget: float, length: int, setup: Setup) -> Rival | None:
-    """Return a method that reads at most a share of the dense bytes, or None if it would read no key.
+    """Return a method that stays within a budget, or None if it could not attend to any key.
 
     Args:
         name: Name of the method.
         budget: Share of the bytes that dense attention reads.
         length: Number of cached keys at the first step.
-        setup: The model.
+        setup: The model's basis and the settings of the methods.
     """
     d = setup.basis.head_dim
     plain = keys_within(budget, length, d, 0)
@@ -104,8 +107,8 @@ def rival(name: str, budget: float, length: int, setup: Setup) -> Rival | None:
         k = keys_within(budget, length, d, r * length)
         return SparQ(k, r, max(1, k // SPARQ_RECENT)) if k >= 1 else None
     if name == "TidalDecode":
-        # The first layer attends to all keys, and chooses the keys of all other layers. So these share what is left of
-        # the budget.
+        # The first layer attends to all keys, and chooses the keys for all other layers. Divide the budget that is left
+        # among the other layers.
         layers = setup.basis.layers
         k = int((budget * layers - 1) * length / (layers - 1))
         return TidalDecode(k, 0) if k >= 1 else None
@@ -124,14 +127,14 @@ def rival(name: str, budget: float, length: int, setup: Setup) -> Rival | None:
 
 
 def quest(budget: float, length: int, setup: Setup) -> Quest | None:
-    """Return Quest with the chosen page size. If not even one page fits, return None."""
+    """Return Quest with the page size in ``setup``, or None if not even one page fits into the budget."""
     size, d = setup.dims["Quest", budget], setup.basis.head_dim
     pages = keys_within(budget, length, d, 2 * d * -(-length // size)) // size
     return Quest(pages, size) if pages >= 1 else None
 
 
 def loki(name: str, settings: LokiSettings, budget: float, length: int, setup: Setup) -> Rival | None:
-    """Return a variant of Loki."""
+    """Return a variant of Loki, or None if no key fits into the budget."""
     dims = setup.dims[name, budget]
     k = keys_within(budget, length, setup.basis.head_dim, dims * length)
     if k < 1:

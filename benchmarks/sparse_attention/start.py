@@ -1,8 +1,10 @@
-"""Make the model that training starts from: random weights, and a first layer that sees the previous two tokens.
+"""Make the model that training starts from. Its weights are random, but its first layer attends to the previous two
+tokens.
 
-A model must learn such heads before it can look up facts, and a small model needs most of its training for this. So the
-first layer begins with them: large biases of queries and keys attend to a fixed distance through the rotary embedding.
-Training may change them like all other weights.
+A model can look up facts in its context only after it has learned heads that attend to the previous tokens. A small
+model would need most of its training to learn them. So we give these heads to the first layer: with large biases of
+queries and keys, the rotary embedding makes each head attend to a fixed distance. Training can change these biases like
+all other weights.
 """
 
 from __future__ import annotations
@@ -27,16 +29,17 @@ SHAPE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
 DISTANCES = (1, 2, 1, 2)
-"""How far back each query head of the first layer attends."""
+"""For each query head of the first layer, the distance in tokens to the token that it attends to."""
 SHARPNESS, PAIRS = 8.0, 8
-"""Score of a rotary pair at the right distance, and number of pairs (the fastest ones) that have this score."""
+"""The biases fill the ``PAIRS`` channel pairs that the rotary embedding turns fastest. At the right distance, each pair
+adds ``SHARPNESS`` to the attention score."""
 
 
 def write_start(folder: Path, seed: int = 0) -> None:
-    """Write the model in the Hugging Face format.
+    """Write the initial model in the Hugging Face format.
 
     Args:
-        folder: Folder to write.
+        folder: Folder for the model.
         seed: Seed of the random weights.
     """
     import transformers

@@ -1,4 +1,4 @@
-"""Turn results into tables: means with intervals from a bootstrap over contexts, paired between methods."""
+"""Compute the numbers of the tables: means over tasks, and differences between methods, with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from benchmarks.sparse_attention.evaluate import Answered
 
 RESAMPLES = 2000
 TOLERANCE = 1.1
-"""A method is compared if it reads at most this multiple of the budget."""
+"""A method is within a budget if it reads at most this multiple of the budget."""
 
 SOLVED = 0.9
-"""A task counts at a length if dense attention gives at least this share of right answers."""
+"""Dense attention solves a task if its share of right answers is at least this. Only solved tasks count."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and the ends of its 95 % interval."""
+    """A mean, and the lower and upper ends of its 95 % interval."""
 
     mean: float
     low: float
@@ -31,7 +31,7 @@ class Estimate:
 
 
 class Results:
-    """Shares of right answers by method, budget, length, and task, for each context."""
+    """The shares of right answers in each context, by method, budget, length, and task."""
 
     def __init__(self, answered: Iterable[tuple[float, Answered]]) -> None:
         sums: dict[tuple[str, float, int, str], dict[int, list[float]]] = {}
@@ -46,20 +46,22 @@ class Results:
         self.shares = {key: float(np.mean(found)) for key, found in shares.items()}
 
     def solved(self, length: int, tasks: Sequence[str]) -> list[str]:
-        """Return the tasks that dense attention solves at a length."""
+        """Return the tasks that dense attention solves in contexts of this length."""
         return [task for task in tasks if self.by_context["dense", 1.0, length, task].mean() >= SOLVED]
 
     def mean(self, method: str, budget: float, length: int, tasks: Sequence[str]) -> Estimate | None:
-        """Return the mean over tasks, or None if the method does not fit into the budget."""
+        """Return a method's mean share of right answers over the tasks, or None if the method does not fit into the
+        budget."""
         rows = self._rows(method, budget, length, tasks)
         return None if rows is None else estimate(rows)
 
     def is_within(self, method: str, budget: float, length: int) -> bool:
-        """Return whether a method has read at most a tenth more than the budget."""
+        """Return whether a method has read at most 10 % more bytes than the budget."""
         return self.shares.get((method, budget, length), 0.0) <= TOLERANCE * budget
 
     def difference(self, method: str, other: str, budget: float, length: int, tasks: Sequence[str]) -> Estimate | None:
-        """Return the mean over tasks of a method minus the mean of another method, on the same questions."""
+        """Return a method's mean share of right answers minus the mean of another method. Both have answered the same
+        questions."""
         rows, others = (self._rows(name, budget, length, tasks) for name in (method, other))
         return None if rows is None or others is None else estimate(rows - others)
 
@@ -71,10 +73,10 @@ class Results:
 
 
 def estimate(rows_TC: NDArray[np.float64]) -> Estimate:
-    """Return the mean over tasks and contexts, with an interval from resampled contexts.
+    """Return the mean over tasks and contexts, with an interval from a bootstrap over contexts.
 
     Args:
-        rows_TC: Shares of right answers for each task and context. Contexts with the same index are resampled together.
+        rows_TC: Shares of right answers, with a row per task and a column per context. The bootstrap draws columns.
     """
     rng = np.random.default_rng(0)
     by_context_C = rows_TC.mean(0)

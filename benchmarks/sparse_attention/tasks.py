@@ -1,14 +1,14 @@
 """Generate tasks like RULER's (arXiv 2404.06654) over a vocabulary of 128 tokens.
 
-A document is a context and questions about it: START context ASK question EQUALS answer … END. After each EQUALS comes
-an answer of one token. The context is a haystack or a list of words:
+A document is a context and questions about it: START context ASK question EQUALS answer … END. Each answer is one
+token, after EQUALS. There are two kinds of contexts:
 
-- A haystack is filler with facts in random places. A *pair* is a name and its value. A *link* is a name and the next
-  name of a chain, and the chain's last name has a value. A *record* is a name, a relation, and a value or a name. The
-  *needle* is a marker and its value.
-- A list of words has no filler. The questions ask for the most frequent words.
+- A haystack is random filler tokens with facts at random positions. There are four kinds of facts. A *pair* is a name
+  and its value. A *link* is a name and the next name in a chain of names (the last name is followed by a value). A
+  *record* is a name, a relation, and a value or another name. The *needle* is a marker and its value.
+- A list of words, some of which are more frequent. The questions ask for the most frequent words.
 
-One haystack holds the facts of all needle tasks. So one prefill serves all of these tasks.
+A haystack contains the facts for all tasks about facts, so a model processes it only once for all of these tasks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 START, ASK, EQUALS, END, NEEDLE, COMMON = range(6)
 RANKS = (6, 7, 8)
-"""Tokens that ask for the most frequent word, the second, and the third."""
+"""Tokens that ask for the most frequent word, for the second most frequent word, and for the third."""
 RELATIONS = np.arange(9, 16)
 NAMES = np.arange(16, 80)
 VALUES = np.arange(80, 104)
@@ -36,19 +36,19 @@ WORD_SHARE = 1 / 8
 LONGEST_WORD_TAIL = 4 * len(RANKS)
 
 Turns = list[tuple[list[int], int]]
-"""Questions with their answers. An empty question continues with the previous answer."""
+"""A sequence of questions, each with its answer. An empty question stands for a question about the previous answer."""
 
 
 @dataclass
 class Document:
-    """A context, and for each task a list of questions about it."""
+    """A context, and for each task a list of questions about the context."""
 
     context: NDArray[np.int64]
     questions: dict[str, list[Turns]] = field(default_factory=dict)
 
 
 def tail_of(turns: Turns) -> list[int]:
-    """Return the tokens of questions and answers."""
+    """Return the tokens of a sequence of questions and answers."""
     tokens: list[int] = []
     for question, answer in turns:
         tokens += [ASK, *question] if question else []
@@ -57,9 +57,9 @@ def tail_of(turns: Turns) -> list[int]:
 
 
 def haystack(length: int, rng: np.random.Generator) -> Document:
-    """Return a haystack of ``length`` tokens, and questions for every task about facts.
+    """Return a document with a haystack, and with questions for all tasks of ``HAYSTACK_TASKS``.
 
-    The number of facts grows with the length, up to what 64 different names allow.
+    The number of facts grows with the length, until it reaches a limit: there are only 64 different names.
 
     Args:
         length: Number of tokens of the context, at least 56.
@@ -98,7 +98,7 @@ def haystack(length: int, rng: np.random.Generator) -> Document:
 
 
 def _planted(facts: list[list[int]], length: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Return filler with the facts in random places and in random order. START is the first token."""
+    """Return START and filler tokens, with the facts at random positions and in random order."""
     spare = length - 1 - sum(map(len, facts))
     if spare < 0:
         raise ValueError(f"a haystack of {length} tokens has no room for {len(facts)} facts")
@@ -113,10 +113,10 @@ def _planted(facts: list[list[int]], length: int, rng: np.random.Generator) -> N
 
 
 def word_list(length: int, rng: np.random.Generator, task: str) -> Document:
-    """Return a list of ``length`` words, and a question about the most frequent ones.
+    """Return a document with a list of words, and with a question about the most frequent words.
 
-    With the task "common word", this word has a sixth of all places, and the other words share the other places evenly.
-    With the task "frequent words", frequencies fall as 1 / rank², as in RULER (zeta 2.0).
+    In the task "common word", a sixth of the list is one word, and all other words are equally frequent. In the task
+    "frequent words", the word of rank r has a frequency proportional to 1 / r², as in RULER (zeta 2.0).
 
     Args:
         length: Number of tokens of the context.
@@ -132,7 +132,8 @@ def word_list(length: int, rng: np.random.Generator, task: str) -> Document:
         turns: Turns = [([rank], int(word)) for rank, word in zip(RANKS, words, strict=False)]
         questions = {"frequent words": [turns]}
     counts = np.floor(shares / shares.sum() * (length - 1)).astype(int)
-    # Rounding down leaves some words to add. Add only rare words, so that the most frequent words stay the same.
+    # The counts are rounded down, so some words are missing. Add only rare words, so that the most frequent words stay
+    # the same.
     missing = length - 1 - counts.sum()
     counts[: len(RANKS) - 1 : -1] += np.bincount(
         np.arange(missing) % (len(words) - len(RANKS)), None, len(words) - len(RANKS)
@@ -141,10 +142,10 @@ def word_list(length: int, rng: np.random.Generator, task: str) -> Document:
 
 
 def training_document(length: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Return a document of ``length`` tokens for training: a context, as many questions as fit, and END.
+    """Return the tokens of a training document with this length: a context, as many questions as fit, and END.
 
-    A share of ``WORD_SHARE`` of the documents is lists of words. The other documents are haystacks, with questions of
-    random tasks.
+    A fraction ``WORD_SHARE`` of the documents has a list of words. All other documents have a haystack, with questions
+    from random tasks.
 
     Args:
         length: Number of tokens, at least 128.
@@ -161,7 +162,7 @@ def training_document(length: int, rng: np.random.Generator) -> NDArray[np.int64
         turns = document.questions[task][number]
         names = {question[0] for question, _ in turns if question}
         tail = tail_of(turns)
-        # Do not ask for a name twice, because the model could copy the earlier answer.
+        # Do not ask twice about the same name, because the model could copy its earlier answer.
         if len(tokens) + len(tail) < length and (task in RECORD_TASKS or not names & known):
             tokens += tail
             known |= names

@@ -1,4 +1,4 @@
-"""Measure the perplexity of text with every method, on the trained model that the tests use.
+"""Measure the perplexity of text with every sparse-attention method, on the trained model that the tests use.
 
     FOURFOLD_TEST_DATA=data python -m benchmarks.sparse_attention.text [--budgets 0.05,0.1,0.25]
 
@@ -30,14 +30,16 @@ from fourfold.inference.loki import calibrate
 
 WINDOW, PROMPT = 256, 192
 LENGTH = (WINDOW + PROMPT) // 2
-"""Mean number of cached keys. Methods get as many keys as the budget allows at this length."""
+"""Mean number of cached keys during decoding. This length determines how many keys fit into a budget."""
 BLOCK = 21
-"""Number of tokens that the bootstrap keeps together."""
+"""Number of consecutive tokens in a block of the bootstrap."""
 CALIBRATION_STORIES = 3
-"""Number of stories that Loki is calibrated on, and that settings are chosen on. The other stories are measured."""
+"""Number of stories for the calibration of Loki and for the choice of all settings. The perplexity is measured on the
+other stories."""
 
 Losses = Mapping[str, tuple[Tensor, float]]
-"""For each method, the loss of each decoded token, [windows, tokens], and the share of dense bytes that it read."""
+"""For each method: the loss of each decoded token, [windows, tokens], and the bytes that the method read, as a share of
+the bytes that dense attention reads."""
 
 
 def main() -> None:
@@ -53,7 +55,8 @@ def main() -> None:
 
 
 def windows(texts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return windows of ``WINDOW`` tokens. Each begins with its text's first token, and decodes other tokens."""
+    """Cut texts into windows of ``WINDOW`` tokens. Each window begins with its text's first token. The tokens that are
+    decoded differ between windows."""
     rest, stride = WINDOW - 1, WINDOW - PROMPT
     return [[text[0], *text[at : at + rest]] for text in texts for at in range(1, len(text) - rest + 1, stride)]
 
@@ -61,13 +64,14 @@ def windows(texts: Sequence[Sequence[int]]) -> list[list[int]]:
 def text_table(
     model: object, chosen_on: Sequence[Sequence[int]], held_out: Sequence[Sequence[int]], budgets: Sequence[float]
 ) -> str:
-    """Return a table of perplexities: each method with each budget, and the increase over dense attention.
+    """Return a table with a row per method and a column per budget. A cell has the perplexity, and its increase over
+    dense attention.
 
     Args:
         model: A transformers model.
         chosen_on: Windows to calibrate Loki on, and to choose settings on.
         held_out: Windows to measure.
-        budgets: Shares of dense bytes.
+        budgets: Shares of the bytes that dense attention reads.
     """
     setup = Setup(calibrate(model, chosen_on), inverse_frequencies(model))
     decoder = Decoder(model, WINDOW)
@@ -91,7 +95,7 @@ def text_table(
 
 
 def losses(decoder: Decoder, texts: Sequence[Sequence[int]], rivals: Mapping[str, Rival]) -> Losses:
-    """Return every method's losses on the tokens after the prompt of each window."""
+    """Return every method's losses on the tokens that follow the prompt in each window."""
     tokens = stacked(texts)
     decoder.prefill(tokens[:, :PROMPT])
     found = {}
@@ -106,7 +110,7 @@ def losses(decoder: Decoder, texts: Sequence[Sequence[int]], rivals: Mapping[str
 
 
 def _rise(more: Tensor) -> Estimate:
-    """Return the relative increase in perplexity, with an interval from resampled blocks of tokens."""
+    """Return the relative increase in perplexity, with an interval from a bootstrap over blocks of tokens."""
     blocks = more[:, : more.shape[1] // BLOCK * BLOCK].unflatten(1, (-1, BLOCK)).mean(-1)
     found = estimate(blocks.flatten()[None].double().numpy())
     return Estimate(*(float(np.expm1(each)) for each in (found.mean, found.low, found.high)))
@@ -118,7 +122,8 @@ def _made(names: Sequence[str], budget: float, setup: Setup) -> dict[str, Rival]
 
 
 def _tuned(decoder: Decoder, texts: Sequence[Sequence[int]], setup: Setup, budget: float) -> Setup:
-    """Return the setup with the dims, channels, page sizes, and thresholds that are best on these windows."""
+    """Choose the dims, channels, page sizes, and thresholds that are best on these windows, and return a setup with
+    them."""
     dims = dict(setup.dims)
     for name, values in OPTIONS.items():
         tried = {}

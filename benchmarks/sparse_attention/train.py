@@ -1,4 +1,4 @@
-"""Train the small Llama that the comparison runs on, with fourfold: first on short contexts, then on longer ones."""
+"""Train the small Llama of the comparison with fourfold, first on short contexts and then on longer ones."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ CALIBRATION_SEED, CALIBRATION_DOCUMENTS = 999, 24
 
 @dataclass(frozen=True)
 class Stage:
-    """A run on documents of one length."""
+    """A training run on documents of one length."""
 
     length: int
     steps: int
     batch: int
-    """Number of documents of a step."""
+    """Number of documents in a step."""
     lr: float
     documents: int
-    """Number of documents of the corpus."""
+    """Number of documents in the corpus."""
 
 
 STAGES = (Stage(128, 5000, 8, 3e-3, 40000), Stage(512, 600, 4, 1.5e-3, 2400))
 
 
 def trained_model(folder: Path) -> Path:
-    """Return a folder with the model in the Hugging Face format. Train it if the folder does not exist.
+    """Train the model, unless an earlier call has trained it. Return the folder with the model in the Hugging Face
+    format.
 
     Args:
         folder: Folder of the corpora, the runs, and the model.
 
     Raises:
-        UserError: A run was stopped. The same call continues from its checkpoint.
+        UserError: A signal stopped a run. If you call the function again, it continues from the run's checkpoint.
     """
     model = folder / "model"
     if (model / "config.json").is_file():
@@ -62,7 +63,7 @@ def trained_model(folder: Path) -> Path:
 
 
 def _train(stage: Stage, number: int, folder: Path, start: Path) -> None:
-    """Train one stage from a model in the Hugging Face format."""
+    """Train one stage, starting from a model in the Hugging Face format."""
     corpus = folder / f"stage-{number}-corpus"
     if not corpus.with_suffix(".idx").is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,10 +84,11 @@ def _train(stage: Stage, number: int, folder: Path, start: Path) -> None:
 
 
 def write_corpus(prefix: Path, length: int, documents: int, seed: int) -> None:
-    """Write a corpus of documents of one length, so that each window of a run with this length is a document.
+    """Write a corpus of documents that all have the same length. In a run with this sequence length, each sample is one
+    document.
 
     Args:
-        prefix: Path without a suffix.
+        prefix: Path of the corpus, without a file extension.
         length: Number of tokens of a document.
         documents: Number of documents.
         seed: Seed of the documents.
@@ -98,7 +100,8 @@ def write_corpus(prefix: Path, length: int, documents: int, seed: int) -> None:
 
 
 def answers(windows: Windows) -> NDArray[np.bool_]:
-    """Keep only answers in the loss: the tokens whose last marker (START, ASK, EQUALS, or END) is EQUALS.
+    """A loss mask that keeps only answers. A token is an answer if the last marker before it (START, ASK, EQUALS, or
+    END) is EQUALS.
 
     Args:
         windows: Samples of documents from ``tasks.training_document``.
@@ -111,7 +114,7 @@ def answers(windows: Windows) -> NDArray[np.bool_]:
 
 
 def calibration_windows(length: int) -> list[list[int]]:
-    """Return documents to calibrate Loki on. They are made like training documents, with another seed.
+    """Return documents for the calibration of Loki. They are made like the training documents, but with another seed.
 
     Args:
         length: Number of tokens of a document.

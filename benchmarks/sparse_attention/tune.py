@@ -1,7 +1,7 @@
-"""Choose each method's settings for each budget, on tasks and contexts that the table does not use for this choice.
+"""Choose each method's settings for each budget, on contexts that the comparison does not use.
 
-The methods that score all keys share their budget between scores and kept keys. The split is chosen here, for every
-method in the same way.
+Methods that score all keys divide their budget: more bytes for scores leave fewer bytes for the keys that they attend
+to. This module chooses the division, for every method in the same way.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ LENGTH = 1024
 CONTEXTS, QUESTIONS = 8, 1
 THRESHOLD_CONTEXTS = 2
 OPTIONS = {LOKI: (1, 2, 4, 8), "SparQ": (1, 2, 4, 8), "Quest": (8, 16, 32, 64)}
-"""Dims, channels, or tokens of a page to choose from. All variants of Loki use the same number of dims."""
+"""The values to choose from: Loki's dims, SparQ's channels, and Quest's tokens per page. All variants of Loki use the
+same number of dims."""
 
 
 def tuned(decoder: Decoder, setup: Setup, budgets: Sequence[float], lengths: Sequence[int]) -> Setup:
-    """Return the setup with the settings that answer the most questions of the development tasks.
+    """Return a setup with the settings that answer the most questions on the development contexts.
 
-    Among settings that are equally good, the first one wins. The thresholds of top-p read as many keys on average as
-    the budget allows.
+    If several settings are equally good, the first one is chosen. The thresholds of top-p are chosen so that the
+    methods read as many keys on average as the budget allows.
 
     Args:
         decoder: The model.
         setup: The model's basis.
-        budgets: Shares of dense bytes.
+        budgets: Shares of the bytes that dense attention reads.
         lengths: Lengths for which top-p needs a threshold.
     """
     for budget in budgets:
@@ -66,13 +67,14 @@ def _with_split(decoder: Decoder, setup: Setup, budget: float) -> Setup:
 
 
 def with_thresholds(setup: Setup, budget: float, length: int, run: Callable[[Mapping[str, Rival]], object]) -> Setup:
-    """Return the setup with the p of every top-p method. It reads as many keys on average as the budget allows.
+    """Return a setup with a threshold p for every method with top-p. With this p, the method reads as many keys on
+    average as the budget allows.
 
     Args:
-        setup: The chosen dims.
-        budget: Share of dense bytes.
-        length: Number of cached keys that the budget is for.
-        run: Decodes with the methods that it gets.
+        setup: A setup with the dims, channels, and page sizes.
+        budget: Share of the bytes that dense attention reads.
+        length: Number of cached keys.
+        run: A function that decodes with the given methods.
     """
     head_dim = setup.basis.head_dim
     scorers: dict[str, tuple[Rival, float, int | None]] = {}

@@ -18,7 +18,7 @@ Owners = Sequence[tuple[int, int]]
 
 
 class Drawing:
-    """An SVG that is being drawn. y grows downwards."""
+    """An SVG image, drawn piece by piece. The y coordinate grows downwards."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self.parts = [
@@ -61,7 +61,8 @@ class Drawing:
         self.parts.append(f'<path d="M{x2:g} {y:g} l{-tip} -4 v8 z" fill="{stroke}"/>')
 
     def fill_of(self, owners: Owners) -> str:
-        """Return the color of one rank, or stripes in the colors of several ranks that hold the same tile."""
+        """Return the fill for a tile: the color of the rank that holds it, or stripes in the colors of all ranks that
+        hold it."""
         colors = tuple(RANKS[owner] for owner in owners)
         if len(colors) == 1:
             return colors[0]
@@ -85,7 +86,7 @@ class Drawing:
 
 
 def matrix(d: Drawing, x: float, y: float, w: float, h: float, tiles: Sequence[Sequence[Owners]]) -> None:
-    """Draw a matrix cut into tiles, each in the colors of the ranks that hold it."""
+    """Draw a matrix that is divided into tiles. Each tile has the colors of the ranks that hold it."""
     rows, columns = len(tiles), len(tiles[0])
     for i, row in enumerate(tiles):
         for j, owners in enumerate(row):
@@ -93,14 +94,14 @@ def matrix(d: Drawing, x: float, y: float, w: float, h: float, tiles: Sequence[S
     d.rect(x, y, w, h, "none", INK)
 
 
-# The tensors below are drawn on a plane of 2 × 2 ranks (x, y). Rows are tokens, and columns are channels.
+# How each kind of tensor is divided over 2 × 2 ranks (x, y). Rows are tokens, and columns are channels.
 BOTH_X = [[(0, 0), (1, 0)], [(0, 1), (1, 1)]]
 BOTH_Y = [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
 RESIDUAL = [[[(0, 0)], [(0, 1)]], [[(1, 0)], [(1, 1)]]]
 GATHERED_OVER_X = [BOTH_X]
 GATHERED_OVER_Y = [BOTH_Y]
 HEADS = [[[(0, 0)], [(0, 1)], [(1, 0)], [(1, 1)]]]
-# Weights are drawn as [in, out], so that a matmul reads from left to right.
+# Weights are drawn as [in, out], so that the reader can follow a matmul from left to right.
 NORMAL = [[[(0, 0)], [(1, 0)]], [[(0, 1)], [(1, 1)]]]
 TRANSPOSED = [[[(0, 0)], [(0, 1)]], [[(1, 0)], [(1, 1)]]]
 
@@ -126,7 +127,8 @@ class Row:
         self.x += 10 + GAP
 
     def pill(self, axis: str, forward: str, backward: str) -> None:
-        """Draw a collective, with its name in the forward above and its name in the backward below."""
+        """Draw a collective, with its operation in the forward pass above, and its operation in the backward pass
+        below."""
         d, middle = self.d, self.x + PILL / 2
         color = X_AXIS if axis == "x" else Y_AXIS
         left, right, y = self.x + 4, self.x + PILL - 4, self.y + CARD / 2
@@ -153,7 +155,7 @@ class Row:
 
 
 def block() -> None:
-    """Draw a block on 2 × 2 ranks, with every collective of its forward and backward."""
+    """Draw a transformer block on 2 × 2 ranks, with all collectives of its forward and backward pass."""
     d = Drawing(1348, 450, "One block on a plane of x = 2 by y = 2 ranks")
     for i, ((x, y), color) in enumerate(RANKS.items()):
         d.rect(40 + i * 118, 24, 18, 18, color, INK)

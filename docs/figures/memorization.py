@@ -1,5 +1,8 @@
-"""Draw the figure of docs/memorization.md from the measured docs/figures/memorization.json, which
-examples/memorization/protocol.py writes as results.json: python docs/figures/memorization.py"""
+"""Draw the figure of docs/memorization-measured.md: python docs/figures/memorization.py
+
+It reads docs/figures/memorization.json, a copy of the file results.json that examples/memorization/protocol.py
+writes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ MEMBERS, CEILING = "#d9822b", "#2f5f8f"
 
 
 def draw(results: dict, path: Path) -> None:
-    """Draw one bar for each arm with its interval, and the upper limit that the mask's gaps allow."""
+    """Draw a bar for each arm (way of training): the share of documents that the model repeats, with its interval. A
+    dashed line shows the share of documents whose suffix has no gap."""
     height = TOP + ROW * len(results) + 62
     d = Drawing(LEFT + SPAN + 110, height, "Documents repeated exactly, for each way of training")
     d.text(24, 34, "Documents of which the last 50 tokens are repeated exactly", 16, INK, "start", bold=True)

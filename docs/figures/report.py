@@ -1,4 +1,4 @@
-"""Take a screenshot of the top of a run's report for the README, with Chromium:
+"""Take a screenshot of the top of a run's report with Chromium:
 
 fourfold train examples/memorization/tutorial.toml --set name=goldfish --set masks.goldfish.strategy=hash
 python docs/figures/report.py runs/goldfish

@@ -26,9 +26,9 @@ COLORS = {
     "I": ("input gradients", "#a87400", "#f5d58a"),
     "W": ("weight gradients", "#00714f", "#8fd3bd"),
 }
-"""For each kind of operation: its name, a dark color for a rank's first stage, and a light color for its later stages.
-The colors are from Okabe and Ito's palette, which color-blind readers can tell apart. White text is readable on the
-dark colors, and dark text on the light colors."""
+"""For each kind of operation: its name, a dark color for operations of a rank's first stage, and a light color for
+operations of its later stages. The colors come from the palette of Okabe and Ito, which color-blind readers can tell
+apart. White text is readable on the dark colors, and dark text is readable on the light colors."""
 
 LEFT, TOP, ROW, GAP, UNIT = 206, 70, 17, 26, 28
 
@@ -83,7 +83,8 @@ def chart(d: Drawing, name: str, spans: Sequence[Sequence[Span]], top: float) ->
 
 
 def table() -> str:
-    """Return the table of schedules: how long ranks wait, and for how many micro-batches they store activations."""
+    """Return a Markdown table: for each schedule, how long ranks wait, and for how many micro-batches they store
+    activations."""
     rows = [f"| schedule | stages per rank | idle, m = 4 | idle, m = 16 | stored by ranks 0 to {PP - 1}, m = 16 |"]
     rows.append("|---|---|---|---|---|")
     for name in get_args(PipelineSchedule):
@@ -104,8 +105,8 @@ def spans_of(schedule: str, micro_batches: int) -> list[list[Span]]:
 
 
 def held(ops: Sequence[Op]) -> int:
-    """Return the largest number of micro-batches that are between their forward and their backward pass at the same
-    time."""
+    """Return for how many micro-batches a rank stores activations at the same time, at most. A micro-batch needs them
+    from its forward pass to its backward pass."""
     most = now = 0
     for op in ops:
         now += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]

@@ -15,11 +15,11 @@ LEAST_TENSOR = {
     "gpt-5b": 4, "gpt-10b": 8, "gpt-20b": 16, "gpt-40b": 32, "gpt-60b": 64, "gpt-80b": 64, "gpt-160b": 128,
     "gpt-320b": 256,
 }  # fmt: skip
-"""Smallest x · y · z that the authors allowed for each model. With a smaller product, the model may not fit into
+"""The smallest x · y · z that the authors tried for each model. With a smaller x · y · z, the model may not fit into
 memory."""
 PRODUCTS = ((3, False), (1, True), (4, False), (4, True))
-"""For each of a block's four matmuls: the output width as a multiple of the hidden size, and whether x and y swap
-roles."""
+"""For each of a block's four matmuls: the wider of its two widths as a multiple of the hidden size, and whether the
+matmul swaps the roles of x and y."""
 
 
 def tried_layouts(model: str, machine: str, gpus: int, hidden: int, tokens: float, batch: int) -> list[dict[str, int]]:
@@ -65,8 +65,8 @@ def _share(size: int) -> float:
 
 
 def _bandwidth(machine: str, earlier: int, size: int) -> float:
-    """Return the bandwidth in GB/s that the authors measured or assumed for a group of ``size`` ranks with a
-    distance of ``earlier`` ranks between neighbors."""
+    """Return the bandwidth in GB/s that the authors measured or assumed for a process group. The group has ``size``
+    ranks, and the numbers of two neighboring ranks differ by ``earlier``."""
     if machine == "perlmutter":
         if earlier == 1:
             return {2: 76.0, 4: 225.0}.get(size, 80.0)

@@ -1,4 +1,4 @@
-"""Format the page's tables and their cells."""
+"""Format tables and their cells for the page."""
 
 from __future__ import annotations
 

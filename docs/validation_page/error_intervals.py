@@ -1,4 +1,4 @@
-"""Compute intervals of predicted step times from the errors on sources that the constants were not fitted to.
+"""Compute the intervals of predicted step times, from the errors of predictions for sources that are not in the fit.
 
 An interval is a pair of factors: the 5th and the 95th percentile of measured seconds divided by predicted seconds. The
 planner multiplies the predicted seconds of a step by these factors.
@@ -7,8 +7,8 @@ As in the fit, n rows of a source have the weight of √n rows, because a user's
 not like one more row of a known source. An imagined source stands for all sources that nobody has published. It keeps
 the interval wide for kinds of steps with few sources.
 
-There are intervals for each kind of step (``machine_constants.kind_of_step``), and for two kinds of predictions: for a
-machine whose rows are in the fit, and for a new machine.
+Each kind of step (``machine_constants.kind_of_step``) has two intervals: one for machines with rows in the fit, and one
+for new machines.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ EXTRAPOLATIONS = ("known machine", "new machine")
 KINDS = ("dense", "small batch", "long context", "mixture")
 LOW, HIGH = 0.05, 0.95
 UNKNOWN = NormalDist(0, 0.35)
-"""Distribution of log(measured / predicted) for the imagined source. The sources that the planner predicts worst have a
-similar standard deviation."""
+"""Distribution of log(measured / predicted) for the imagined source. Its standard deviation is similar to the standard
+deviations of the sources that the planner predicts worst."""
 UNKNOWN_ROWS, UNKNOWN_WEIGHT = 39, 2.0
-"""Number of ratios that represent the imagined source, and their weight together: as much as a source with 4 rows."""
+"""The imagined source has this many ratios of measured to predicted seconds. Together, they have as much weight as a
+source with 4 rows (√4 = 2)."""
 NEAR = 1.35
 """``order_factor`` compares a layout with the best layout if the predicted time is at most this many times as long."""
 MIN_COMPARED = 10
@@ -59,13 +60,13 @@ def coverage(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def order_factor(scored: Sequence[Scored]) -> float:
-    """Return the ratio of two predicted times above which the measured times have the same order with a probability of
-    95 %.
+    """Return how far two predicted times must be apart, as a ratio, so that the measured times have the same order with
+    a probability of 95 %.
 
     In each sweep, the layout with the shortest predicted time is compared with every layout whose predicted time is
-    close. Each pair has a measured ratio and a predicted ratio of the two times, and these ratios differ by a factor.
-    The result is the 90th percentile of these factors. Every source with at least ``MIN_COMPARED`` comparisons has the
-    same weight.
+    close. For each pair, we compute the ratio of the two measured times and the ratio of the two predicted times, and
+    the factor between these two ratios. The result is the 90th percentile of these factors. Every source with at least
+    ``MIN_COMPARED`` comparisons has the same weight.
     """
     found: dict[str, list[float]] = {}
     for sweep in sweeps_in(scored):

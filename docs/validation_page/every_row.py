@@ -1,4 +1,4 @@
-"""Write the sections on single rows: their sources, doubts, and errors."""
+"""Write two sections: where the measured rows come from, and the error of every row."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ NEVER_FITTED = ("S3",)
 
 
 def within_section(rows: list[Row]) -> list[str]:
-    """Return a section with the errors of held-out rows, if a random tenth of all rows is fitted."""
+    """Return a section with the errors of predictions for nine tenths of the rows, if the constants are fitted to one
+    tenth."""
     scores = []
     for seed in SEEDS:
         fitted, held_out = split(rows, seed)
@@ -47,7 +48,7 @@ def within_section(rows: list[Row]) -> list[str]:
 
 
 def split(rows: list[Row], seed: int) -> tuple[list[Row], list[Row]]:
-    """Split off a random tenth of the rows to fit. All other rows are held out."""
+    """Return a random tenth of the rows, for the fit, and all other rows, which are held out."""
     chosen = np.random.default_rng(seed).random(len(rows)) < SHARE
     may = [row.seconds is not None and row.source not in NEVER_FITTED for row in rows]
     fit = [m and bool(c) for m, c in zip(may, chosen, strict=True)]

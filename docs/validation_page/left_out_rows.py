@@ -1,5 +1,5 @@
-"""Write the sections on rows whose source or machine was left out of the fit: errors, ranking, memory, and
-intervals."""
+"""Write the sections on errors, ranking, memory, and intervals of rows whose source or machine is left out of the
+fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Score the predicted probability of running out of memory on constructed cases.
+"""Test how well the planner predicts whether a run fits into memory, on constructed cases.
 
 Runs that ran out of memory are rarely published. So we construct cases: we take each run with measured memory, and
 imagine devices that have less or more memory than the run needs.
@@ -21,7 +21,7 @@ from fourfold.planning.cost.out_of_memory import needed_bytes, p_out_of_memory
 CAPACITIES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.25, 1.4, 1.7, 2.0)
 """Memory of the devices, relative to the memory that a run needs."""
 EDGES = (0.0, 0.05, 0.5, 0.95, 1.0)
-"""Bounds of the groups of predicted probabilities."""
+"""``reliability`` groups the cases by predicted probability. These are the bounds of the groups."""
 
 
 class FitCases(NamedTuple):
@@ -31,9 +31,9 @@ class FitCases(NamedTuple):
     fits: np.ndarray
 
     def refused(self, most_out_of_memory: float) -> tuple[float, float]:
-        """Refuse each case whose probability of running out of memory is higher than this. Return the precision (the
-        fraction of refused cases that do not fit) and the recall (the fraction of cases that do not fit and are
-        refused)."""
+        """Refuse each case whose probability of running out of memory is higher than ``most_out_of_memory``. Return the
+        precision (the fraction of the refused cases that do not fit), and the recall (the fraction of the cases that do
+        not fit that are refused)."""
         refused = 1 - self.predicted > most_out_of_memory
         return float(np.mean(~self.fits[refused])), float(np.mean(refused[~self.fits]))
 

@@ -1,4 +1,4 @@
-"""Write the section on memory: the errors of each source, and constructed cases that fit or do not fit."""
+"""Write the section on memory: the errors of each source, and how well the planner predicts whether a run fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from validation_page.memory_cases import CAPACITIES, FitCases, memory_cases
 NOISE_OF_MEMORY = 0.12
 """Standard deviation of measured memory / predicted memory, for one row."""
 CACHED_SPREAD = 0.05
-"""Standard deviation of ``CACHED`` around its prior, ``UNUSABLE``."""
+"""Standard deviation of the prior of ``CACHED``. The mean of the prior is ``UNUSABLE``."""
 
 
 def memory_rows(rows: list[Row]) -> list[tuple[str, ...]]:
@@ -56,8 +56,8 @@ def memory_coverage(rows: list[Row]) -> float:
 
 
 def memory_parts(rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For rows with measured memory, return the bytes of the runtime, the bytes that the step allocates, and the
-    measured bytes."""
+    """Return three arrays for rows with measured memory: the bytes of the runtime, the bytes that a step allocates, and
+    the measured bytes."""
     work, machine = stack([row.work for row in rows]), stack([row.machine for row in rows])
     runtime = np.where(work.program.count_runtime, runtime_bytes(work, machine), 0)
     measured = np.array([row.memory_gb * 1e9 for row in rows if row.memory_gb is not None])

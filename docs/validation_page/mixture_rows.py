@@ -48,7 +48,8 @@ fit.
 
 
 def mixtures_left_out(rows: list[Row]) -> list[Scored]:
-    """Predict mixtures with constants fitted to the dense rows of all other sources."""
+    """Predict the rows of mixture-of-experts models, with constants that are fitted to the dense rows of all other
+    sources."""
     left_out: list[Scored] = []
     for source in dict.fromkeys(row.source for row in rows if row.mixture):
         fitted = fit_rows([row for row in rows if row.source != source], known=False)
@@ -57,7 +58,8 @@ def mixtures_left_out(rows: list[Row]) -> list[Scored]:
 
 
 def mixtures_section(rows: list[Row], left_out: list[Scored]) -> list[str]:
-    """Return the section, with errors by source, by model and machine, and for every row."""
+    """Return the section: a table of errors by source and by model and machine, and a table with the error of every
+    row."""
     mixtures = [row for row in rows if row.mixture and row.seconds is not None]
     shipped_, alone = predict_rows(mixtures, shipped()), predict_rows(mixtures, Calibration())
     apart = {(s.row.source, s.row.row_id): s for s in left_out}

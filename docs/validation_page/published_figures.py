@@ -89,8 +89,8 @@ def published_rows(calibration: Calibration) -> list[tuple[str, ...]]:
 
 
 def steps_on_lumi(calibration: Calibration) -> str:
-    """Return a phrase that says how much faster LUMI's steps are predicted than measured, for each number of GCDs
-    (docs/slingshot_runs.csv)."""
+    """Return a phrase that says for each number of GCDs how much faster the predicted steps on LUMI are than the
+    measured steps (docs/slingshot_runs.csv)."""
     rows, _ = read_rows([Path(__file__).parents[1] / "slingshot_runs.csv"])
     errors = [
         (int(found.row.work.layout.gpus), -found.error)

@@ -21,16 +21,16 @@ from validation_page.published_table import published_table
 AXONN = SearchLimits(
     fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),), batch_parts=(1,)
 )
-"""Limits of a search to the layouts that AxoNN supports: x, y, z, dp, and full recompute."""
+"""Limits of a search: only layouts that AxoNN supports, which have the axes x, y, z, and dp, and full recompute."""
 NOT_OWN = {"is_fourfold": False, "gate_first": False}
 AXONN_BLOCKS = (
     dict.fromkeys(("overlap_dp", "split_residual", "recompute_stops_early"), False)
     | NOT_OWN
     | {"flash2": True, "scatter_bytes": 2}
 )
-"""Features of AxoNN. It does not overlap the sum over dp, does not shard the residual stream over x, and does not stop
-recompute at the last tensor that the backward reads. It scatters gradients over z in 16 bits, and sums them over dp in
-32 bits."""
+"""Features of AxoNN. It does not overlap the sum of gradients over dp, and does not shard the residual stream over x.
+Its recompute always repeats the full forward pass, also after the last tensor that the backward pass needs. It scatters
+gradients over z in 16 bits, and sums them over dp in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Figure:
     model: str
     gpus: int
     published: float
-    """Published PFLOP/s of all GPUs."""
+    """Published PFLOP/s of all GPUs together."""
     as_run: Prediction
     """Prediction for the published layout. If the layout was not published, prediction for the fastest layout that the
     program supports."""
@@ -51,12 +51,13 @@ class Figure:
 
     @property
     def as_run_pflops(self) -> float:
-        """Return the PFLOP/s of ``as_run`` in Megatron-LM's count, which published figures use."""
+        """Return the PFLOP/s of ``as_run``, counted as Megatron-LM counts FLOPs. The published figures use the same
+        count."""
         return self.as_run.pflops(self.as_run.work.megatron_flops())
 
     @property
     def best_pflops(self) -> float:
-        """Return the PFLOP/s of ``best`` in Megatron-LM's count."""
+        """Return the PFLOP/s of ``best``, counted as Megatron-LM counts FLOPs."""
         return self.best.pflops(self.as_run.work.megatron_flops())
 
 
@@ -108,11 +109,12 @@ MEGATRON = {
     "reduce_bytes": 2,
     **NOT_OWN,
 }
-"""Workload fields for Megatron-DeepSpeed without sequence parallelism."""
+"""Fields of a workload that describe Megatron-DeepSpeed without sequence parallelism."""
 
 
 def weak_scaling(calibration: Calibration) -> list[dict[str, Any]]:
-    """Predict AxoNN's weak scaling on Frontier, as efficiency in FLOP/s per GPU (Megatron-LM's count)."""
+    """Predict the weak scaling of AxoNN on Frontier: the FLOP/s per GPU (counted as in Megatron-LM), and the efficiency
+    relative to the smallest run."""
     rows = []
     for curve in published_table()["weak_scaling"]:
         machine = load_machine(curve["machine"])

@@ -6,10 +6,10 @@
 set -euo pipefail
 host=$1 nodes=$2 gpus=$3
 shift 3
-export PYTHONUNBUFFERED=1 # Lines of the log appear immediately.
+export PYTHONUNBUFFERED=1 # Print log lines immediately.
 # After SIGTERM or Ctrl-C, the processes have this many seconds to finish the step and save.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
-# Without this, torch 2.13 does not let a new node replace a lost node.
+# torch 2.13 needs this setting. Without it, a new node cannot replace a lost node.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 exec torchrun --nnodes="$nodes" --nproc-per-node="$gpus" --max-restarts=3 \

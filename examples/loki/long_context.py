@@ -1,10 +1,10 @@
-"""Run Loki from start to end on a CPU in under two minutes: train, calibrate, measure, generate.
+"""Try all steps of Loki on a CPU in less than two minutes: train a small model, calibrate, measure, and generate.
 
     python examples/loki/long_context.py [--out runs] [--steps 120]
 
-Needs ``pip install fourfold[huggingface]``. If the run exists already, the script does not train again. After a minute
-of training, the model spreads its attention over many tokens and makes little use of a long context. So its losses say
-little about a real model.
+Needs ``pip install fourfold[huggingface]``. If you run the script again, it does not train the model again. After a
+minute of training, the model spreads its attention over many tokens and makes little use of a long context. So the
+results say little about real models.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONTEXT = 1024
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, default=Path("runs"))
-    options.add_argument("--steps", type=int, help="Fewer training steps, to try it out.")
+    options.add_argument("--steps", type=int, help="Number of training steps. Use a small number to try the script.")
     given = options.parse_args()
 
     steps = [] if given.steps is None else [f"training.train_steps={given.steps}"]
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def continue_with_both(model: object, basis: LokiBasis, text: object, prompt: str) -> None:
-    """Continue the same prompt with dense attention and with Loki, which attends to a quarter of the keys."""
+    """Continue a prompt twice: with dense attention, and with Loki, which attends to a quarter of the keys."""
     for name in ("full", "loki"):
         if name == "loki":
             enable_loki(model, basis, LokiConfig(k_f=0.25, d_f=0.25, min_seq=0))

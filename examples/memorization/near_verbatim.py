@@ -1,11 +1,11 @@
-"""Measure whether goldfish masks stop near-verbatim repetition.
+"""Measure whether goldfish masks keep a model from repeating texts nearly word for word.
 
     python examples/memorization/near_verbatim.py [--seeds 3] [--out runs/near-verbatim] [--models tutorial]
 
-The script trains the models of protocol.py on the same corpora. For each model, the audit continues every planted
-document greedily. It also computes bounds of p_ε, the probability that a sampled text is at most ε edits away from the
-document's last 50 tokens. The script writes OUT/near-verbatim.json and OUT/near-verbatim.md. Finished models are not
-trained again.
+The script trains models on the corpora of protocol.py, with several masks and seeds. For each model, the audit
+continues every planted document greedily. It also computes bounds of p_ε, the probability that a sampled text is at
+most ε edits away from the document's last 50 tokens. The script writes OUT/near-verbatim.json and OUT/near-verbatim.md.
+If you run it again, it does not train finished models again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--out", type=Path, default=Path("runs/near-verbatim"))
     arguments.add_argument("--models", choices=("tutorial", "exact"), nargs="+", default=["tutorial", "exact"])
-    arguments.add_argument("--steps", type=int, help="Fewer training steps, to try it out.")
+    arguments.add_argument("--steps", type=int, help="Number of training steps. Use a small number to try the script.")
     given = arguments.parse_args()
     make_corpora(given.out)
     for seed in range(given.seeds):
@@ -53,9 +53,10 @@ def main() -> None:
 
 
 def write_results(out: Path) -> None:
-    """Write one row per arm, over all its seeds.
+    """Write the results as JSON and as Markdown tables, with one row per arm (way of training) over all its seeds.
 
-    The columns about sampling have the share of documents whose lower bound is at least 0.1 %, so they certainly leak.
+    The columns about sampling show the share of documents for which p_ε is certainly at least 0.1 %, because its lower
+    bound is.
     """
     results = {arm.name: row for arm in ARMS if (row := result_of(arm, out)) is not None}
     (out / "near-verbatim.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -72,7 +73,7 @@ def write_results(out: Path) -> None:
 
 
 def result_of(arm: Arm, out: Path) -> dict[str, Any] | None:
-    """Pool the records of an arm's seeds."""
+    """Combine the audits of all seeds of an arm into one result."""
     folders = [folder for folder in sorted(out.glob(f"{arm.name}-[0-9]")) if (folder / "audit.json").is_file()]
     if not folders:
         return None
@@ -110,12 +111,14 @@ def result_of(arm: Arm, out: Path) -> dict[str, Any] | None:
 
 
 def few_gaps(k: int) -> float:
-    """Return the probability that a suffix has at most 5 gaps, if each token is a gap with probability 1/k."""
+    """Return the probability that a suffix has at most 5 gaps (dropped tokens), if each token is dropped with
+    probability 1/k."""
     return sum(math.comb(SUFFIX, n) * (1 / k) ** n * (1 - 1 / k) ** (SUFFIX - n) for n in range(6))
 
 
 def pooled(rates: Sequence[tuple[float, int]]) -> dict[str, Any]:
-    """Return the share over all seeds with its interval, from each seed's share and number of documents."""
+    """Combine the shares of several seeds, each given with its number of documents. Return the share over all seeds,
+    with its interval."""
     documents = sum(count for _, count in rates)
     found = sum(round(share * count) for share, count in rates)
     return {"share": found / documents, "ci": wilson(found, documents), "documents": documents}

@@ -1,12 +1,12 @@
-"""Run the goldfish paper's protocol at laptop scale: train every arm (way of training), audit it, and compare them.
+"""Run the experiments of the goldfish paper at laptop scale: train models in several ways (arms), and audit them.
 
     python examples/memorization/protocol.py [--seeds 3] [--out runs/memorization] [--arms standard,hash4]
 
-A small corpus contains 300 copies of each planted document, and no copy of the control documents. A Llama of about 1
-million parameters reads the corpus once, or a quarter of it several times, with and without goldfish masks (Hans et al.
-2024, arXiv 2406.10209). The canaries follow Singh et al. 2024, arXiv 2502.08145. An arm of the tutorial takes half a
-minute on one core, and any other arm about two minutes. Finished arms are not repeated. The script writes
-OUT/results.json and OUT/results.md.
+A small corpus contains 300 copies of each planted document (canary), and no copy of the control documents. A Llama with
+about 1 million parameters reads the corpus once, or a quarter of it several times, with and without goldfish masks
+(Hans et al. 2024, arXiv 2406.10209). Planting documents a known number of times follows Singh et al. 2024, arXiv
+2502.08145. An arm of the tutorial takes half a minute per seed on one core, and any other arm takes about two minutes.
+If you run the script again, it does not repeat finished arms. It writes OUT/results.json and OUT/results.md.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from fourfold.training.metrics import read_metrics
 
 HERE = Path(__file__).parent
 LENGTH, SUFFIX = 96, 50
-"""Number of tokens in a canary, and number of tokens at its end that the model repeats in an exact match."""
-CHARACTERS = 1_400_000  # Together with the canaries, this is one epoch of arm.toml.
-TUTORIAL_CHARACTERS = 150_000  # Together with the passages, this is one epoch of tutorial.toml.
+"""Number of tokens in a canary, and number of tokens in its suffix. In an exact match, the model repeats the full
+suffix."""
+CHARACTERS = 1_400_000  # With the canaries, this is one epoch of arm.toml.
+TUTORIAL_CHARACTERS = 150_000  # With the canaries, this is one epoch of tutorial.toml.
 HELD_BACK = 0.05
 CORPORA = {
     "exact": Canaries(16, (0, 300), LENGTH),
@@ -46,13 +47,14 @@ CORPORA = {
     "quarter": Canaries(16, (0, 75), LENGTH),
     "tutorial": Canaries(16, (0, 200)),
 }
-"""Passages planted in each corpus. The corpus "quarter" has a quarter of the text, and a run reads it three or four
+"""The canaries in each corpus. The corpus "quarter" has a quarter of the text, and a run reads it three or four
 times."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train. ``corpus`` is one of ``CORPORA``. The tutorial has its own run file."""
+    """A way to train. ``corpus`` names one of ``CORPORA``. Arms of the tutorial use tutorial.toml, and all other arms
+    use arm.toml."""
 
     name: str
     title: str
@@ -96,7 +98,7 @@ def main() -> None:
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--out", type=Path, default=Path("runs/memorization"))
     options.add_argument("--arms", default=",".join(arm.name for arm in ARMS))
-    options.add_argument("--steps", type=int, help="Fewer training steps, to try it out.")
+    options.add_argument("--steps", type=int, help="Number of training steps. Use a small number to try the script.")
     given = options.parse_args()
     if unknown := set(given.arms.split(",")) - {arm.name for arm in ARMS}:
         options.error(f"no arm {', '.join(sorted(unknown))}; there are {', '.join(arm.name for arm in ARMS)}")
@@ -110,8 +112,8 @@ def main() -> None:
 
 
 def make_corpora(out: Path) -> None:
-    """Prepare all corpora, and hold out documents for validation. The tutorial's corpus has its own tokenizer. All
-    other corpora share one tokenizer."""
+    """Prepare all corpora, and hold out some of their documents for validation. The tutorial's corpus has its own
+    tokenizer, and all other corpora share a tokenizer."""
     folder = out / "corpora"
     text, quarter = folder / "text.jsonl", folder / "quarter.jsonl"
     if not text.is_file():
@@ -122,7 +124,7 @@ def make_corpora(out: Path) -> None:
     prepare([text], folder / "noisy", tokenizer=tokenizer, validation_fraction=HELD_BACK, canaries=CORPORA["noisy"])
     if not quarter.is_file():
         lines = text.read_text(encoding="utf-8").splitlines(keepends=True)
-        # ``prepare`` holds back documents with this seed.
+        # ``prepare`` holds out the same documents, because it uses this seed.
         held_back = falls_within(np.arange(len(lines)), HELD_BACK, seed=0)
         kept = [line for line, held in zip(lines, held_back, strict=True) if not held]
         quarter.write_text("".join(kept[::4]), encoding="utf-8")
@@ -151,7 +153,7 @@ def train(arm: Arm, seed: int, out: Path, steps: int | None) -> Path:
     ]
     outcome = run_on_grid("fourfold.training.trainer:train", [load_run(arm.run_file, overrides)], 1)
     if outcome.stopped:
-        # A signal stopped the run. The next start continues from its checkpoint.
+        # A signal stopped the run. If you start the script again, the run continues from its checkpoint.
         raise SystemExit(3)
     return folder
 
@@ -159,7 +161,8 @@ def train(arm: Arm, seed: int, out: Path, steps: int | None) -> Path:
 def audit(arm: Arm, folder: Path, out: Path, **options: Any) -> None:
     """Audit a trained model on the passages of its corpus.
 
-    The audit gives the model all text before the suffix, for members and for documents planted 0 times.
+    For each document, the model gets all text before the suffix. This includes the control documents, which were
+    planted 0 times.
     """
     ledger, prefix = ledger_path(out / "corpora" / arm.corpus), CORPORA[arm.corpus].length - SUFFIX
     request = AuditRequest(model=str(folder), documents=ledger, suffix=SUFFIX, prefix=prefix, **options)
@@ -168,13 +171,15 @@ def audit(arm: Arm, folder: Path, out: Path, **options: Any) -> None:
 
 
 def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None, **options: Any) -> None:
-    """Train one model and audit it, unless there is a finished audit already. ``options`` are options of the audit."""
+    """Train one model and audit it, unless an earlier call has already done this. ``options`` are options of the
+    audit."""
     if not (out / f"{arm.name}-{seed}" / "audit.json").is_file():
         audit(arm, train(arm, seed, out, steps), out, **options)
 
 
 def write_results(out: Path) -> None:
-    """Write one row per arm: rates over all seeds together, and the mean and range of the losses."""
+    """Write the results as JSON and as a Markdown table. An arm's row has rates over all seeds together, and the mean
+    and the range of the losses."""
     results = {arm.name: row for arm in ARMS if (row := result_of(arm, out)) is not None}
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     header = "| arm | seeds | exact match of 50 tokens | longest span | loss, kept / dropped | first difference at a "
@@ -244,7 +249,7 @@ def row_of(arm: Arm, row: dict[str, Any]) -> str:
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """Return the mean, and the range in parentheses if there are several values."""
+    """Return the mean of the values. If there are several values, add their range in parentheses."""
     mean = f"{statistics.mean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 

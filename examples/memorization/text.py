@@ -11,16 +11,16 @@ from pathlib import Path
 
 from fourfold.data.sources import PYTHON_STDLIB, list_inputs, read_documents
 
-SHORTEST = 200  # In characters.
+SHORTEST = 200  # Shorter docstrings are left out. In characters.
 
 
 def docstrings() -> Iterator[str]:
-    """Yield docstrings of modules, classes, and functions in file order, without docstrings shorter than 200
-    characters."""
+    """Yield the docstrings of modules, classes, and functions, file by file. Leave out docstrings with fewer than 200
+    characters, and repeated docstrings."""
     seen: set[str] = set()
     for source in (text for file in list_inputs([PYTHON_STDLIB]) for text in read_documents(file.path)):
         try:
-            # Old escape sequences in strings cause warnings.
+            # Invalid escape sequences in old source code cause warnings.
             with warnings.catch_warnings(action="ignore"):
                 tree = ast.parse(source)
         except SyntaxError:
@@ -35,7 +35,7 @@ def docstrings() -> Iterator[str]:
 
 
 def write_text(path: Path, characters: int) -> None:
-    """Write documents with about this many characters in all, one JSON object per line."""
+    """Write docstrings to a file, one JSON object per line, until they have about this many characters together."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = 0
     with path.open("w", encoding="utf-8") as file:

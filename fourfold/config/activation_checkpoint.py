@@ -15,10 +15,10 @@ class ActivationCheckpointConfig(Strict):
     """What the backward pass recomputes: nothing (none), the modules listed in `modules` (selective), or entire blocks
     (full). `full` saves the most memory and costs about a third more computation."""
     modules: list[Literal["attention", "mlp", "norms", "gathers"]] = Field(["mlp", "norms", "gathers"])
-    """With mode = 'selective', the modules to recompute. `attention` is the attention core, `mlp` is the MLP's
-    activation function, and `norms` is the norms. `gathers` is for linear layers whose input is sharded over x or y:
-    each rank saves only its shard, and the backward pass gathers the full input again. All choices except `attention`
-    add very little computation."""
+    """With mode = 'selective', the modules to recompute. `attention` is the computation of attention between the linear
+    layers, `mlp` is the MLP's activation function, and `norms` is all norms. `gathers` is for linear layers whose input
+    is sharded over x or y: each rank saves only its shard, and the backward pass gathers the full input again. All
+    choices except `attention` add very little computation."""
     every: int = Field(1, ge=1)
     """Recompute only every n-th block. All other blocks save all of their activations."""
     offload: bool = False

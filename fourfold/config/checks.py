@@ -15,8 +15,8 @@ class ChecksConfig(Strict):
 
     non_finite: Literal["stop", "skip", "roll_back"] = "stop"
     """What to do if a loss or gradient norm is not finite. `stop` ends the run, `skip` skips the step's update, and
-    `roll_back` returns to the newest checkpoint, continues from there, and skips the bad batch. Gradients that overflow
-    in fp16 are handled by [loss_scaling](#loss_scaling) instead."""
+    `roll_back` returns to the newest checkpoint, continues from there, and skips the bad batch. If gradients overflow
+    in fp16, [loss_scaling](#loss_scaling) handles this instead."""
     spike: Literal["off", "stop", "skip", "roll_back"] = "off"
     """What to do if a loss or gradient norm is far above its values in previous steps. `off` ignores spikes. The other
     choices mean the same as for `non_finite`."""
@@ -24,12 +24,12 @@ class ChecksConfig(Strict):
     """A value is a spike if it is more than this many standard deviations above its mean over the last `spike_window`
     good steps."""
     spike_window: int = Field(128, ge=2)
-    """Number of recent good steps that a value is compared with. Until there are this many, no value counts as a
-    spike."""
+    """Number of recent good steps that a value is compared with. Before the run has had this many good steps, no value
+    counts as a spike."""
     roll_back_batches: int = Field(1, ge=1)
     """Number of batches to skip after a roll-back: the bad batch and the batches right before it."""
     max_in_a_row: int = Field(10, ge=1)
     """Largest number of consecutive bad steps that are skipped or rolled back. One more bad step ends the run."""
     replay_interval: int = Field(0, ge=0)
-    """Look for [silent corruption](reliability.md#silent-corruption) every n steps: compute the gradients twice and
-    compare the two results bit for bit, and compare all replicas of the weights. 0 disables this."""
+    """Check for [silent corruption](reliability.md#silent-corruption) once every this many steps: compute the gradients
+    twice, compare the two results bit for bit, and compare all replicas of the weights. 0 disables this."""

@@ -10,17 +10,17 @@ from fourfold.config.strict import PathText, Strict
 
 
 class Corpus(Strict):
-    """One tokenized corpus. If there are several, each sample comes from one of them."""
+    """A tokenized corpus. If the list has several corpora, each sample comes from one of them."""
 
     path: PathText = Field(examples=["data/corpus"])
-    """Prefix of an indexed corpus: PATH.bin and PATH.idx."""
+    """Path of the corpus without extension. The corpus has the files PATH.bin and PATH.idx."""
     weight: float = Field(1.0, gt=0)
     """Weight of this corpus. Its share of the samples is its weight divided by the sum of all weights."""
 
 
 class DataConfig(Strict):
     """The data to train on. Give either `train` (prepared corpora) or `source` (built-in text or a streamed dataset).
-    Keys whose description begins with *hf:* are for streamed datasets only."""
+    If a key's description begins with *hf:*, the key is only for streamed datasets."""
 
     format: Literal["text", "sft", "preferences"] = "text"
     """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`: the loss covers only the
@@ -28,19 +28,19 @@ class DataConfig(Strict):
     pairs of a better and a worse answer from `fourfold prepare --format preferences`, and needs [dpo](#dpo)."""
 
     train: list[Corpus] = Field([], examples=[[{"path": "data/corpus"}]])
-    """Corpora from `fourfold prepare`, or any Megatron .bin/.idx pair."""
+    """Corpora to train on: from `fourfold prepare`, or any .bin and .idx files of Megatron-LM."""
     validation: list[Corpus] = Field([], examples=[[{"path": "data/corpus"}]])
     """Corpora for the validation loss."""
     source: str | None = Field(None, examples=["python-stdlib"])
-    """'python-stdlib' is Python's standard library source, tokenized on first use into `cache_dir`. 'hf:NAME',
-    'hf:NAME:SPLIT', or 'hf:NAME:CONFIG:SPLIT' is a dataset that is [streamed](data.md#streaming) and tokenized
-    during training."""
+    """'python-stdlib' is the source code of Python's standard library. The first run tokenizes it into `cache_dir`.
+    'hf:NAME', 'hf:NAME:SPLIT', or 'hf:NAME:CONFIG:SPLIT' is a dataset that is [streamed](data.md#streaming) and
+    tokenized during training."""
     tokenizer: PathText | None = Field(None, examples=["bytes"])
-    """'bytes', or the path of a tokenizer.json. Required for a source 'hf:…'. Default: the tokenizer that the corpus
+    """'bytes', or the path of a tokenizer.json. Required if source is 'hf:…'. Default: the tokenizer that the corpus
     was prepared with. For source = 'python-stdlib', the default is a new byte-pair tokenizer with model.vocab_size
     tokens."""
     cache_dir: PathText = "data"
-    """Folder for the tokenized built-in source."""
+    """Folder for the tokenized corpus of source = 'python-stdlib'."""
     mask_documents: bool = False
     """Do not let attention cross document boundaries inside a sequence, and restart positions at each document."""
 
@@ -55,7 +55,7 @@ class DataConfig(Strict):
     """hf: number of streams to divide the dataset's files into. A process reads only the streams that its samples come
     from. The number must divide global_batch_size, and must not exceed the number of files."""
     shuffle_buffer: int = Field(0, ge=0)
-    """hf: number of documents of a stream to shuffle at a time, in memory. 0 keeps the dataset's order."""
+    """hf: each stream shuffles this many documents at a time, in memory. 0 keeps the dataset's order."""
     read_ahead: int = Field(2, ge=1)
     """hf: largest number of global batches to read and tokenize ahead."""
     read_timeout: float = Field(300.0, gt=0)

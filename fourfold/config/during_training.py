@@ -20,8 +20,8 @@ class ValidationConfig(Strict):
     steps: int = Field(8, gt=0)
     """Number of global batches in one validation."""
     keep_best: bool = False
-    """After each validation with a new lowest loss, save a checkpoint. It is kept until a better one exists, and the
-    link checkpoints/best points to it."""
+    """After each validation with a new lowest loss, save a checkpoint. This checkpoint is kept until there is a better
+    one, and the link checkpoints/best points to it."""
     patience: int = Field(0, ge=0)
     """End the run after this many consecutive validations without a new lowest loss. 0 disables this."""
     min_improvement: float = Field(0.0, ge=0)
@@ -62,10 +62,11 @@ class EMAConfig(Strict):
 
 
 class DPOConfig(Strict):
-    """Direct preference optimization (arXiv 2305.18290) on pairs of answers, one of them preferred.
+    """Direct preference optimization (arXiv 2305.18290) on pairs of answers. In each pair, one answer is preferred.
 
-    The reference is the model at the start of training. Its log-probabilities of all answers are computed once, on the
-    same grid ([preferences.md](preferences.md)). Batch sizes count answers, so a pair counts as two.
+    The loss compares the model with a reference, which is the model at the start of training. fourfold computes the
+    reference's log-probabilities of all answers once, on the same grid ([preferences.md](preferences.md)). Batch sizes
+    count answers, so a pair counts as two.
     """
 
     beta: float = Field(0.0, ge=0)
@@ -74,8 +75,9 @@ class DPOConfig(Strict):
 
 
 class AuditConfig(Strict):
-    """Audits during training, which measure how well the model reproduces canaries. Results are in memorization.jsonl.
-    `fourfold audit` measures more."""
+    """Audits during training, which measure how well the model reproduces canaries
+    ([memorization.md](memorization.md#canaries)). The results are written to memorization.jsonl. `fourfold audit`
+    measures more."""
 
     interval: int = Field(0, ge=0)
     """Number of steps between audits. If it is above 0, the audit also runs after the last step. 0 disables audits."""
@@ -96,8 +98,8 @@ class AuditConfig(Strict):
 
 
 class EvaluationConfig(Strict):
-    """lm-eval tasks during training. They run on the training grid, and the results are in tasks.jsonl. Needs the extra
-    `evaluate`."""
+    """Run lm-eval tasks during training, on the training grid. The results are written to tasks.jsonl. You need the
+    extra `evaluate`."""
 
     interval: int = Field(0, ge=0)
     """Number of steps between evaluations. If it is above 0, the tasks also run after the last step. 0 disables

@@ -14,13 +14,13 @@ class FaultToleranceConfig(Strict):
     """Hangs, restarts, and time limits ([reliability.md](reliability.md#hangs))."""
 
     timeout: float = Field(600, ge=0)
-    """A job counts as hung, and is stopped, if it makes no progress for this many seconds. 0 disables this."""
+    """If the job makes no progress for this many seconds, it counts as hung and is stopped. 0 disables this."""
     startup_timeout: float = Field(1800, gt=0)
-    """Like `timeout`, but until the first step is done. The first step may include compilation."""
+    """Replaces `timeout` until the first step is done, because the first step may include compilation."""
     grace_period: float = Field(0, ge=0)
     """Number of seconds that the job has to save a checkpoint after a stop signal. 0 sets no limit."""
     max_restarts: int = Field(2, ge=0)
-    """If the same step fails again and again, how often to restart the job from its newest checkpoint. Restarts by
+    """How often to restart the job from its newest checkpoint if the same step fails again and again. Restarts by
     torchrun or SLURM count too."""
     failing_step: Literal["stop", "skip"] = "stop"
     """What to do if a step fails more than `max_restarts` times. `stop` ends the job and names the step. `skip` leaves

@@ -12,10 +12,10 @@ Strategy = Literal["none", "hash", "hash-table", "static", "random"]
 
 
 class GoldfishConfig(Strict):
-    """The goldfish loss: about one token in k is masked in the loss, so that the model does not learn long passages
-    verbatim.
+    """The goldfish loss: about one token in k is masked (left out of the loss), so that the model does not learn long
+    passages word for word.
 
-    Validation uses no mask. See [memorization.md](memorization.md) for how to choose k and h.
+    Validation does not use this mask. [memorization.md](memorization.md) explains how to choose k and h.
     """
 
     strategy: Strategy = "none"
@@ -30,8 +30,8 @@ class GoldfishConfig(Strict):
     start_step: int = Field(0, ge=0)
     """First optimizer step that uses the goldfish mask."""
     include_target: bool = True
-    """`hash-table` only: whether the h tokens that determine the mask include the target itself, as in the published
-    code. With false, they end with the token before the target."""
+    """`hash-table` only: whether the h tokens that determine if a token is masked include this token itself, as in the
+    published code. With false, they are the h tokens before it."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the mask (hash, random)."""
     exempt: list[int] = Field([])
@@ -50,5 +50,5 @@ class MasksConfig(Strict):
     goldfish: GoldfishConfig = GoldfishConfig()
     """The goldfish loss against memorization, described below."""
     functions: list[str] = Field([])
-    """Your own masks as 'module:function'. Each function receives sequences, and returns true for every token to
-    keep."""
+    """Your own masks, each as 'module:function'. A function receives sequences, and returns true for every token to
+    keep ([data.md](data.md#masks))."""

@@ -46,14 +46,15 @@ class ModelKeys(Strict):
     gelu_approximation: Literal["tanh", "none"] = "tanh"
     """How geglu and gelu compute GELU: with a tanh approximation (tanh) or exactly, with the error function (none)."""
     swiglu_limit: float = Field(0.0, ge=0)
-    """GPT-OSS's variant of swiglu. If this limit c is above 0, gate is clamped to at most c, and up to [−c, c]. Then
-    swiglu computes (up + 1) · gate · sigmoid(1.702 · gate). 0 (default) computes the usual swiglu."""
+    """The limit c of GPT-OSS's variant of swiglu. If c is above 0, the gate's output g is clamped to at most c, and the
+    up projection's output u is clamped to [−c, c]. The result is (u + 1) · g · sigmoid(1.702 · g). 0 (default) computes
+    the usual swiglu."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Type of all norms."""
     norm_placement: Literal["before", "after", "around"] = "before"
     """Normalize the inputs of attention and MLP (before), their outputs (after, OLMo 2), or both (around, Gemma 2)."""
     norm_eps: float = Field(1e-5, gt=0)
-    """Added to the variance (layernorm) or to the mean square (rmsnorm) inside a norm."""
+    """Small number that a norm adds to the variance (layernorm) or to the mean square (rmsnorm)."""
     zero_centered_norm: bool = False
     """RMSNorms multiply by 1 + weight instead of weight (Gemma)."""
     norm_rounds_last: bool = False
@@ -69,16 +70,16 @@ class ModelKeys(Strict):
     partial_rotary_factor: float = Field(1.0, gt=0, le=1)
     """Fraction of a head's channels that are rotated (GPT-NeoX). The first channels are rotated."""
     rope_scaling: RopeScaling | None = Field(None, examples=[{"rope_type": "linear", "factor": 2.0}])
-    """Stretch the rotary frequencies for longer contexts. Default: the frequencies are not stretched."""
+    """Scale the rotary frequencies for longer contexts (see below). Default: no scaling."""
     sliding_window: int = Field(0, ge=0)
     """Number of tokens that a query in a sliding_attention layer attends to, including itself. 0 turns windows off."""
     layer_types: list[LayerType] = Field([])
-    """Attention type of each layer. A shorter list repeats. `sliding_attention` layers use sliding_window.
-    `linear_attention` layers are Gated DeltaNets, which store a state of fixed size instead of keys and values
-    (Qwen3-Next). If the list is empty (default), all layers use sliding_window."""
+    """Attention type of each layer. If there are more layers than entries, the list repeats. `sliding_attention` layers
+    use sliding_window. `linear_attention` layers are Gated DeltaNets, which store a state of fixed size instead of keys
+    and values (Qwen3-Next). If the list is empty (default), all layers use sliding_window."""
     no_rope_layers: list[Literal[0, 1]] = Field([])
-    """For each layer, 1 for rotary embeddings or 0 for no position embeddings (SmolLM3). A shorter list repeats. If the
-    list is empty (default), all layers have rotary embeddings."""
+    """For each layer, 1 for rotary embeddings or 0 for no position embeddings (SmolLM3). If there are more layers than
+    entries, the list repeats. If the list is empty (default), all layers have rotary embeddings."""
     rope_local_base_freq: float = Field(0.0, ge=0)
     """Rotary base of sliding_attention layers. If it is set, these layers ignore rope_scaling (Gemma 3). 0 (default)
     uses rope_theta in all layers."""
@@ -86,7 +87,7 @@ class ModelKeys(Strict):
     """Attention scores are divided by this number's square root. Default: head_dim."""
     attention_multiplier: float = Field(UNSET, ge=0)
     """Factor on attention scores, instead of query_pre_attn_scalar (Granite). Default: 1 / √query_pre_attn_scalar. With
-    latent attention, the default is also multiplied by the factor of rope_scaling.mscale_all_dim."""
+    latent attention, this default is multiplied by the factor in the description of rope_scaling.mscale_all_dim."""
     attn_logit_softcapping: float = Field(0.0, ge=0)
     """If this value c is above 0, attention scores s become c·tanh(s / c) (Gemma 2). This turns fused attention kernels
     off."""
@@ -96,30 +97,31 @@ class ModelKeys(Strict):
     """Give each query head a learned logit (sink). The sink is part of the softmax over the head's scores, but has no
     value vector (GPT-OSS)."""
     attention_bias: bool = False
-    """Biases in the query, key, and value projections."""
+    """Add biases to the query, key, and value projections."""
     attention_output_bias: bool = False
-    """Bias in the attention's output projection."""
+    """Add a bias to the attention's output projection."""
     mlp_bias: bool = False
-    """Biases in the MLP's projections. With experts, the router's logits have biases too (GPT-OSS)."""
+    """Add biases to the MLP's projections. In MoE models, also add biases to the router's logits (GPT-OSS)."""
     attention_output_gate: bool = False
     """Multiply the outputs of the query heads by the sigmoid of a gate that is projected from the layer's input
     (Qwen3-Next)."""
     qk_norm: bool = False
-    """RMSNorms of queries and keys (Qwen3)."""
+    """Normalize queries and keys with RMSNorms (Qwen3)."""
     qk_norm_over: Literal["head", "all_heads"] = "head"
     """With qk_norm, normalize each head separately, or all heads of a token together (OLMoE)."""
     kv_lora_rank: int = Field(0, ge=0)
     """Width of the latent that keys and values are computed from (multi-head latent attention, DeepSeek-V3). With 0,
     keys and values are computed from the hidden states."""
     q_lora_rank: int = Field(0, ge=0)
-    """With kv_lora_rank, width of the latent of the queries. 0 computes them from the hidden states."""
+    """Width of the latent that queries are computed from, if kv_lora_rank is set. With 0, queries are computed from the
+    hidden states."""
     qk_nope_head_dim: int = Field(0, ge=0)
-    """With kv_lora_rank, number of a head's query and key channels without rotary embeddings."""
+    """Number of query and key channels per head without rotary embeddings, if kv_lora_rank is set."""
     qk_rope_head_dim: int = Field(0, ge=0)
-    """With kv_lora_rank, number of a head's query and key channels with rotary embeddings. All heads share these
-    channels of the keys."""
+    """Number of query and key channels per head with rotary embeddings, if kv_lora_rank is set. All heads have the same
+    values in these channels of the keys."""
     v_head_dim: int = Field(0, ge=0)
-    """With kv_lora_rank, width of one value head."""
+    """Width of one value head, if kv_lora_rank is set."""
     linear_num_key_heads: int = Field(0, ge=0)
     """Number of query and key heads of a linear_attention layer."""
     linear_num_value_heads: int = Field(0, ge=0)
@@ -132,7 +134,8 @@ class ModelKeys(Strict):
     """Number of tokens that the convolution in a linear_attention layer reads, including the current token."""
     num_nextn_predict_layers: int = Field(0, ge=0, le=16)
     """Number of extra layers for multi-token prediction (DeepSeek-V3). Each of them predicts one token further ahead.
-    Training adds training.mtp_loss_weight times their mean loss. Validation and text generation do not run them."""
+    In training, the mean loss of these layers, times training.mtp_loss_weight, is added to the loss. Validation and
+    text generation do not run these layers."""
     tie_word_embeddings: bool = False
     """The LM head shares the embedding's weights."""
     scale_embeddings: bool = False
@@ -155,14 +158,14 @@ class ModelKeys(Strict):
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """How router logits become scores: softmax over all experts, or a sigmoid for each expert (DeepSeek-V3)."""
     norm_topk_prob: bool = True
-    """Divide the chosen experts' scores by their sum."""
+    """Divide the scores of a token's chosen experts by their sum, so that the scores add up to 1."""
     router_bias: bool = False
     """Add a bias per expert to the scores that choose experts, but not to the weights of the experts' outputs. With
     moe.bias_update_rate, the biases balance the load (DeepSeek-V3)."""
     n_group: Size = 1
     """Number of groups that the experts are divided into. A token is routed only to experts of its best topk_group
-    groups (DeepSeek-V3). With router_score = 'sigmoid', a group's score is the sum of its two highest expert scores.
-    With 'softmax', it is the highest expert score."""
+    groups (DeepSeek-V3). A group's score is the sum of its two highest expert scores (with router_score = 'sigmoid'),
+    or its highest expert score (with 'softmax')."""
     topk_group: Size = 1
     """Number of groups that a token is routed to, if n_group is above 1."""
     routed_scaling_factor: float = Field(1.0, gt=0)

@@ -12,9 +12,9 @@ class MoEConfig(Strict):
     themselves."""
 
     capacity_factor: float = Field(0.0, ge=0)
-    """Limits how many tokens of a sequence each expert takes in training: at most this multiple of an equal share.
-    Later tokens of the sequence skip the expert. Padding does not count. 0 (default) sets no limit. Validation, audits,
-    evaluation, and exported models never have a limit."""
+    """In training, each expert takes at most this multiple of an equal share of a sequence's tokens. Later tokens of
+    the sequence skip the expert. Padding does not count. 0 (default) sets no limit. Validation, audits, evaluation, and
+    exported models never have a limit."""
     load_balancing_loss: float = Field(0.0, ge=0)
     """Coefficient of the [load-balancing loss](moe.md#load-balancing-loss), which is larger if some experts get more
     tokens than others. Raise it if a few experts get most tokens."""

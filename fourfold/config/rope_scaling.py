@@ -12,28 +12,29 @@ from fourfold.config.strict import Strict
 
 
 class RopeScaling(Strict):
-    """Rotary frequencies, stretched for contexts longer than the model was trained on. The keys have the same names as
-    in Hugging Face's config.json."""
+    """Scale the rotary frequencies, so that the model works in contexts that are longer than in its training. The keys
+    have the same names as in Hugging Face's config.json."""
 
     rope_type: Literal["linear", "llama3", "yarn"]
-    """Method to stretch the frequencies. Keys whose description begins with a method's name are only for that
-    method."""
+    """Method that scales the frequencies. If a key's description begins with the name of a method, the key is only for
+    this method."""
     factor: float = Field(gt=0)
     """How many times longer the context becomes."""
     original_max_position_embeddings: int | None = Field(None, gt=0)
-    """Context length that the model was trained on. llama3 and yarn need it."""
+    """Context length that the model was trained with. llama3 and yarn need this key."""
     low_freq_factor: float = Field(1.0, gt=0)
-    """llama3: channels that turn fewer times than this in the original context are stretched fully."""
+    """llama3: channels that make fewer full turns than this within the original context are scaled by the full
+    factor."""
     high_freq_factor: float = Field(4.0, gt=0)
-    """llama3: channels that turn more times than this in the original context stay unchanged."""
+    """llama3: channels that make more full turns than this within the original context do not change."""
     beta_fast: float = Field(32.0, gt=0)
-    """yarn: channels that turn more times than this in the original context stay unchanged."""
+    """yarn: channels that make more full turns than this within the original context do not change."""
     beta_slow: float = Field(1.0, gt=0)
-    """yarn: channels that turn fewer times than this in the original context are stretched fully."""
+    """yarn: channels that make fewer full turns than this within the original context are scaled by the full factor."""
     truncate: bool = True
-    """yarn: round the bounds between unchanged and stretched channels to whole channels. GPT-OSS does not."""
+    """yarn: round the channel numbers at which the scaling begins and ends to integers. GPT-OSS does not round them."""
     attention_factor: float | None = Field(None, gt=0)
-    """yarn: factor on cos and sin. Default: 0.1 ln(factor) + 1."""
+    """yarn: factor on the cosines and sines of the rotary embedding. Default: 0.1 ln(factor) + 1."""
     mscale: float | None = Field(None, gt=0)
     """yarn: with mscale_all_dim, the default of attention_factor is (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim
     ln(factor) + 1) (DeepSeek-V2)."""

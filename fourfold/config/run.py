@@ -42,11 +42,11 @@ class ParallelConfig(Strict):
     """Sizes of the grid's axes. Their product is the number of processes."""
 
     x: AxisSize = 1
-    """Tensor parallel: split the output features of q, k, v, up, and gate, and the sequence between the layers. x
-    communicates the most, so keep it inside a node."""
+    """Tensor parallel: split the output features of q, k, v, up, and gate. Between the layers, x splits the sequence.
+    This axis communicates the most, so keep it inside a node."""
     y: AxisSize = 1
     """Second tensor-parallel axis: split the input features of q, k, v, up, and gate, and the channels of the residual
-    stream. Use it if x alone would be large."""
+    stream. Use y if x would become too large otherwise."""
     z: AxisSize = 1
     """Split the batch, and shard weights, gradients, and optimizer states (FSDP)."""
     dp: AxisSize = 1
@@ -56,16 +56,17 @@ class ParallelConfig(Strict):
     pp: AxisSize = 1
     """Split the layers into stages (pipeline parallel)."""
     ep: AxisSize = 1
-    """Split the experts over this many neighboring processes of dp·cp·z. This axis adds no processes."""
+    """Split the experts over this many neighboring processes of dp·cp·z. ep adds no processes to the grid, because it
+    uses the processes of these axes."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage: what to shard over dp·cp, in addition to z. 0: nothing. 1: stored weights and optimizer states. 2:
-    also gradients. 3: also the weights in use."""
+    also gradients. 3: also the weights that the layers compute with."""
 
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
     """How cp splits attention. `ring` passes keys and values around a ring. `ulysses` gives each rank all tokens of
     some heads. `auto` uses ulysses if the heads can be divided evenly, and ring otherwise."""
     schedule: PipelineSchedule = "1F1B"
-    """Pipeline schedule, by the name that torch uses."""
+    """Pipeline schedule ([pipeline.md](pipeline.md#schedules)). The names are torch's names."""
     stages_per_rank: int = Field(2, ge=2)
     """Number of stages per pp rank in LoopedBFS and the two Interleaved schedules. ZBVZeroBubble and DualPipeV always
     have 2. GPipe and 1F1B have 1. More stages shrink the bubble but add transfers."""
@@ -89,7 +90,8 @@ class ParallelConfig(Strict):
 
 
 class OverlapConfig(Strict):
-    """Overlap of communication with computation. You can turn each kind off to measure its effect."""
+    """Overlap of communication with computation ([overlap.md](overlap.md)). You can turn off each kind of overlap to
+    measure its effect."""
 
     input_gradients: bool = True
     """Sum a linear layer's input gradient over ranks while the layer's weight gradient is computed."""
@@ -103,8 +105,9 @@ class OverlapConfig(Strict):
     """Number of layers whose weights are gathered ahead of time (default 1). Higher values hide more communication and
     use more memory. 0 gathers nothing ahead."""
     shards_per_node: int = Field(1, ge=1)
-    """Run the collectives of a shard group (z, or dp·cp·z with parallel.zero) in two levels, inside and across nodes.
-    Set this to the group's number of ranks per node: the GPUs per node / (x·y). 1 (default) runs them in one ring."""
+    """Run the collectives of a shard group in two levels: inside nodes, and across nodes. (A shard group is the ranks
+    of z, or with parallel.zero the ranks of dp·cp·z.) Set this to the number of the group's ranks on each node, which
+    is the number of GPUs per node / (x·y). 1 (default) runs each collective in one ring over all ranks."""
 
 
 class TrainingConfig(Strict):
@@ -122,16 +125,17 @@ class TrainingConfig(Strict):
     """Dtype of the stored weights and optimizer states. bf16 halves their memory and needs precision = 'bf16'."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype in which gradients are summed over micro-batches and over ranks: fp32, or the dtype of `precision`. A
-    16-bit dtype halves their memory and traffic, but loses accuracy with every micro-batch."""
+    16-bit dtype halves the memory and the traffic of gradients, but loses accuracy with every micro-batch."""
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     """Run the blocks' matmuls in float8 with this torchao recipe. Needs precision = 'bf16' and a GPU with float8."""
     tuned_products: Literal["off", "cached", "measured"] = "off"
     """Memory layouts of the blocks' matmuls. `cached` uses the fastest layouts that `fourfold machine tune-matmul`
-    found on this machine. `measured` also measures sizes without a result when the run starts."""
+    found on this machine. `measured` also measures matmul sizes that have no result yet, when the run starts."""
     compile: bool = False
     """Compile each block with torch.compile."""
     mtp_loss_weight: float = Field(0.1, gt=0)
-    """Weight of the loss of multi-token prediction (the mean over the model.num_nextn_predict_layers layers)."""
+    """Weight of the loss for multi-token prediction, which is the mean loss of the model.num_nextn_predict_layers extra
+    layers."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the initial weights and of the order of the samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -163,7 +167,7 @@ class SchedulerConfig(Strict):
     decay_style: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """How the learning rate falls after the warm-up. `wsd` lowers it only at the end (`decay_ratio`)."""
     decay_ratio: float = Field(0.2, gt=0, le=1)
-    """wsd: the learning rate falls in this last fraction of the run's steps."""
+    """wsd: the learning rate falls during this fraction of the run's steps, at the end of the run."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Final learning rate relative to optimizer.lr."""
 
@@ -176,7 +180,7 @@ class CheckpointConfig(Strict):
     keep_latest_k: int = Field(2, ge=0)
     """Number of recent checkpoints to keep. Older checkpoints are removed. 0 keeps all."""
     keep_every: int = Field(0, ge=0)
-    """Never remove checkpoints of steps that are a multiple of n. 0 disables this."""
+    """Never remove a checkpoint if its step is a multiple of this number. 0 disables this."""
     async_mode: Literal["disabled", "async"] = "disabled"
     """`async` continues training while a checkpoint is written. `disabled` waits."""
     on_failed_save: Literal["warn", "stop"] = "warn"
@@ -197,15 +201,15 @@ class MetricsConfig(Strict):
     project: str = Field("fourfold", min_length=1, max_length=128)
     """Project of the run in Weights & Biases."""
     machine: PathText | None = None
-    """One of the planner's machines, or a machine file. After ten steps, the run compares its speed with the planner's
-    prediction. On a CPU, this needs a file that `fourfold machine calibrate` wrote."""
+    """Name of one of the planner's machines, or a machine file. If this is set, the run compares its speed with the
+    planner's prediction after ten steps. On a CPU, you need a file from `fourfold machine calibrate`."""
 
 
 class RunConfig(Strict):
     """A complete run file."""
 
     name: PathText = Field("run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
-    """Name of the run, and of its folder inside output_dir."""
+    """Name of the run. Its folder inside output_dir has the same name."""
     output_dir: PathText = "runs"
     """Folder that contains the folders of all runs."""
     model: ModelConfig = Field(examples=[{"preset": "gpt2"}])

@@ -91,9 +91,9 @@ def prepare(
 
     An end-of-document token follows each document.
 
-    An interrupted preparation continues from OUT.parts. If OUT already holds a corpus that was made in the same way
-    from the same files, nothing is done unless `force` is set. Any other corpus at OUT is replaced. OUT.json is written
-    last and marks a complete corpus.
+    If a preparation was interrupted, the next call continues from the folder OUT.parts. If OUT already has a corpus
+    that was made in the same way from the same files, the function keeps it, unless `force` is set. It replaces any
+    other corpus at OUT. It writes OUT.json last, so a corpus with this file is complete.
 
     Args:
         inputs: Files, folders, globs, "python-stdlib", or "hf:NAME[:CONFIG][:SPLIT]" (see `list_inputs`).
@@ -104,9 +104,10 @@ def prepare(
         workers: Maximum number of processes (default: one per core). The result does not depend on this number.
         eos_token: Special token that ends every document (default: the tokenizer's own, see `HFTokenizer`).
         bos_token: Special token that begins every document, or "auto" for the tokenizer's own (default: none).
-        text_key: Key or column of the text. You can give several, separated by commas. Each row uses the first one that
-            it has.
-        validation_fraction: Fraction of the documents that go to OUT-validation instead, chosen by a seeded hash.
+        text_key: Key or column of the text. You can give several keys, separated by commas. Each row uses the first of
+            these keys that it has.
+        validation_fraction: Fraction of the documents that are written to the corpus OUT-validation instead. A seeded
+            hash chooses them.
         seed: Seed of the hash.
         canaries: Documents to plant in the training split. The list of planted documents is written to
             OUT-canaries.jsonl.

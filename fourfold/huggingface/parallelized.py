@@ -72,12 +72,12 @@ class Parallelized(nn.Module):
         """Return the model's own outputs. With ``labels``, the loss is the mean over the labeled tokens of all
         processes.
 
-        In a step of several micro-batches, pass ``num_items_in_batch`` (``count(labels)`` summed over all
-        micro-batches), as in transformers. The loss is then divided by this number.
+        If a step has several micro-batches, pass ``num_items_in_batch``, as in transformers. It is the sum of
+        ``count(labels)`` over all micro-batches. The loss is then divided by this number.
 
         Documents are packed if the ``position_ids`` of a row start again. Packed documents do not attend to each other.
-        transformers separates them only without a cache, so the cache is off if you pass labels or if gradients are
-        enabled.
+        transformers separates documents only without a key-value cache, so the cache is off if you pass labels or if
+        gradients are enabled.
 
         Args:
             args: Arguments of the model, with the sequences of this process.
@@ -190,11 +190,11 @@ class Parallelized(nn.Module):
 
         Args:
             loss: The loss of one micro-batch, a scalar.
-            last: Whether this is the last micro-batch of the step. Its backward pass completes the sums over all
-                processes.
+            last: Whether this is the last micro-batch of the step. The backward pass of the last micro-batch completes
+                the sums of gradients over all processes.
 
         Raises:
-            UserError: The gradients of the previous step are still there, and would be summed over ranks again.
+            UserError: The previous step's gradients were not cleared, so they would be summed over ranks again.
         """
         if self._summed and any(shard.grad is not None and shard.grad.any() for shard in self.shards):
             raise UserError(
@@ -238,7 +238,7 @@ class Parallelized(nn.Module):
     def gather(self, gradients: bool = False) -> dict[str, Tensor] | None:
         """Return the full weights, or the full gradients, by name on rank 0. Return None on all other ranks.
 
-        Everything passes through the memory of rank 0, so this is for small models.
+        All tensors must fit into the memory of rank 0, so use this only for small models.
 
         Args:
             gradients: Whether to gather the gradients instead of the weights.
@@ -260,25 +260,25 @@ class Parallelized(nn.Module):
                 shard.local.copy_(weights[shard.name].reshape(shard.global_shape)[shard.slices])
 
     def fill_from(self, folder: Path) -> None:
-        """Set all weights from files. Every process reads the slices that it holds.
+        """Set all weights from files. Every process reads only the slices that it needs.
 
         Args:
             folder: A folder of safetensors.
 
         Raises:
-            UserError: A weight is missing, or a file is damaged. Every process raises it.
+            UserError: A weight is missing, or a file is damaged. Every process raises this error.
         """
         with self.on_grid.replacing_weights(), failing_together():
             read_weights(self.module, self._saved(), self._in_files, folder)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a folder for transformers' ``from_pretrained``, one tensor at a time through rank 0.
+        """Write a folder for transformers' ``from_pretrained``. Rank 0 gathers and writes one tensor at a time.
 
         Args:
             folder: The folder to write. It must not exist.
 
         Raises:
-            UserError: ``folder`` exists or cannot be written. Every process raises it, and nothing is left behind.
+            UserError: ``folder`` exists or cannot be written. Every process raises this error.
         """
         write_pretrained(self.module, self._saved(), self._in_files, Path(folder))
 
@@ -327,7 +327,7 @@ class Parallelized(nn.Module):
         ]
 
     def layout(self) -> list[dict[str, Any]]:
-        """Return how every module is laid out on x and y, as records."""
+        """Return one record for each module, which says how the module is split over x and y."""
         return [asdict(placed) for placed in self.placed]
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:

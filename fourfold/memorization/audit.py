@@ -37,7 +37,7 @@ from fourfold.run_file.load import load_run
 
 @dataclass(frozen=True, kw_only=True)
 class AuditRequest(ScoringRequest):
-    """A request to audit a model on documents, with the options of the audit."""
+    """What to audit: a model and documents, with the options of the audit."""
 
     documents: Path
     """A .jsonl file with the documents to audit. Documents with a count of 0 are controls. All other documents are
@@ -45,18 +45,18 @@ class AuditRequest(ScoringRequest):
     control: Path | None = None
     """A .jsonl file with more documents, which the model was not trained on."""
     reference: str | None = None
-    """A second model, whose scores are compared with the audited model's scores."""
+    """A second model. One of the membership attacks compares its losses with the losses of the audited model."""
     run: Path | None = None
-    """A run file whose goldfish mask is replayed. By default the audit replays the checkpoint's own mask, if it can be
-    replayed."""
+    """A run file with a goldfish mask. The audit computes which tokens of the documents this mask drops (it replays the
+    mask). Default: the mask that the model was trained with, if the audit can replay it."""
     suffix: int = 50
     """Number of tokens at the end of a document that the model must reproduce."""
     prefix: int = 50
-    """Smallest number of tokens before the suffix."""
+    """Number of tokens that a document must have before the suffix. Shorter documents are refused."""
     offset: int = 0
     """Number of tokens from unrelated documents to put before each document."""
     generate: int = 0
-    """Number of members, and also number of controls, to continue token by token."""
+    """Number of members that the model continues token by token. The model also continues this many controls."""
     beams: int = 0
     """Beam width of the search for near-verbatim continuations of the documents that ``generate`` selects. 0 means no
     search."""

@@ -38,7 +38,7 @@ class ScoringRequest:
     """A tokenizer.json, its folder, or "bytes". For a Hugging Face model, also a name. Default: the model's own
     tokenizer."""
     sampling: AttackSampling = field(default_factory=AttackSampling)
-    """The attacker's sampling scheme."""
+    """How an attacker draws samples from the model: with temperature, top-k, and top-p."""
     micro_batch_size: int = 8
     """Number of documents that one rank scores in one forward pass."""
     overrides: tuple[str, ...] = ()

@@ -66,7 +66,7 @@ def request_from_options(
 
     Args:
         model: Name of a preset, or path of a config.json or its folder. Give either this or ``run_file``.
-        run_file: Path of a run file. Its model and step are planned.
+        run_file: Path of a run file, whose model and batch are planned.
         overrides: Overrides of the run file, ``section.key=value``.
         gpus: Number of GPUs. Default: the run file's number of processes.
         seq: Number of tokens per sequence. Default: the run file's value. Without a run file, the model's context

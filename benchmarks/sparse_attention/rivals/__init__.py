@@ -1,1 +1,1 @@
-"""Ways to choose the keys that a decoding step reads, one method per file."""
+"""Sparse-attention methods, which choose the keys that a decoding step reads."""

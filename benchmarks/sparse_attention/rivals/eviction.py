@@ -1,4 +1,5 @@
-"""Methods that forget keys for good: StreamingLLM, H2O, and SnapKV. They read nothing to choose keys, except H2O."""
+"""Methods that remove keys from the cache for good: StreamingLLM, H2O, and SnapKV. Only H2O reads memory in each step
+to choose keys."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from benchmarks.sparse_attention.rivals.interface import (
 
 
 class StreamingLLM(Rival):
-    """Keep the first and the last keys (arXiv 2309.17453). Positions are places in the cache, not in the text.
+    """Keep the first and the last keys (arXiv 2309.17453). A key's position is its place in the cache, not in the text.
 
     Args:
         k: Number of keys.
@@ -40,7 +41,7 @@ class StreamingLLM(Rival):
         return kept_S.expand(step.key_BKSD.shape[:3])
 
     def attend(self, step: Step, chosen_BKS: Tensor) -> Tensor:
-        """Attend as if the first keys were right before the last keys."""
+        """Attend with positions in which the last keys directly follow the first keys."""
         moved = max(0, step.length - self.k)
         key_BKSD = step.key_BKSD.clone()
         key_BKSD[:, :, : self.sink] = rotated(key_BKSD[:, :, : self.sink], moved, self.inverse_frequencies)
@@ -48,7 +49,8 @@ class StreamingLLM(Rival):
 
 
 def rotated(x_BKSD: Tensor, places: int, inverse_frequencies: Tensor) -> Tensor:
-    """Return keys that are moved forward by a number of places, in the half-split layout of the rotary embedding."""
+    """Return keys with positions that are larger by ``places``: turn their rotary embedding (half-split layout)
+    further."""
     angles = torch.cat([inverse_frequencies, inverse_frequencies]) * places
     first, second = x_BKSD.chunk(2, -1)
     return x_BKSD * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
@@ -57,11 +59,12 @@ def rotated(x_BKSD: Tensor, places: int, inverse_frequencies: Tensor) -> Tensor:
 class H2O(Rival):
     """Keep the last keys, and the keys that got the most attention so far (arXiv 2306.14048).
 
-    After each step, the cache of each KV head forgets the key with the least attention, except the last keys.
+    After each step, each KV head removes the key that got the least attention from its cache. It never removes one of
+    the last ``recent`` keys.
 
     Args:
         k: Number of keys that a step reads.
-        recent: Number of last keys that are never forgotten (half of k in the paper).
+        recent: How many of the last keys are never removed (half of k in the paper).
     """
 
     def __init__(self, k: int, recent: int) -> None:
@@ -76,7 +79,7 @@ class H2O(Rival):
         self.alive = [self._survivors(mass_BKS, torch.ones_like(mass_BKS, dtype=torch.bool)) for mass_BKS in self.mass]
 
     def _survivors(self, mass_BKS: Tensor, alive_BKS: Tensor) -> Tensor:
-        """Return which keys stay. The next step adds a key, so k - 1 keys stay."""
+        """Return a mask of the keys that stay in the cache. These are k - 1 keys, because the next step adds a key."""
         worth_BKS = mass_BKS.masked_fill(~alive_BKS, float("-inf"))
         worth_BKS[..., -self.recent :] = float("inf")
         return top_mask(worth_BKS, self.k - 1) & alive_BKS
@@ -99,12 +102,13 @@ class H2O(Rival):
 
 
 class SnapKV(Rival):
-    """Keep the keys of the prompt that the prompt's last queries attend to, and all later keys (arXiv 2404.14469).
+    """Keep the prompt's keys that its last queries attend to most, and all keys after the prompt (arXiv 2404.14469).
 
     Args:
-        k: Number of keys of the prompt, with the window.
-        window: Number of last queries, whose keys are also kept (32 in the paper).
-        kernel: Width of the average pooling (5 in the authors' code).
+        k: Number of keys of the prompt to keep, including the window.
+        window: Number of last tokens of the prompt whose queries choose the keys (32 in the paper). The keys of these
+            tokens are always kept.
+        kernel: Width of the average pooling of the attention, over neighboring keys (5 in the authors' code).
     """
 
     def __init__(self, k: int, window: int, kernel: int = 5) -> None:

@@ -1,6 +1,7 @@
-"""Choose by exact scores (the oracles), at random (the control), or choose all keys (dense attention).
+"""Methods for comparison: choose keys by their exact scores, at random, or choose all keys (dense attention).
 
-The oracles do not count the keys that they read for the scores. So they are bounds, not methods that save bytes.
+A method with exact scores has to read all keys to compute them, but does not count these bytes. So it saves nothing in
+practice, and its results are upper bounds.
 """
 
 from __future__ import annotations

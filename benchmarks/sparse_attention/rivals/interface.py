@@ -1,7 +1,9 @@
-"""Define a method that chooses keys: it scores the cached keys, selects some of them, and attends to them.
+"""The base class of sparse-attention methods. A method scores the cached keys, selects some of them, and attends to
+them.
 
-Every method selects once per KV head, for all of the head's query heads. With separate choices, G query heads would
-read up to G times as many keys. If a paper has no rule for groups, the softmaxes of the group's heads are summed.
+Every method makes one selection per KV head, for all query heads that share this KV head (a group). If each of the G
+query heads of a group had its own selection, the group would read up to G times as many keys. If a paper has no rule
+for groups, we sum the softmaxes of the group's query heads.
 
 Shape letters: B sequences, K KV heads, G query heads per KV head, S keys, D head_dim, W last queries of the prompt.
 """
@@ -16,12 +18,12 @@ import torch
 from torch import Tensor
 
 ACCUMULATOR_ELEMENTS = 2
-"""A float32 number is as large as two elements of a bf16 cache."""
+"""Size of a float32 number, in elements of a cache in bf16."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One layer after the prompt. Attention over the prompt was dense."""
+    """The state of one layer after the prompt, which was processed with dense attention."""
 
     key_BKSD: Tensor
     query_BKGWD: Tensor
@@ -33,7 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Step:
-    """Attention of one layer in one decoding step. The last key belongs to the token that is decoded."""
+    """The inputs of one layer's attention in one decoding step. The last key belongs to the current token."""
 
     layer: int
     query_BKGD: Tensor
@@ -53,33 +55,34 @@ class Step:
 
 
 class Rival(ABC):
-    """A method that chooses keys. It also counts the elements of the cache that it reads."""
+    """A sparse-attention method. It also counts how many elements of the cache it reads."""
 
     def __init__(self) -> None:
         self.read, self.dense = 0.0, 0.0
 
     def start(self, prompts: Sequence[Prompt]) -> None:
-        """Prepare for decoding after these prompts, one for each layer, and count from zero."""
+        """Prepare for decoding after a prompt, and set the counts to zero. ``prompts`` has the prompt's state in each
+        layer."""
         self.read, self.dense = 0.0, 0.0
 
     @abstractmethod
     def score(self, step: Step) -> Tensor | None:
-        """Return the worth of each key, [B, K, S], or None if the choice does not depend on the query."""
+        """Return how much each key is worth, [B, K, S], or None if the method's choice does not depend on the query."""
 
     @abstractmethod
     def select(self, step: Step, worth_BKS: Tensor | None) -> Tensor:
-        """Return True for the keys to attend to, [B, K, S]."""
+        """Return a mask [B, K, S] that is True for the keys to attend to."""
 
     def attend(self, step: Step, chosen_BKS: Tensor) -> Tensor:
         """Return the output of attention to the chosen keys, [B, K, G, D]."""
         return torch.matmul(weights_of(step, chosen_BKS), step.value_BKSD)
 
     def scoring_elements(self, step: Step) -> float:
-        """Return how many elements of the cache ``score`` and ``select`` read for each KV head."""
+        """Return how many elements of the cache ``score`` and ``select`` read in this step, for each KV head."""
         return 0.0
 
     def decode(self, step: Step) -> Tensor:
-        """Run the step and count what it reads."""
+        """Run the step, and count the elements of the cache that it reads. Return the output of attention."""
         chosen_BKS = self.select(step, self.score(step))
         kept = chosen_BKS.sum().item() / chosen_BKS[..., 0].numel()
         self.read += self.scoring_elements(step) + 2 * kept * step.head_dim
@@ -88,7 +91,7 @@ class Rival(ABC):
 
     @property
     def share(self) -> float:
-        """Return the elements read since the start as a share of what dense attention reads."""
+        """Return the number of elements read since ``start``, as a share of the elements that dense attention reads."""
         return self.read / self.dense
 
 
@@ -103,6 +106,6 @@ def weights_of(step: Step, chosen_BKS: Tensor) -> Tensor:
 
 
 def top_mask(worth_BKS: Tensor, k: int) -> Tensor:
-    """Return True for the k largest numbers of each row."""
+    """Return a mask that is True for the k largest numbers of each row."""
     best_BKk = worth_BKS.topk(min(k, worth_BKS.shape[-1]), -1).indices
     return torch.zeros_like(worth_BKS, dtype=torch.bool).scatter_(-1, best_BKk, True)

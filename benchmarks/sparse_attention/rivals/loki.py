@@ -1,4 +1,4 @@
-"""Loki, with the functions that fourfold runs in ``fourfold generate``."""
+"""Loki, computed with the same functions as in ``fourfold generate``."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ class Loki(Rival):
 
 
 class LokiSharedBudget(Loki):
-    """Loki, but the KV heads of a layer share a budget of keys. Heads whose attention is spread out get more keys.
+    """Loki, but the KV heads of a layer share one budget of keys. Heads that spread their attention over many keys get
+    more keys.
 
-    Every head attends to the current token, because attention to no key is not defined.
+    Every head attends at least to the current token, because attention to no key at all is not defined.
     """
 
     def select(self, step: Step, worth_BKS: Tensor | None) -> Tensor:

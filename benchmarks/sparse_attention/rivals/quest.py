@@ -11,7 +11,8 @@ from fourfold.inference.loki.select import combine_heads
 
 
 class Quest(Rival):
-    """Choose the pages with the largest bounds. The bound of a page is the sum over channels of max(q·min, q·max).
+    """Choose the pages with the largest bounds. A page stores the minimum and the maximum of each channel of its keys.
+    Its bound is the sum over the channels of max(q·min, q·max).
 
     Args:
         pages: Number of pages to choose.
@@ -23,7 +24,7 @@ class Quest(Rival):
         self.pages, self.page_size = pages, page_size
 
     def score(self, step: Step) -> Tensor:
-        """Return the bound of each page, combined over the heads of a group, [B, K, pages]."""
+        """Return the bound of each page, combined over the query heads that share a KV head, [B, K, pages]."""
         missing = -step.length % self.page_size
         high_BKPD = pad(step.key_BKSD, (0, 0, 0, missing), value=float("-inf")).unflatten(2, (-1, self.page_size))
         low_BKPD = pad(step.key_BKSD, (0, 0, 0, missing), value=float("inf")).unflatten(2, (-1, self.page_size))

@@ -11,13 +11,14 @@ from benchmarks.sparse_attention.rivals.interface import Rival, Step, top_mask
 class SparQ(Rival):
     """Choose the keys with the largest approximate scores, and always the last keys.
 
-    Under grouped-query attention, the authors' code sums the magnitudes of the query heads, and the scores of the
-    heads. It does not add the mean of the values, and neither does this class.
+    If several query heads share a KV head, the magnitudes of their queries and their scores are summed, as in the
+    authors' code. The paper also adds the mean of the values to the output. The authors' code does not do this for such
+    models, and neither does this class.
 
     Args:
-        k: Number of keys, with the last keys.
+        k: Number of keys, including the last keys.
         r: Number of channels.
-        recent: Number of last keys that are always chosen.
+        recent: How many of the last keys are always chosen.
     """
 
     def __init__(self, k: int, r: int, recent: int) -> None:

@@ -1,4 +1,4 @@
-"""TidalDecode (arXiv 2410.05076): one layer attends to all keys and chooses for the layers after it."""
+"""TidalDecode (arXiv 2410.05076): one layer attends to all keys, and chooses the keys for all later layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fourfold.inference.loki.select import combine_heads
 
 
 class TidalDecode(Rival):
-    """Choose in one layer by exact scores. Later layers attend to the same keys. Earlier layers are dense.
+    """Choose keys in one layer, by exact scores. All later layers attend to these keys. Earlier layers are dense.
 
     Args:
         k: Number of keys.

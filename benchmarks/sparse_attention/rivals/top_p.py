@@ -1,7 +1,8 @@
-"""Choose as few keys as hold a share p of the attention (top-p), by the scores of any other method.
+"""Top-p: choose the smallest number of keys that together get a share p of the attention, by the scores of another
+method.
 
-The number of keys then differs between heads, layers, and steps. ``threshold_for`` finds the p that reads a given
-number of keys on average.
+The number of keys then differs between heads, layers, and steps. ``threshold_for`` finds the p with which a given
+number of keys is read on average.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from benchmarks.sparse_attention.rivals.interface import Prompt, Rival, Step
 
 
 class TopP(Rival):
-    """Choose the best keys of ``scorer`` until they hold a share p of its softmax, but at most ``cap`` keys.
+    """Choose the keys with the highest scores of ``scorer``, until they have a share p of the sum of all scores.
 
     Args:
-        scorer: Its scores are the sum of the softmaxes over the heads of a group.
-        p: Share of the softmax.
-        cap: Largest number of keys. None sets no limit.
+        scorer: A method whose scores are softmaxes, summed over the query heads that share a KV head.
+        p: Share of the sum of the scores.
+        cap: Largest number of keys to choose. None sets no limit.
     """
 
     def __init__(self, scorer: Rival, p: float, cap: int | None = None) -> None:
@@ -40,7 +41,7 @@ class TopP(Rival):
     def select(self, step: Step, worth_BKS: Tensor | None) -> Tensor:
         assert worth_BKS is not None
         sorted_BKS, order_BKS = worth_BKS.sort(-1, descending=True)
-        # Keep a key if the keys with larger weights add up to less than p.
+        # Choose a key if the keys with higher scores have less than the share p.
         before_BKS = sorted_BKS.cumsum(-1) - sorted_BKS
         is_kept_BKS = before_BKS < self.p * worth_BKS.sum(-1, keepdim=True)
         if self.cap is not None:
@@ -49,13 +50,14 @@ class TopP(Rival):
 
 
 class ScoreRecorder(Rival):
-    """Attend to all keys, and record how fast the sorted scores of another method add up."""
+    """Attend to all keys, and record which shares of the scores top-p would compare with p."""
 
     def __init__(self, scorer: Rival) -> None:
         super().__init__()
         self.scorer = scorer
         self.before: list[Tensor] = []
-        """For each step and layer, the share of the softmax before each sorted key, [rows, S]."""
+        """For each step and layer, a tensor [rows, S]: the keys are sorted by score, and for each key, it has the share
+        of all keys with higher scores."""
 
     def start(self, prompts: Sequence[Prompt]) -> None:
         super().start(prompts)
@@ -76,9 +78,9 @@ def threshold_for(before: Sequence[Tensor], keys: float, cap: int | None = None)
     """Return the largest p for which top-p reads at most ``keys`` keys on average.
 
     Args:
-        before: What a ``ScoreRecorder`` recorded.
+        before: The attribute ``before`` of a ``ScoreRecorder``.
         keys: Average number of keys.
-        cap: Largest number of keys of one choice.
+        cap: Largest number of keys that are chosen in one step.
     """
     low, high = 0.0, 1.0
     for _ in range(30):

@@ -102,7 +102,7 @@ class LokiBasis:
         return self.components[kind].sides(layer, config.dim_count(self.head_dim))
 
     def random(self, seed: int = 0) -> LokiBasis:
-        """Return a basis of random directions for the same model. It is a control: a calibrated basis must be better.
+        """Return a basis of random directions for the same model, for comparison: a calibrated basis must be better.
 
         Args:
             seed: Seed of the directions.

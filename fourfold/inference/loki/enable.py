@@ -35,9 +35,9 @@ def enable_loki(
 ) -> PreTrainedModel:
     """Make a model attend with Loki.
 
-    ``model.generate`` and ``model(...)`` work as before, with any transformers cache. The next pass replaces the
-    cache's layers. A second call changes the basis and the configuration. Layers with a sliding window stay dense, and
-    a warning says so.
+    ``model.generate`` and ``model(...)`` work as before, with any transformers cache. The next forward pass replaces
+    the layers of the cache with Loki's layers. If you call this function again, the model gets the new basis and the
+    new settings. Layers with a sliding window stay dense, and a warning says so.
 
     Args:
         model: A transformers model.

@@ -37,7 +37,7 @@ LayerNumbers = Annotated[
 
 
 class LokiConfig(BaseModel):
-    """Settings for how keys are ranked and how many keys are attended to.
+    """Settings of Loki: how it ranks the keys, and to how many keys a step attends.
 
     Args:
         values: The settings, by name.

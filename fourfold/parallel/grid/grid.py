@@ -84,7 +84,7 @@ class Grid:
     - ``batch``: the processes that split the batch (dp and z, with z inside dp).
     - ``replicas``: the processes that may hold the same weights (dp and cp).
     - ``tokens``: the processes that split a step's tokens and sum its gradients (dp, cp, and z).
-    - ``ep``: neighbors on the ``tokens`` axis that together hold one copy of the experts.
+    - ``ep``: neighboring processes on the ``tokens`` axis that together hold one copy of all experts.
     - ``expert_replicas``: the processes that hold the same experts.
 
     Every process of the job must create the grid with the same sizes, because the processes create the process groups
@@ -167,8 +167,8 @@ class Grid:
     def shards(self, name: str, per_node: int) -> dist.ProcessGroup | TwoLevels:
         """Return the process group of an axis that shards weights.
 
-        The group has two levels if the axis spans several nodes and has several ranks on each of them.
-        The first call creates the groups, so every process of the job must call this with the same arguments.
+        The result is a group with two levels if the axis spans several nodes and has several ranks on each node. The
+        first call creates the groups, so every process of the job must call this with the same arguments.
 
         Args:
             name: The axis, ``z`` or ``dp_cp_z``.

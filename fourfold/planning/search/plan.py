@@ -186,7 +186,7 @@ def make_plan(
     Args:
         base: The model and its step.
         machine: The machine.
-        constants: The machine's constants.
+        constants: The planner's constants for the machine (``constants_for``).
         gpus: Number of GPUs.
         top: Number of layouts to return.
         limits: Limits of the search.
