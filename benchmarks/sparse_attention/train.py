@@ -34,7 +34,12 @@ class Stage:
     """Number of documents in the corpus."""
 
 
-STAGES = (Stage(128, 5000, 8, 3e-3, 40000), Stage(512, 600, 4, 1.5e-3, 2400))
+STAGES = (
+    Stage(128, 5000, 8, 3e-3, 40000),
+    Stage(512, 600, 4, 1.5e-3, 2400),
+    Stage(2048, 1500, 2, 2e-3, 3000),
+    Stage(8192, 150, 1, 1e-3, 150),
+)
 
 
 def trained_model(folder: Path) -> Path:
