@@ -24,7 +24,8 @@ from fourfold.matmul_tuning.matmul_table import Gain, TunedLayer
 from fourfold.parallel.tensor.matmul_layouts import Copies, LaidOutMatmuls, LayerLayout
 
 LEAST_GAIN = 1.02
-"""A layout is chosen only if it is faster than the default by this factor in three of four rounds."""
+"""A layout is chosen only if it is faster than the default by this factor in about three quarters
+of the rounds (the lower quartile of the ratios)."""
 
 HOPELESS = 1.1
 """A layout that copies operands is not timed further if it is slower than the default by this factor in the first

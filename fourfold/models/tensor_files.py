@@ -163,7 +163,7 @@ class TensorFiles:
 
     def _listed(self) -> dict[str, Path]:
         """Return the file of each tensor according to the index, or an empty dictionary if there is a single file."""
-        # If a folder has both, transformers also prefers this file to the index.
+        # If a folder has the single file and an index, read the single file, as transformers does.
         if (self.folder / SINGLE_FILE).exists():
             return {}
         index = self.folder / INDEX_FILE

@@ -240,7 +240,8 @@ def scaling_table(points: Sequence[ScalingPoint], weak: bool) -> None:
 
 
 def validation_tables(result: Validation, with_rows: bool) -> None:
-    """Print the errors by source, how well sweeps are ranked, and the errors of memory. With ``with_rows``, also print
+    """Print the errors of predicted step times for each source of measured rows, how well the planner ranks the layouts of
+    each sweep, and the errors of predicted memory. With ``with_rows``, also print
     every row."""
     console, record = Console(), result.record(with_rows)
     console.print(f"Constants: {record['constants']}.")

@@ -222,7 +222,7 @@ EMBEDDING_AND_HEAD = [
         grid=X2,
     ),
     Mutant(
-        "the loss does not find labels that are the first token of an x rank (except rank 0)",
+        "the loss does not find a label that is the first vocabulary entry of an x rank (except rank 0)",
         "parallel.tensor.head:cross_entropy",
         "(columns_m >= 0) & (columns_m < rows)",
         "(columns_m >= min(head.x.rank, 1)) & (columns_m < rows)",

@@ -191,7 +191,7 @@ DATA = [
         sections=STATIC,
     ),
     Mutant(
-        "the goldfish strategy hash-table leaves the target out of the hash",
+        "with the goldfish strategy `hash-table`, the hash leaves out the target, against `include_target`",
         "data.goldfish:hash_table_drops",
         "first = h - 1 if include_target else h",
         "first = h",

@@ -287,7 +287,7 @@ def from_huggingface(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_length(name: str, max_position_embeddings: int, seq_length: int) -> None:
-    """Raise ``UserError`` for sequences longer than a pretrained model's positions."""
+    """Raise ``UserError`` if sequences have more tokens than a pretrained model has positions."""
     if seq_length > max_position_embeddings:
         raise UserError(
             f"training.seq_length = {seq_length} is longer than the {max_position_embeddings} positions of '{name}'; "

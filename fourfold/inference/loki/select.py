@@ -67,7 +67,7 @@ def _summed_softmax(scores_BKG_S: Tensor) -> Tensor:
     # Skip this test on a GPU, because the host would have to wait for its result.
     if scores_BKG_S.device.type == "cpu":
         worth_BK_S = torch.softmax(scores_BKG_S, -1, dtype=torch.float32).sum(2)
-        # One column is enough for this test, because a NaN or an infinity spreads over its whole row.
+        # One column is enough for this test, because a score of NaN or +inf makes the softmax of its whole row NaN.
         if not worth_BK_S[..., :1].isnan().any():
             return worth_BK_S
     broken_BKG_S = ~(scores_BKG_S < ALWAYS)

@@ -23,7 +23,8 @@ def head_bytes(work: Workload) -> Number:
     sums = np.where(program.fused_loss, 0, 4 / layout.y)
     in_place = step.item_bytes * (1 + np.where(layout.y > 1, 1 / layout.y, 0))
     is_ours = np.logical_and(program.is_fourfold, program.fused_loss)
-    copies = np.where(program.in_place_loss, 1, 2)  # The 16-bit logits are freed before their gradient is allocated.
+    # With an in-place loss, the 16-bit logits are freed before their gradient is allocated.
+    copies = np.where(program.in_place_loss, 1, 2)
     apart = np.where(program.eager_loss, step.item_bytes + 12 / layout.y, copies * step.item_bytes + sums)
     first = rows * columns * np.where(is_ours, in_place, apart)
     # In fp32, fourfold's matmul adds its result directly to the weight's gradient. The backward pass creates a second

@@ -215,7 +215,8 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
     """Return the bytes of parameters, of gradients, of optimizer states, and of the copies of gradients that the
     optimizer makes.
 
-    The bytes are for all weights except experts, on a rank that has ``tables`` weight entries of embedding and head.
+    They count all weights except experts. The rank's pipeline stages have ``layers`` blocks, and ``tables`` weights in
+    embedding and head, before x and y divide them.
     """
     layout, step, program = work.layout, work.step, work.program
     entries = (layers * work.block_weights + tables) / (layout.x * layout.y)
