@@ -17,7 +17,6 @@ LONG_FUNCTIONS = {
     "fourfold.inference.loki.triton_kernels.decode": "the launches of a step, with one argument a line",
     "fourfold.parallel.data.fully_sharded.__init__": "FSDP2 takes units in one order only",
     "fourfold.planning.calibration.fit._levels": "one regression, whose matrices stay local",
-    "fourfold.planning.run_workload.workload_of": "one field a line",
     "fourfold.planning.search.explain.neighbors": "one change a line",
 }
 """Functions of more than 50 lines, each with the reason why it stays in one piece."""

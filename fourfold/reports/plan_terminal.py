@@ -240,9 +240,8 @@ def scaling_table(points: Sequence[ScalingPoint], weak: bool) -> None:
 
 
 def validation_tables(result: Validation, with_rows: bool) -> None:
-    """Print the errors of predicted step times for each source of measured rows, how well the planner ranks the layouts of
-    each sweep, and the errors of predicted memory. With ``with_rows``, also print
-    every row."""
+    """Print the errors of predicted step times for each source of measured rows, how well the planner ranks the layouts
+    of each sweep, and the errors of predicted memory. With ``with_rows``, also print every row."""
     console, record = Console(), result.record(with_rows)
     console.print(f"Constants: {record['constants']}.")
     everything = {"all": {**record, "count": record["rows"]}, **record["by_source"], "others": record["others"],
