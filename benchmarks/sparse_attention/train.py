@@ -39,7 +39,10 @@ STAGES = (
     Stage(512, 600, 4, 1.5e-3, 2400),
     Stage(2048, 1500, 2, 2e-3, 3000),
     Stage(8192, 150, 1, 1e-3, 150),
+    Stage(16384, 40, 1, 5e-4, 40),
 )
+
+WARMUP = 50
 
 
 def trained_model(folder: Path) -> Path:
@@ -81,6 +84,7 @@ def _train(stage: Stage, number: int, folder: Path, start: Path) -> None:
         f"training.global_batch_size={stage.batch}",
         f"training.micro_batch_size={stage.batch}",
         f"optimizer.lr={stage.lr}",
+        f"lr_scheduler.warmup_steps={min(WARMUP, stage.steps // 3)}",
         f'data.train=[{{path="{corpus}"}}]',
         f"model.from_hf={start}",
     ]

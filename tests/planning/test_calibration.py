@@ -167,7 +167,7 @@ def test_each_layout_of_the_operands_has_the_rate_that_was_measured() -> None:
     assert on_gpu.nn * on_gpu.achieved_fp32 == pytest.approx(6e13)
     text = machine_toml(machine, "mine", base)
     assert parse_machine(text, "mine.toml").tn == pytest.approx(0.5)
-    with pytest.raises(UserError, match=r"layouts\.tn = 5\.0 is a share"):
+    with pytest.raises(UserError, match=r"layouts\.tn = 5\.0 must be a fraction"):
         parse_machine(text.replace("tn = 0.5", "tn = 5.0"), "mine.toml")
     work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq_length=8192, global_batch_size=1)
     constants = constants_for(machine)
