@@ -26,15 +26,14 @@ def write_page(results: Results, setup: Setup, lengths: Sequence[int], budgets: 
         stories: The output of ``benchmarks.sparse_attention.text``.
     """
     solved = {length: results.solved(length, TASKS) for length in lengths}
+    hardest = max(lengths, key=lambda length: (len(solved[length]), length))
     parts = {
         "dense": dense_table(results, lengths),
         "means": "\n\n".join(mean_table(results, length, solved[length], budgets) for length in lengths),
         "verdicts": "\n".join(
             verdict(results, length, solved[length], budget) for length in lengths for budget in budgets
         ),
-        "tasks": "\n\n".join(
-            task_table(results, length, solved[length], budget) for length in lengths[-1:] for budget in budgets
-        ),
+        "tasks": "\n\n".join(task_table(results, hardest, solved[hardest], budget) for budget in budgets),
         "stories": stories.strip(),
         "settings": settings_table(setup, budgets),
     }

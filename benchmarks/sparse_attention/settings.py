@@ -44,7 +44,7 @@ class LokiSettings:
 LOKI = "Loki"
 VARIANTS = {
     LOKI: LokiSettings(),
-    "Loki, as in the paper": LokiSettings(keeps_ends=False),
+    "Loki, as in the paper": LokiSettings(keeps_ends=False, kind="post"),
     "Loki, shared budget": LokiSettings(is_shared=True),
     "Loki, top-p": LokiSettings(keeps_ends=False, is_top_p=True),
 }
