@@ -1,6 +1,6 @@
 """Train a small model, compare Loki with other sparse-attention methods on it, and write a page with the results.
 
-    python -m benchmarks.sparse_attention [--out runs/sparse-attention] [--lengths 1024,4096,16384] [--contexts 16]
+    python -m benchmarks.sparse_attention [--out runs/sparse-attention] [--lengths 1024,4096,8192,16384] [--contexts 8]
         [--page docs/loki-rivals.md]
 
 The folder --out keeps the model, so a second run does not train it again. ``--stories FILE`` adds a table of
@@ -39,8 +39,8 @@ BATCH_TOKENS = 1 << 15
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, default=Path("runs/sparse-attention"))
-    options.add_argument("--lengths", default="1024,4096,16384", help="Lengths of the contexts, in tokens.")
-    options.add_argument("--contexts", type=int, default=16, help="Number of contexts for each task and length.")
+    options.add_argument("--lengths", default="1024,4096,8192,16384", help="Lengths of the contexts, in tokens.")
+    options.add_argument("--contexts", type=int, default=8, help="Number of contexts for each task and length.")
     options.add_argument("--questions", type=int, default=2, help="Largest number of questions about a context.")
     options.add_argument("--stories", type=Path, help="A file with the output of benchmarks.sparse_attention.text.")
     options.add_argument("--page", type=Path, help="Write the page to this file.")
