@@ -191,8 +191,7 @@ def _rank(scores_GS, visible_S, kept_S, ranks_S):
         rank = ~bits if bits >> np.uint32(31) else bits | np.uint32(0x80000000)
         ranks_S[s] = LAST_RANK if bits & np.uint32(0x7FFFFFFF) > NAN_BITS else rank
     for s in range(kept_S.size):
-        if kept_S[s]:
-            ranks_S[s] = LAST_RANK
+        ranks_S[s] = max(ranks_S[s], np.uint32(kept_S[s]) * LAST_RANK)
     if not visible_S.size:
         return length
     seen = 0

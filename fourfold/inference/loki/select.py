@@ -112,8 +112,9 @@ def always_chosen(
         return None
     sink, recent = config.ends(torch.tensor(k) if k_B is None else k_B)
     if visible_B1_S is None:
-        places_S = torch.arange(length, device=device)
-        return (places_S < sink) | (places_S >= length - recent)
+        kept_S = torch.zeros(length, dtype=torch.bool, device=device)
+        kept_S[: int(sink)] = kept_S[max(0, length - int(recent)) :] = True
+        return kept_S
     of_sequence = (-1, *[1] * (visible_B1_S.dim() - 1))
     from_left = visible_B1_S.cumsum(-1)
     from_right = from_left[..., -1:] - from_left
