@@ -26,7 +26,7 @@ def test_streamed_covariance_is_that_of_all_keys_together() -> None:
     keys = torch.randn(3, 2, 50, 6, generator=torch.Generator().manual_seed(0)) + 5.0
     moments = Moments.zero(2, 6)
     for part in keys.split(1):
-        moments.add(part, part)
+        moments.add(part)
     for head in range(2):
         expected = torch.cov(keys[:, head].flatten(0, 1).double().T, correction=0)
         torch.testing.assert_close(moments.covariance_KDD()[head], expected, rtol=1e-4, atol=1e-4)
@@ -44,7 +44,7 @@ def test_planted_directions_are_found() -> None:
     inside = torch.randn(1, 2, 300, 3, generator=generator) @ buffer.transpose(-1, -2)
     keys = inside + 4 * torch.randn(1, 2, 1, 16, generator=generator)
     moments = Moments.zero(2, 16)
-    moments.add(keys, keys)
+    moments.add(keys)
     vectors_KDD, variances_KD = moments.components()
     assert Components(vectors_KDD[None], variances_KD[None]).ranks_at(0.999).tolist() == [[3, 3]]
     found = vectors_KDD[..., :3] @ vectors_KDD[..., :3].transpose(-1, -2)
@@ -62,7 +62,8 @@ def test_directions_of_scores_approximate_them_best() -> None:
     keys_SD, queries_SD = torch.randn(2, 4000, 8, generator=generator, dtype=torch.float64)
     keys_SD, queries_SD = keys_SD @ stretch + 3, queries_SD @ stretch.flip(0, 1)
     moments = Moments.zero(1, 8)
-    moments.add(queries_SD[None, None], keys_SD[None, None])
+    moments.add(keys_SD[None, None])
+    moments.add_queries(queries_SD[None, None])
     of_keys_KDD, variances_KD, of_queries_KDD = (each.double() for each in moments.components_of_scores())
     centered_SD = keys_SD - keys_SD.mean(0)
     scores = queries_SD @ centered_SD.T
@@ -154,6 +155,8 @@ def test_files_that_are_no_basis(llama: tuple[Any, LokiBasis], tmp_path: Path) -
         ("post.variances", lambda t: t / 0, "NaN or infinite"),
         ("post.vectors", lambda t: 1.1 * t, "change the scores"),
         ("scores.queries", lambda t: t.flip(-1), "change the scores"),
+        ("scores.queries", lambda t: t / 0, "NaN or infinite"),
+        ("scores.queries", lambda t: t[..., :1], "are not a basis"),
     ):
         tensors = load_file(good)
         tensors[name] = change(tensors[name]).contiguous()

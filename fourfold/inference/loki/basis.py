@@ -213,11 +213,12 @@ def _check(components: Components, where: str) -> None:
     Without this check, Loki would choose random keys without any error.
     """
     vectors_LKDD = components.vectors_LKDD.double()
-    if vectors_LKDD.ndim != 4 or vectors_LKDD.shape[-1] != vectors_LKDD.shape[-2]:
-        raise UserError(f"{where}: directions of shape {tuple(vectors_LKDD.shape)} are not a basis; {AGAIN}")
-    if not (vectors_LKDD.isfinite().all() and components.variances_LKD.isfinite().all()):
-        raise UserError(f"{where}: the basis has NaN or infinite numbers; {AGAIN}")
     queries_LKDD = vectors_LKDD if components.queries_LKDD is None else components.queries_LKDD.double()
+    shape = vectors_LKDD.shape
+    if len(shape) != 4 or shape[-1] != shape[-2] or queries_LKDD.shape != shape:
+        raise UserError(f"{where}: directions of shape {tuple(vectors_LKDD.shape)} are not a basis; {AGAIN}")
+    if not all(each.isfinite().all() for each in (vectors_LKDD, queries_LKDD, components.variances_LKD)):
+        raise UserError(f"{where}: the basis has NaN or infinite numbers; {AGAIN}")
     products = queries_LKDD.transpose(-1, -2) @ vectors_LKDD
     if (products - torch.eye(vectors_LKDD.shape[-1], dtype=torch.float64)).abs().max() > 1e-3:
         raise UserError(f"{where}: the directions change the scores; {AGAIN}")

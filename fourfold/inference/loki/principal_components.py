@@ -48,12 +48,14 @@ class Moments:
         zeros = torch.zeros(heads, head_dim, head_dim, dtype=torch.float64)
         return cls(0, zeros[..., 0].clone(), zeros, zeros.clone())
 
-    def add(self, query_BNSD: Tensor, key_BKSD: Tensor) -> None:
+    def add(self, key_BKSD: Tensor) -> None:
         keys_KTD = key_BKSD.float().transpose(0, 1).flatten(1, 2)
         self.count += keys_KTD.shape[1]
         self.sum_KD += keys_KTD.double().sum(1).cpu()
         self.products_KDD += (keys_KTD.transpose(1, 2) @ keys_KTD).double().cpu()
-        queries_KTD = query_BNSD.float().unflatten(1, (len(keys_KTD), -1)).transpose(0, 1).flatten(1, 3)
+
+    def add_queries(self, query_BNSD: Tensor) -> None:
+        queries_KTD = query_BNSD.float().unflatten(1, (len(self.sum_KD), -1)).transpose(0, 1).flatten(1, 3)
         self.of_queries_KDD += (queries_KTD.transpose(1, 2) @ queries_KTD).double().cpu()
 
     def covariance_KDD(self) -> Tensor:
@@ -113,7 +115,8 @@ def calibrate(model: PreTrainedModel, windows: Sequence[Sequence[int]]) -> LokiB
 
     def add(number: int, query: Tensor, keys: dict[str, Tensor], scaling: float) -> None:
         for kind in moments:
-            moments[kind][number].add(query, keys[kind])
+            moments[kind][number].add(keys[kind])
+        moments["post"][number].add_queries(query)
 
     _observe(model, attentions, summed, add)
     tokens = sum(map(len, summed))
