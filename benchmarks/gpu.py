@@ -120,7 +120,7 @@ def chosen(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[s
 
 
 def parts(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[str, Part]:
-    """Return all parts by name, in the order in which they run. The most valuable parts come first."""
+    """Return all parts by name. They run in this order, so the most valuable parts come first."""
     gpu, machine = arguments.device == "cuda", str(arguments.out / "machine.toml")
     options = ["--device", arguments.device, *(["--tiny"] if arguments.tiny else []), "--json", "{json}"]
 

@@ -1,4 +1,4 @@
-"""Find the lines of a program in which the host waits for the GPU."""
+"""Find the lines of a program that make the host wait for the GPU."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ LEAST_EXCESS = 1e-3
 
 
 class Sampled:
-    """A search in which one of Optuna's samplers chooses among the candidates (layouts)."""
+    """A search among layouts. One of Optuna's samplers chooses the next layout to try."""
 
     def __init__(self, candidates: Candidates, method: Method, seed: int) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)

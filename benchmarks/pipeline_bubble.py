@@ -61,7 +61,7 @@ def run_of(pp: int, schedule: str, micro_batches: int, device: str) -> RunConfig
 
 
 def idle_shares(place: Place, run: RunConfig, steps: int) -> list[float]:
-    """Train some steps. For every step except the first, return the fraction of time in which the ranks are idle."""
+    """Train some steps. For every step except the first, return how much of the time the ranks are idle."""
     device = choose_device(place, run.training.device)
     job = Job(run, Grid(run.parallel, device.type), device)
     draw_quickly(job)

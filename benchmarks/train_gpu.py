@@ -44,7 +44,7 @@ MEMORY_SHARE = 0.85
 
 @dataclass(frozen=True)
 class Row:
-    """The measurements of a contender, or the error with which it failed."""
+    """The measurements of a contender. If the contender failed, its error."""
 
     contender: str
     sequence: int

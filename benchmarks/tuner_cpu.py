@@ -174,7 +174,7 @@ def measured(folder: Path, search: Search, ranks: int, rounds: int) -> dict[int,
 
 
 def rounds_of(folder: Path) -> dict[int, list[float]]:
-    """Return the recorded seconds of each layout, with one value for each round in which it was measured."""
+    """Return the recorded seconds of each layout. A layout has one value for each round that measured it."""
     found: dict[int, list[float]] = {}
     path = folder / "measured.jsonl"
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():

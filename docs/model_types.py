@@ -155,7 +155,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def parallelized(rank: int, world_size: int, kind: str) -> tuple[float, dict[str, torch.Tensor] | None, str]:
     """Parallelize a model on x = 2 and z = 2. Return its loss, its gradients, and the result for packed documents:
-    ``ok``, or the message with which fourfold refuses them."""
+    ``ok``, or fourfold's error message if it refuses them."""
     model = fourfold.parallelize(make(kind).train(), Grid(ParallelConfig(x=2, z=2), "cpu"))
     tokens, labels = batch()
     loss = model(input_ids=model.rows(tokens), labels=model.rows(labels)).loss

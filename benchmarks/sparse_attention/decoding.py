@@ -32,8 +32,8 @@ key."""
 
 @dataclass
 class LayerRecord:
-    """What the prompt leaves in a layer besides its keys and values: the last queries, and the attention that each key
-    got. Some methods use these to choose keys."""
+    """The last queries of a layer's prompt, and the attention that each key of the prompt got. Some methods use the
+    queries and this attention to choose keys."""
 
     query_BNWD: Tensor
     mass_BKS: Tensor
@@ -151,7 +151,7 @@ def summed_attention(query_BNQD: Tensor, key_BKSD: Tensor, scaling: float) -> Te
 
 
 def inverse_frequencies(model: Any) -> Tensor:
-    """Return the angles by which a Llama's rotary embedding turns each pair of channels per position, [D / 2]."""
+    """Return the angle per position of each pair of channels in a Llama's rotary embedding, [D / 2]."""
     angles: Tensor = model.model.rotary_emb.inv_freq
     return angles
 

@@ -41,7 +41,7 @@ class StreamingLLM(Rival):
         return kept_S.expand(step.key_BKSD.shape[:3])
 
     def attend(self, step: Step, chosen_BKS: Tensor) -> Tensor:
-        """Attend with positions in which the last keys directly follow the first keys."""
+        """Attend as if the last keys directly followed the first keys."""
         moved = max(0, step.length - self.k)
         key_BKSD = step.key_BKSD.clone()
         key_BKSD[:, :, : self.sink] = rotated(key_BKSD[:, :, : self.sink], moved, self.inverse_frequencies)

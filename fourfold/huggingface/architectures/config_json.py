@@ -152,8 +152,8 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _with_defaults(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Return a config.json in which missing keys have the family's defaults, and alternative names of keys are replaced
-    by the names that ``family.keys`` has."""
+    """Return a config.json with the family's defaults for missing keys. Keys with alternative names get the names that
+    ``family.keys`` has."""
     renamed = {theirs: config[other] for other, theirs in family.other_names.items() if other in config}
     given = {**family.defaults, **config, **renamed}
     if given.get("rope_parameters") is None:

@@ -21,7 +21,7 @@ class LayerRecipe:
 
     config: LokiConfig
     basis_2KDd: Tensor | None = None
-    """What ``LokiBasis.of_layer`` returns. None if the layer stays dense."""
+    """The result of ``LokiBasis.of_layer``. None if the layer stays dense."""
     capacity: int = 0
     """Number of tokens to allocate memory for at the start."""
     warned: set[type] = field(default_factory=set)
