@@ -57,49 +57,44 @@ def test_no_module_uses_private_names_of_another() -> None:
 
 
 PRIVATE_TORCH = {
-    "huggingface/parallelize.py": {"_buffers", "_non_persistent_buffers_set"},
-    "huggingface/parallelized.py": {"torch.utils._pytree"},
-    "inference/loki/cache_size.py": {"torch.utils._pytree"},
-    "models/lora.py": {"_modules"},
     "parallel/data/fully_sharded.py": {
-        "torch.distributed.fsdp._fully_shard._fsdp_common", "_comm_ctx", "_fsdp_param_group", "_fsdp_param_groups",
-        "_get_fsdp_state", "_init_sharded_post_forward_param_metadata", "_orig_dtype", "_orig_size",
-        "_partial_reduce_output", "_root_post_backward_final_callback", "_unsharded_param",
+        "torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo", "_comm_ctx", "_fsdp_param_group",
+        "_fsdp_param_groups", "_get_fsdp_state", "_init_sharded_post_forward_param_metadata", "_orig_dtype",
+        "_orig_size", "_partial_reduce_output", "_root_post_backward_final_callback", "_unsharded_param",
     },
-    "parallel/grid/checksums.py": {"torch.utils._python_dispatch", "_overloadpacket"},
-    "parallel/grid/process_group.py": {"_get_backend", "_set_default_timeout"},
-    "parallel/other_models/plan_styles.py": {"_non_persistent_buffers_set"},
-    "parallel/other_models/tensor_plan.py": {"_DropoutNd"},
-    "parallel/overlap/batch_parts.py": {
+    "torch_internals.py": {
+        "torch._subclasses.fake_tensor.FakeTensorMode", "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch.distributed.pipelining._schedule_visualizer.get_schedule_ops", "torch.utils._pytree.tree_iter",
         "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+        "_get_backend", "_init_backend", "_non_persistent_buffers_set",
     },
-    "parallel/pipeline/schedule.py": {"torch.distributed.pipelining._schedule_visualizer"},
-    "training/optimizer.py": {"_cdata"},
-    "verification/random_rounding.py": {"torch.utils._python_dispatch", "torch.utils._pytree"},
-    "verification/recorder.py": {"torch.utils._python_dispatch", "torch.utils._pytree", "_cdata", "_overloadpacket"},
-    "verification/trace.py": {"torch._subclasses.fake_tensor", "torch.testing._internal.distributed.fake_pg"},
 }  # fmt: skip
 """Private names of torch that each file uses, except operators. A new version of torch may change them. So before you
-add a name here, look for a public name. Only one file, the adapter, uses FSDP2's private names."""
+add a name here, look for a public name. Only two files may use private names: the adapter for FSDP2, and the adapter
+for everything else, whose functions ``test_torch_internals`` tests one by one."""
+
+NOT_TORCH = {"_replace", "_asdict", "_fields", "_attn_implementation", "_tp_plan", "_init_weights", "_click"}
+"""Private names of named tuples, of transformers, and of typer."""
 
 
 def private_torch(path: Path) -> set[str]:
-    """Return the private modules of torch that a file imports, and the private attributes of other objects that it
-    uses."""
+    """Return the private names of torch that a file imports, and the private attributes of other objects that it uses,
+    also by a string or as the name of an argument."""
     found: set[str] = set()
     for node in ast.walk(tree(path)):
-        if isinstance(node, ast.ImportFrom) and re.match(r"torch\b.*\._", node.module or ""):
-            found.add(node.module or "")
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            parent = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            found |= {f"{parent}{alias.name}" for alias in node.names if re.match(r"torch\b.*\._", parent + alias.name)}
         elif isinstance(node, ast.Attribute) and re.match(r"_[a-zA-Z]", node.attr):
             owner = ast.unparse(node.value)
             if owner not in ("self", "cls", "os", "ATEN") and not node.attr.startswith("_foreach"):
                 found.add(node.attr)
-    return found - {
-        "_replace",
-        "_asdict",
-        "_fields",
-        "_attn_implementation",
-    }  # these belong to named tuples and to transformers
+        elif isinstance(node, ast.keyword) and re.match(r"_[a-zA-Z]", node.arg or ""):
+            found.add(str(node.arg))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "getattr", "hasattr")):
+            texts = [str(each.value) for each in node.args if isinstance(each, ast.Constant)]
+            found |= {text for text in texts if re.match(r"_[a-zA-Z]", text)}
+    return found - NOT_TORCH
 
 
 def test_private_names_of_torch_are_listed() -> None:

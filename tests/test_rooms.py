@@ -34,6 +34,7 @@ ROOMS = (
     "planning/search",
     "planning/calibration",
     "planning",
+    "torch_internals",
     "models",
     "parallel/grid",
     "parallel/tensor",

@@ -20,6 +20,7 @@ from fourfold.parallel.other_models.plan_styles import saved_buffers
 from fourfold.parallel.other_models.tensor_plan import lay_out
 from fourfold.parallel.other_models.whole_residual import WholeEmbedding
 from fourfold.parallel.tensor.sharding import tie_again, tied_names
+from fourfold.torch_internals import unsaved_buffers
 
 PRECISIONS = ("fp32", "bf16")
 """The dtypes that a step can compute in."""
@@ -80,7 +81,7 @@ def parallelize(
     # Allocating memory has overwritten the buffers, so restore their values.
     for name, buffer in buffers.items():
         parent, _, key = name.rpartition(".")
-        model.get_submodule(parent)._buffers[key] = buffer.to(device)
+        setattr(model.get_submodule(parent), key, buffer.to(device))
     parallelized = Parallelized(on_grid, placed, in_files)
     if weights is None:
         parallelized.fill(sources)
@@ -153,12 +154,13 @@ def _make_buffers(model: nn.Module) -> None:
             key: torch.full_like(buffer, float("nan") if buffer.is_floating_point() else 0, device="cpu")
             for key, buffer in buffers.items()
         }
-        module._buffers.update(made)
+        for key, buffer in made.items():
+            setattr(module, key, buffer)
         initialize = getattr(model, "_init_weights", None)
         is_safe = all(parameter.is_meta for parameter in module.parameters(recurse=False))
         if made and is_safe and initialize is not None:
             initialize(module)
-        computed = [buffer for key, buffer in made.items() if key in module._non_persistent_buffers_set]
+        computed = [buffer for key, buffer in made.items() if key in unsaved_buffers(module)]
         if computed and (initialize is None or not is_safe or any(buffer.isnan().any() for buffer in computed)):
             raise UserError(
                 f"{name} has buffers on the meta device, and nothing can fill them; build the model on the CPU"

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.errors import UserError
@@ -31,6 +30,7 @@ from fourfold.parallel.other_models.plan_styles import saved_buffers
 from fourfold.parallel.other_models.tensor_plan import Placed
 from fourfold.parallel.state import LocalShard
 from fourfold.parallel.tensor.sharding import Tile
+from fourfold.torch_internals import tensors_in
 
 
 class Parallelized(nn.Module):
@@ -104,7 +104,10 @@ class Parallelized(nn.Module):
         if labels is not None:
             outputs.loss = differentiable(outputs.loss, self.total, lambda gradient_of_share: gradient_of_share)
         if torch.is_grad_enabled():
-            tree_map_only(Tensor, self._guard, outputs)
+            # Make the outputs refuse ``loss.backward()``, which would leave gradients unsummed.
+            for output in tensors_in(outputs):
+                if output.requires_grad:
+                    output.register_hook(self._check_in_backward)
         return outputs
 
     def _separate_documents(self, kwargs: dict[str, Any]) -> None:
@@ -335,12 +338,6 @@ class Parallelized(nn.Module):
         updated weights."""
         if not torch.is_grad_enabled():
             self.on_grid.free_gathered()
-
-    def _guard(self, output: Tensor) -> Tensor:
-        """Make ``output`` refuse ``loss.backward()``, which would leave gradients unsummed."""
-        if output.requires_grad:
-            output.register_hook(self._check_in_backward)
-        return output
 
     def _check_in_backward(self, grad: Tensor) -> None:
         if not self._in_backward:

@@ -36,9 +36,8 @@ def add_adapters(model: Transformer, config: LoRAConfig, dtype: torch.dtype = to
     """Freeze a model or pipeline stage, and add adapters to the layers that ``config.targets`` names."""
     model.requires_grad_(False)
     for name, linear in _linears(model).items():
-        parent, _, kind = name.rpartition(".")
-        if config.targets is None or kind in config.targets:
-            model.get_submodule(parent)._modules[kind] = LoRALinear(linear, config, dtype)
+        if config.targets is None or name.rpartition(".")[2] in config.targets:
+            model.set_submodule(name, LoRALinear(linear, config, dtype))
 
 
 def check_targets(model: ModelConfig, config: LoRAConfig, stages: Sequence[range]) -> None:

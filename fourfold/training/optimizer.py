@@ -288,7 +288,7 @@ def stochastically_rounded(wide: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+    return a.untyped_storage() is b.untyped_storage() and a.storage_offset() == b.storage_offset()
 
 
 def learning_rate(step: int, train_steps: int, peak: float, config: SchedulerConfig) -> float:

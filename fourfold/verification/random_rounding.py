@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from fourfold.config.run import RunConfig
+from fourfold.torch_internals import TorchDispatchMode
 from fourfold.verification.deviation import largest_differences
 from fourfold.verification.one_process import Figures, Logits, Parameters, Reference
 from fourfold.verification.reference_batches import Sequences, random_batch
@@ -42,10 +41,13 @@ class RandomRounding(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         is_in_place = any(out is each for each in args)
-        return out if func.is_view or is_in_place else tree_map_only(Tensor, self._rounded, out)
+        return out if func.is_view or is_in_place else self._rounded(out)
 
-    def _rounded(self, exact: Tensor) -> Tensor:
-        if exact.dtype != torch.float64:
+    def _rounded(self, exact: Any) -> Any:
+        """Round one result of an operation, or each of several results."""
+        if isinstance(exact, tuple | list):
+            return type(exact)(map(self._rounded, exact))
+        if not isinstance(exact, Tensor) or exact.dtype != torch.float64:
             return exact
         noise = torch.rand(exact.shape, dtype=exact.dtype, device=exact.device, generator=self.generator)
         return exact * (1 + torch.finfo(torch.float32).eps * (2 * noise - 1))

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from fourfold.data.loader import MicroBatch
 from fourfold.parallel.attention.block_attention import WIDEST_FLASH, AttentionScores
@@ -21,6 +19,7 @@ from fourfold.parallel.attention.document_attention import KeyLimits, attend_in_
 from fourfold.parallel.grid.communicate import ON_WAIT, PURPOSE, Purpose
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.memory.offload import OFFLOAD
+from fourfold.torch_internals import TorchDispatchMode, tensors_in
 from fourfold.training.job import Job
 from fourfold.verification.collective_names import CollectiveNames
 from fourfold.verification.durations import PRODUCTS, Durations, is_attention
@@ -68,11 +67,9 @@ class Recorder(TorchDispatchMode):
             self._tag(shard.local, "parameters")
         for index in range(len(job.trained)):
             job.optimizer.moments(index)
-        for tensor in job.optimizer.states():
-            self._tag(tensor, "optimizer")
         averages = [] if job.average is None else job.average.averages
-        for average in averages:
-            self._tag(average, "optimizer")
+        for tensor in (*job.optimizer.states(), *averages):
+            self._tag(tensor, "optimizer")
         self.parameters = sum(shard.local.nbytes for shard in job.shards)
         self.optimizer = sum(m.nbytes for i in range(len(job.trained)) for m in job.optimizer.moments(i).values())
         self.optimizer += sum(average.nbytes for average in averages)
@@ -82,11 +79,10 @@ class Recorder(TorchDispatchMode):
         """Leave the memory of a step's inputs out of the count."""
         for micro_batch in micro_batches:
             for field in fields(micro_batch):
-                tensor = getattr(micro_batch, field.name)
-                if tensor is not None:
+                if (tensor := getattr(micro_batch, field.name)) is not None:
                     storage = tensor.untyped_storage()
-                    self._references[storage._cdata] = weakref.ref(storage)
-                    self._storages[storage._cdata] = ("batch", storage.nbytes())
+                    self._references[id(storage)] = weakref.ref(storage)
+                    self._storages[id(storage)] = ("batch", storage.nbytes())
 
     def start(self) -> None:
         """Clear the collectives and memory peaks that were recorded while the job was built."""
@@ -120,7 +116,7 @@ class Recorder(TorchDispatchMode):
         # FSDP2 resizes the storage of gathered weights, which a dispatch mode does not see. So replace the method.
         setattr(torch.UntypedStorage, "resize_", self._counting_resize())  # noqa: B010 (mypy: a method is replaced)
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._notified = ON_WAIT.set(lambda out: self.flights.land(out.untyped_storage()._cdata))
+        self._notified = ON_WAIT.set(lambda out: self.flights.land(id(out.untyped_storage())))
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -133,27 +129,27 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = func._overloadpacket.__name__
+        name = func.overloadpacket.__name__
         if func.namespace == "fsdp":
-            self._land_what_is_read(args)
+            # FSDP2 waits for gathered weights when it copies them out.
+            for tensor in tensors_in(args):
+                self.flights.land(id(tensor.untyped_storage()))
         in_turn = None if self._inside else capped_in_turn(name, args)
         out = func(*args, **(kwargs or {})) if in_turn is None else self._watched(in_turn)
         if not self._inside and (name in PRODUCTS or is_attention(name)):
             self.flights.compute(0 if self._durations is None else self._durations.operation(name, args))
         if func.namespace == "fsdp":
             tag: Tag = "gradients" if name == "chunk_cat" else "weights"
-            for tensor in tree_iter((out, (kwargs or {}).get("out"))):
-                if isinstance(tensor, Tensor):
-                    self._tag(tensor, tag)
+            for tensor in tensors_in((out, (kwargs or {}).get("out"))):
+                self._tag(tensor, tag)
         elif func.namespace == "c10d" and name in OPERATIONS:
             self._collective(OPERATIONS[name], args)
         elif func.namespace == "c10d" and name == "recv_":
             self._receive(args[0][0])
         if not func.is_view and func.namespace != "prim":
             self._settle()
-        for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor):
-                self._see(tensor)
+        for tensor in tensors_in(out):
+            self._see(tensor)
         if self._is_for_gpu and not self._inside and in_turn is None:
             self._use_briefly(workspace_of(name, args, kwargs or {}))
         if func.namespace == "c10d" or name in ("mm", "copy_", "_to_copy"):
@@ -176,7 +172,7 @@ class Recorder(TorchDispatchMode):
         if group.size() == 1:
             return
         whole = args[1] if operation == "reduce_scatter" else first
-        line, purpose, storage = self.names.line(operation, group), PURPOSE.get(), first.untyped_storage()._cdata
+        line, purpose, storage = self.names.line(operation, group), PURPOSE.get(), id(first.untyped_storage())
         if line[2] == "gradients":
             for buffer in (first, whole):
                 self._tag(buffer, "gradients")
@@ -196,14 +192,8 @@ class Recorder(TorchDispatchMode):
     def _receive(self, tensor: Tensor) -> None:
         """Identify a send by the tensor that is received with it, because the rank waits for the received tensor."""
         if self._sent is not None and self._sent[0] is PURPOSE.get():
-            self.flights.move(self._sent[1], tensor.untyped_storage()._cdata)
+            self.flights.move(self._sent[1], id(tensor.untyped_storage()))
         self._sent = None
-
-    def _land_what_is_read(self, args: tuple[Any, ...]) -> None:
-        """Record that FSDP2 waits for gathered weights when it copies them out."""
-        for tensor in tree_iter(args):
-            if isinstance(tensor, Tensor):
-                self.flights.land(tensor.untyped_storage()._cdata)
 
     def _find_gradients_and_weights(self) -> None:
         """Tag gradients and gathered weights. No recorded operation shows when a parameter gets a gradient, or when
@@ -226,10 +216,10 @@ class Recorder(TorchDispatchMode):
         # Skip DTensors, because they only describe a tensor. The local tensor is recorded separately.
         if isinstance(tensor, DTensor):
             return
+        # torch keeps one Python object per storage as long as a tensor uses it, so its id identifies the storage.
         storage = tensor.untyped_storage()
-        if storage._cdata in self._storages:
+        if (key := id(storage)) in self._storages:
             return
-        key = storage._cdata
         self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
         purpose = PURPOSE.get()
         offloaded = purpose is not None and purpose.why == OFFLOAD
@@ -238,7 +228,7 @@ class Recorder(TorchDispatchMode):
 
     def _tag(self, tensor: Tensor, tag: Tag) -> None:
         self._see(tensor)
-        key = tensor.untyped_storage()._cdata
+        key = id(tensor.untyped_storage())
         old, size = self._storages[key]
         if old == tag or old in ("parameters", "optimizer", "batch"):
             return
@@ -278,7 +268,7 @@ class Recorder(TorchDispatchMode):
     def _counting_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
         def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
             result = self._resize(storage, size)
-            if (key := storage._cdata) in self._storages:
+            if (key := id(storage)) in self._storages:
                 tag, old = self._storages[key]
                 if tag == "activations":
                     self._storages[key] = ("weights", old)

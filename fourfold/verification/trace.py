@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fourfold.config.layout import CHUNK_LOGITS
 from fourfold.config.run import RunConfig
@@ -25,6 +23,7 @@ from fourfold.parallel.attention.context import share_of_sequences
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.tensor.head import ParallelHead
 from fourfold.planning.machines.machine import Machine
+from fourfold.torch_internals import FakeTensorMode
 from fourfold.training.job import Job, meta_stages
 from fourfold.verification.continuation import (
     ContinuedRun,
@@ -265,7 +264,7 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_l
 @contextmanager
 def fake_processes(world_size: int, rank: int = 0) -> Iterator[None]:
     """Make this process one rank of a simulated job of ``world_size`` processes, whose collectives move no data."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
         yield
     finally:

@@ -17,19 +17,9 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from fourfold.parallel.grid.grid import Grid
+from fourfold.torch_internals import END_OF_TRANSFERS, GROUP_METHODS
 from fourfold.verification.collective_names import CollectiveNames
 from fourfold.verification.exposure import Line
-
-OPERATIONS = {
-    # The names with "single" exist since torch 2.13.
-    "allreduce": "all_reduce", "_allgather_base": "all_gather", "all_gather_single": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter", "reduce_scatter_single": "reduce_scatter",
-    # On gloo, fourfold runs a reduce-scatter as an all-to-all and a local sum
-    # (parallel.grid.communicate.by_all_to_all).
-    "alltoall_base": "reduce_scatter", "all_to_all_single": "reduce_scatter",
-    "send": "send", "recv": "recv",
-}  # fmt: skip
-"""Maps methods of a process group to the operations that they run. torch's functions and FSDP2 call these methods."""
 
 
 @dataclass
@@ -70,10 +60,10 @@ class WatchedCollectives:
         self._replaced: list[tuple[type, str, Any]] = []
 
     def __enter__(self) -> Self:
-        for method, operation in OPERATIONS.items():
+        for method, operation in GROUP_METHODS.items():
             if hasattr(dist.ProcessGroup, method):
                 self._replace(dist.ProcessGroup, method, partial(self._issuing, operation))
-        self._replace(dist.ProcessGroup, "_end_coalescing", self._ending)
+        self._replace(dist.ProcessGroup, END_OF_TRANSFERS, self._ending)
         self._replace(dist.Work, "wait", self._waiting)
         return self
 

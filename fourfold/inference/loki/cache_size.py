@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache
 
 from fourfold.inference.loki.cache import GrowingLayer
+from fourfold.torch_internals import tensors_in
 
 
 def cache_bytes(cache: Cache | Sequence[Tensor] | None) -> int | None:
@@ -23,6 +23,5 @@ def cache_bytes(cache: Cache | Sequence[Tensor] | None) -> int | None:
         if isinstance(layer, GrowingLayer):
             total += layer.held_bytes
         else:
-            tensors = tree_leaves(layer if isinstance(layer, Tensor) else vars(layer))
-            total += sum(each.nbytes for each in tensors if isinstance(each, Tensor))
+            total += sum(each.nbytes for each in tensors_in(layer if isinstance(layer, Tensor) else vars(layer)))
     return total

@@ -9,8 +9,7 @@ sends its share of this sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,24 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fourfold.parallel.grid.communicate import all_gather_single, reduce_scatter_single
 from fourfold.parallel.grid.grid import TwoLevels
-
-
-class MeshWithGroups(DeviceMesh):
-    """A device mesh with custom process groups for some of its dims. A custom group has only the methods that FSDP2
-    calls."""
-
-    def __init__(self, mesh: DeviceMesh, groups: Mapping[int, Any]) -> None:
-        # Stop the constructor from creating new groups. Then take over the groups of ``mesh``.
-        super().__init__(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
-        vars(self).update(vars(mesh))
-        earlier: dict[int, Any] = mesh._other_groups if isinstance(mesh, MeshWithGroups) else {}
-        self._other_groups: dict[int, Any] = {**earlier, **groups}
-
-    def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
-        if mesh_dim in self._other_groups:
-            group: dist.ProcessGroup = self._other_groups[mesh_dim]
-            return group
-        return super().get_group(mesh_dim)
+from fourfold.torch_internals import MeshWithGroups
 
 
 def in_levels(mesh: DeviceMesh, shards: dist.ProcessGroup | TwoLevels) -> DeviceMesh:
@@ -64,8 +46,7 @@ class GatherInLevels(Allocation):
             mine = output_tensor.view(group.inside.size, -1)[group.inside.rank]
             all_gather_single(mine, input_tensor, group=group.across.group)
             input_tensor, group = mine, group.inside.group
-        work: dist.Work | None = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        return work
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class SumInLevels(Allocation):
@@ -86,10 +67,7 @@ class SumInLevels(Allocation):
             mine = input_tensor.view(group.inside.size, -1)[group.inside.rank]
             reduce_scatter_single(mine, input_tensor, op=op, group=group.inside_for_sums.group)
             input_tensor, group = mine, group.across.group
-        work: dist.Work | None = reduce_scatter_single(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
-        return work
+        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 class SumOfOneShard(Allocation):

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fourfold.parallel.data.fsdp_in_levels import Allocation, MeshWithGroups
+from fourfold.parallel.data.fsdp_in_levels import Allocation
 from fourfold.parallel.grid.communicate import all_gather_single, sum_parts
 from fourfold.parallel.grid.grid import TwoLevels
+from fourfold.torch_internals import MeshWithGroups
 
 IN_FLIGHT = 2
 """Largest number of gradient sums in flight. Each sum needs memory for two copies of a unit's gradients."""
@@ -47,8 +48,7 @@ class GatherInBackground(Allocation):
 
 
 def _gather(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work: dist.Work = all_gather_single(out, part, group=group, async_op=True)
-    return work
+    return all_gather_single(out, part, group=group, async_op=True)
 
 
 class OneAfterTheOther(dist.Work):

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.parallel.grid.communicate import PURPOSE
+from fourfold.torch_internals import TorchDispatchMode
 
 CHUNK = 1 << 22
 """Number of elements that are summed at once. The sum is weighted, and its weights take eight bytes per element. So
@@ -77,7 +77,7 @@ class CollectiveInputs(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace == "c10d":
-            name = func._overloadpacket.__name__
+            name = func.overloadpacket.__name__
             if name in FIRST_IS_INPUT:
                 self._note_collective(name, args[0][0], dist.ProcessGroup.unbox(args[1]), args)
             elif name in SECOND_IS_INPUT:

@@ -20,8 +20,8 @@ from fourfold.models.autograd import differentiable
 from fourfold.parallel.grid.grid import Axis
 
 # torch 2.13 renamed these two functions, and torch 2.11 has only the old names.
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single: Callable[..., dist.Work] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 NCCL_TYPES = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64}

@@ -19,6 +19,7 @@ from fourfold.errors import UserError
 from fourfold.parallel.grid.attempt_store import attempt_store
 from fourfold.parallel.grid.numa import bind_to_gpu
 from fourfold.processes import keep_gloo_local
+from fourfold.torch_internals import timeout_of
 
 MANY_PROCESSES = 256
 NVIDIA_SETTINGS = {
@@ -166,11 +167,8 @@ def default_group() -> dist.ProcessGroup:
 
 def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
     """Give a group the timeout of the default group. A new group has torch's default timeout (30 minutes for gloo)."""
-    if dist.get_backend(group) not in ("gloo", "nccl"):  # The fake group of a trace has no timeout.
-        return
-    device = torch.device(device_type)
-    timeout = default_group()._get_backend(device).options._timeout
-    group._get_backend(device)._set_default_timeout(timeout)
+    if dist.get_backend(group) in ("gloo", "nccl"):  # The fake group of a trace has no timeout.
+        group.set_timeout(timeout_of(default_group(), device_type))
 
 
 def group_among(sets: list[list[int]]) -> dist.ProcessGroup | None:
@@ -181,9 +179,8 @@ def group_among(sets: list[list[int]]) -> dist.ProcessGroup | None:
     Returns:
         The group of this process, or None if this process is in no set.
     """
-    world = dist.group.WORLD
     # With NCCL, a single call creates all groups.
-    if getattr(world, "bound_device_id", None) is not None:
+    if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         return dist.split_group(split_ranks=sets)
     mine = None
     for ranks in sets:
@@ -198,9 +195,8 @@ def warn_of_slow_groups(device_type: str) -> None:
 
     This happens with many processes if torch creates the groups one by one, each with a barrier over all processes.
     """
-    world = default_group()
     many = dist.get_world_size() >= MANY_PROCESSES and dist.get_rank() == 0
-    if device_type == "cuda" and many and getattr(world, "bound_device_id", None) is None:
+    if device_type == "cuda" and many and getattr(default_group(), "bound_device_id", None) is None:
         print(
             "warning: the process group was started without a device_id, so the groups of the grid are made one by "
             "one, which takes minutes with many processes; give init_process_group device_id=torch.device('cuda', "

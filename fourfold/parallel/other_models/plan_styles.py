@@ -21,6 +21,7 @@ from fourfold.errors import UserError
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.other_models.conv1d import as_linear
 from fourfold.parallel.other_models.split_experts import is_stack
+from fourfold.torch_internals import unsaved_buffers
 
 log = logging.getLogger("fourfold.styles")
 
@@ -189,7 +190,7 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
         f"{prefix}.{name}".removeprefix("."): buffer
         for prefix, module in model.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
+        if name not in unsaved_buffers(module)
     }
 
 

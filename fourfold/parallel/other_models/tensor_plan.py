@@ -19,6 +19,8 @@ from fourfold.parallel.tensor.sharding import Tile
 
 M = TypeVar("M", bound=nn.Module)
 
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
 SCALED_EMBEDDING = "ScaledWordEmbedding"
 """Suffix of the class names of some embeddings in transformers. They multiply their output by ``embed_scale``, as in
 Gemma."""
@@ -90,7 +92,7 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
                 setattr(module, "tiles", tiles)  # noqa: B010 (types forbid it on a module of another class)
             placed.append(Placed(name, style))
             continue
-        _set_module(model, name, new)
+        model.set_submodule(name, new)
         placed.append(Placed(name, style, over_y))
     return placed
 
@@ -139,9 +141,8 @@ def _heads(model: nn.Module) -> dict[str, int]:
 
 def _check_nothing_random(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        random = {key: value for key, value in vars(module).items() if "dropout" in key or "jitter" in key}
-        rates = {f"{name}.{key}": value for key, value in random.items()}
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        rates = {f"{name}.{key}": value for key, value in vars(module).items() if "dropout" in key or "jitter" in key}
+        if isinstance(module, DROPOUTS):
             rates[f"{name}.p"] = module.p
         for where, rate in rates.items():
             if isinstance(rate, float) and rate > 0:
@@ -197,7 +198,3 @@ def _check_divides(name: str, module: nn.Module, **over: Axis) -> None:
                 f"{name}: {size} = {number} cannot be split over {axis.name} = {axis.size}; {axis.name} = {works} "
                 f"work, and so does {size} = {-(-number // axis.size) * axis.size}"
             )
-
-
-def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    setattr(model.get_submodule(parent_of(name)), name.rpartition(".")[2], module)

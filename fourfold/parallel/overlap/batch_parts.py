@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from fourfold.parallel.attention.context import context_of_sequences
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.tensor.linear import Linear4D, LinearGroup
 from fourfold.parallel.tensor.linear_steps import PostponedGradients, Schedule, linear_steps
+from fourfold.torch_internals import run_forward_hooks, run_forward_pre_hooks
 
 
 def run_in_parts(model: Transformer, number: int, split: AttentionSplit, grid: Grid, across_blocks: bool) -> None:
@@ -256,24 +257,9 @@ class HookedVisit(Visit):
         if self._has_entered:
             return x_BTh
         self._has_entered = True
-        args: tuple[Any, ...] = (x_BTh,)
-        for key, hook in self.block._forward_pre_hooks.items():
-            if key in self.block._forward_pre_hooks_with_kwargs:
-                changed = hook(self.block, args, {})
-                args = args if changed is None else changed[0]
-            else:
-                changed = hook(self.block, args)
-                assert changed is None, "hooks that change the input take keyword arguments, as FSDP2's does"
-        entered: Tensor = args[0]
-        return entered
+        return run_forward_pre_hooks(self.block, x_BTh)
 
     def leave(self, index: int, x_BTh: Tensor) -> None:
         self._left[index] = x_BTh
-        if len(self._left) < self.block.parts.number:
-            return
-        outputs = [self._left.pop(i) for i in range(self.block.parts.number)]
-        for key, hook in self.block._forward_hooks.items():
-            more: list[Any] = [{}] if key in self.block._forward_hooks_with_kwargs else []
-            changed = hook(self.block, (), *more, outputs)
-            is_same = changed is None or all(a is b for a, b in zip(changed, outputs, strict=True))
-            assert is_same, "the outputs are already in the next block"
+        if len(self._left) == self.block.parts.number:
+            run_forward_hooks(self.block, [self._left.pop(i) for i in range(self.block.parts.number)])

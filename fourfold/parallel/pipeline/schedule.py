@@ -39,9 +39,9 @@ def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
     if grid.schedule == "1F1B":
         return [_one_forward_one_backward(rank, grid.pp, micro_batches) for rank in ranks]
     # Import torch only here, so that the schedules above work without it.
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+    from fourfold.torch_internals import schedule_actions
 
-    lists = get_schedule_ops(grid.schedule, grid.pp, micro_batches, num_stages_per_rank=stages_per_rank(grid))
+    lists = schedule_actions(grid.schedule, grid.pp, micro_batches, stages_per_rank(grid))
     return [[op for action in actions for op in _flat(action)] for actions in lists]
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fourfold.config.run import ParallelConfig
 from fourfold.parallel.data import fsdp_on_gloo
-from fourfold.parallel.data.fsdp_in_levels import MeshWithGroups
 from fourfold.parallel.data.fsdp_on_gloo import (
     IN_FLIGHT,
     GatherInBackground,
@@ -22,6 +21,7 @@ from fourfold.parallel.data.fsdp_on_gloo import (
 )
 from fourfold.parallel.grid.grid import Grid
 from fourfold.run_file.load import make_run
+from fourfold.torch_internals import MeshWithGroups
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
 
