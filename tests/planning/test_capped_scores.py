@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 from fourfold.parallel.attention import block_attention, document_attention
 from fourfold.parallel.attention.block_attention import AttentionScores, attend_block, attend_block_backward
 from fourfold.planning.cost import tensor_sizes
-from fourfold.planning.cost.activations import peak_bytes
+from fourfold.planning.cost.block_memory import peak_bytes
 from fourfold.planning.cost.block_time import block_time
 from fourfold.planning.cost.terms import attention_core
 from fourfold.planning.machines.constants import prior_constants

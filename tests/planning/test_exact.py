@@ -13,7 +13,7 @@ from exact_parameters import stored_bytes
 from tiny_runs import DENSE, LLAMA, tiny_run
 
 from fourfold.config.run import RunConfig
-from fourfold.planning.cost.activations import peak_bytes
+from fourfold.planning.cost.block_memory import peak_bytes
 from fourfold.planning.cost.memory import in_flight
 from fourfold.planning.cost.stage_split import blocks_of_ranks
 from fourfold.planning.run_workload import workload_of

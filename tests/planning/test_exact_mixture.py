@@ -23,7 +23,7 @@ from tiny_runs import (
 
 from fourfold.config.optimizer_rules import OptimizerConfig
 from fourfold.config.run import RunConfig
-from fourfold.planning.cost.activations import peak_bytes
+from fourfold.planning.cost.block_memory import peak_bytes
 from fourfold.planning.cost.memory import stage_memory
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.run_workload import workload_of

@@ -17,7 +17,7 @@ from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.calibration.programs import PROGRAMS
 from fourfold.planning.calibration.rows import Skipped, measured_table, read_rows, read_table, row_of
 from fourfold.planning.calibration.score import Scored, errors_of, memory_of, predict_rows, summary, sweeps_of
-from fourfold.planning.cost.activations import kept_by_block
+from fourfold.planning.cost.block_memory import kept_by_block
 from fourfold.planning.cost.head_memory import head_bytes
 from fourfold.planning.cost.memory import CATEGORIES, stage_memory
 from fourfold.planning.cost.out_of_memory import CACHED

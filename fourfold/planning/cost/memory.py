@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number
-from fourfold.planning.cost.activations import BlockBytes, block_bytes, is_replicated, is_resharded, peak_bytes
+from fourfold.planning.cost.block_memory import BlockBytes, block_bytes, is_replicated, is_resharded, peak_bytes
 from fourfold.planning.cost.expert_sizes import (
     dense_share,
     experts_of_one_shard,

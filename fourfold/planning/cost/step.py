@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fourfold.planning.array_fields import Number
-from fourfold.planning.cost.activations import is_replicated
+from fourfold.planning.cost.block_memory import is_replicated
 from fourfold.planning.cost.block_time import BlockTime, block_time
 from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts
 from fourfold.planning.cost.exposed import (

@@ -15,7 +15,7 @@ import numpy as np
 
 from fourfold.errors import UserError
 from fourfold.planning.array_fields import ArrayFields, unique_rows
-from fourfold.planning.cost.activations import block_bytes
+from fourfold.planning.cost.block_memory import block_bytes
 from fourfold.planning.cost.block_time import block_time
 from fourfold.planning.cost.memory import peak_memory
 from fourfold.planning.cost.out_of_memory import p_out_of_memory

@@ -1,4 +1,4 @@
-"""Compute the bytes of activations on one rank: what each block saves for the backward pass, and the peak of a step.
+"""Compute the bytes that a block saves for its backward pass, and the peak of the activations on one rank.
 
 x, y, z, and cp are the axes of the grid.
 """
