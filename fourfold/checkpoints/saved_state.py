@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from fourfold.checkpoints.find_checkpoints import STATE_FILE, is_step_name, step_of
 from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_small_file, damaged
@@ -116,8 +116,8 @@ class CheckpointState(Strict):
     """The section [masks], which says which tokens are part of the loss. None for imported models."""
     optimization: dict[str, Any] | None = None
     """The result of `compared_settings`. None for imported models."""
-    first_samples: dict[str, str] | None = None
-    """Digests of the data on disk (`Corpora.first_samples`)."""
+    first_samples: Annotated[dict[str, str] | None, BeforeValidator(lambda v: None if isinstance(v, str) else v)] = None
+    """Digests of the data on disk (`Corpora.first_samples`). Older checkpoints have a single digest, which is ignored."""
     weights_only: bool = False
     """True for an imported model. A run that starts from it begins at step 0."""
     lora: LoRAConfig | None = None

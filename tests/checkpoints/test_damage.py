@@ -347,6 +347,14 @@ def test_a_checkpoint_older_than_a_key_can_be_resumed(saved: Path, tmp_path: Pat
         check_same_model(path, read_state(path), model.model_copy(update={"query_pre_attn_scalar": 3}))
 
 
+def test_a_checkpoint_with_one_digest_of_the_data_is_read(saved: Path, tmp_path: Path) -> None:
+    """Versions before 43efbf37 wrote one digest of the training data, not a digest for each kind of data."""
+    path = tmp_path / saved.name
+    shutil.copytree(saved, path)
+    change_state(first_samples="58e007314fb7798c87670bd593f574ad")(path)
+    assert read_state(path).first_samples is None
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("key", "value"), [("seed", 1), ("global_batch_size", 16), ("seq_length", 16)])
 def test_another_order_of_samples_is_refused(saved: Path, key: str, value: int) -> None:
