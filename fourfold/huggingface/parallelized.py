@@ -291,7 +291,7 @@ class Parallelized(nn.Module):
 
         Raises:
             UserError: ``folder`` is not a checkpoint or cannot be written, or the optimizer keeps a tensor that has
-                neither the weight's shape nor one element. Every process raises it.
+                neither the weight's shape nor one element. Every process raises this error.
         """
         write_checkpoint(self._saved(), self.grid, Path(folder), optimizer)
 
