@@ -35,7 +35,7 @@ class Traffic(NamedTuple):
     over_x: list[int]
     """Number of rows that each x rank has received over ep."""
     groups: Groups
-    """The gathered rows, grouped by expert: how many rows each expert on this rank gets from all ranks together."""
+    """How many rows each expert on this rank gets from all ranks together, after the all-gather over x."""
     order_N: Tensor | None
     """The permutation that sorts the gathered rows by expert. None if they are already sorted."""
     inverse_N: Tensor | None

@@ -1,4 +1,4 @@
-"""A grid in a user's own program: the process group that it starts, or the sentence that refuses it."""
+"""A grid in a user's own program starts a process group, or fails with an error message."""
 
 from __future__ import annotations
 
