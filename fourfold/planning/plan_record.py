@@ -75,7 +75,7 @@ class PlanRecord:
     def is_own_drawn(self) -> bool:
         """Return whether charts show the run file's layout.
 
-        They show it if it has a prediction for the requested number of GPUs, unless its step takes more than
+        Charts show this layout if it has a prediction for the requested number of GPUs, unless its step takes more than
         ``TALLEST`` times as long as the best layout's step. A longer bar would make all other bars too small to read.
         """
         own = self.own

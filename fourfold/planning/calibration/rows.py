@@ -51,8 +51,8 @@ class Row:
     memory_gb: float | None
     out_of_memory: bool
     ran: bool
-    """Whether the run fit into memory and the row states its recompute mode. Only such rows test whether the planner
-    predicts that a run fits."""
+    """Whether the run fit into memory and the row states its recompute mode. Only such rows show whether the planner
+    correctly predicts that a run fits."""
     dense_half: bool
     """Whether the model is dense, the precision is 16 bits, and the row is complete and not doubtful."""
     sweep: tuple[str, ...]
@@ -256,7 +256,7 @@ def _shares_optimizer(measured: MeasuredRow) -> bool:
 
 
 def _program(measured: MeasuredRow) -> dict[str, Any]:
-    """Return the framework's flags, with the changes that the row's columns make."""
+    """Return the framework's flags. The row's columns override some of them."""
     traits = PROGRAMS[measured.program]
     fsdp = measured.sharding in ("fsdp", "hsdp")
     parallel_sequence = traits.seq_parallel if measured.seq_parallel is None else measured.seq_parallel
@@ -321,8 +321,8 @@ def _deepspeed(measured: MeasuredRow, traits: Traits) -> dict[str, Any]:
         "gradient_copy": traits.deepspeed and measured.precision == "fp16",
         "gradient_bytes": 6 if shares else 0,
         "all_reduces_gradients": shares,
-        # In DeepSpeed, a stage keeps the tensors that it has sent. The first stage, which needs the most memory, also
-        # keeps a dropout mask of half the size.
+        # In DeepSpeed, a stage keeps each tensor that it has sent. The first stage, which needs the most memory, also
+        # keeps a dropout mask that is half as large as this tensor.
         "stage_keeps": 1.5 if traits.deepspeed else 0,
     }
 

@@ -51,8 +51,8 @@ class Matrices(NamedTuple):
 
     @property
     def flops(self) -> Number:
-        """Return the FLOPs of the Newton–Schulz iterations of one matrix x. Each iteration computes x·xᵀ, its square,
-        and the product of a combination of the two with x."""
+        """Return the FLOPs of the Newton–Schulz iterations of one matrix x. Each iteration computes x·xᵀ, squares it,
+        and multiplies x by a combination of x·xᵀ and its square."""
         return STEPS * (4.0 * self.short**2 * self.long + 2.0 * self.short**3)
 
 

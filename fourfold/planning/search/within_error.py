@@ -1,5 +1,5 @@
-"""Find the layouts with predicted times so close that any of them may be the fastest. Also propose limits for
-``fourfold tune``, which decides between these layouts with real trials."""
+"""Find the layouts whose predicted times are so close that any of them may be the fastest. Also propose limits for
+``fourfold tune``, so that it compares these layouts in real trials."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEASURED = 10
 
 @dataclass(frozen=True)
 class WithinError:
-    """The layouts with predicted times so close to the best layout's time that any of them may be the fastest."""
+    """The layouts whose predicted times are so close to the best layout's time that any of them may be the fastest."""
 
     factor: float
     """If two predicted times differ by more than this factor, the measured times have the same order with a probability

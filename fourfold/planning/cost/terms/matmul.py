@@ -57,8 +57,14 @@ def linear_seconds(
 ) -> tuple[Number, Number, Number]:
     """Return the seconds of a linear layer's three matmuls: forward, input gradient, and weight gradient.
 
-    If ``groups`` is above 1, this number of layers (with the same number of rows each) runs as one grouped matmul.
-    ``rate`` is the FLOP/s of the fastest memory layout of the operands.
+    Args:
+        rows: Number of rows of the input.
+        inner: Number of input features.
+        out: Number of output features.
+        item: Number of bytes per entry.
+        rates: The rates of the step on the machine.
+        rate: FLOP/s that the best shape reaches, with the fastest memory layout of the operands.
+        groups: Number of layers, each with ``rows`` rows. Above 1, they run as one grouped matmul.
     """
     how = {"units": rates.units, "bandwidth": rates.bandwidth, "item": item, "groups": groups}
     return (
