@@ -102,9 +102,9 @@ class RunningTrial:
 
 
 def reason_in(log: Path) -> str:
-    """Return the last message in a trial's log, at most 300 characters. If fourfold itself printed a message, return
-    its last one. Otherwise return the last line, such as the end of a traceback. Return an empty text if there is no
-    log."""
+    """Return why a trial ended, according to its log, in at most 300 characters. If fourfold itself printed messages,
+    return the last of these. Otherwise return the last line of the log, such as the end of a traceback. Return an empty
+    text if there is no log."""
     lines = [line.strip() for line in _end_of(log).decode("utf-8", "replace").splitlines() if line.strip()]
     ours = [line.removeprefix("fourfold: ") for line in lines if line.startswith("fourfold: ")]
     return (ours or lines or [""])[-1][:300]
