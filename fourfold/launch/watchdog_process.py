@@ -1,4 +1,4 @@
-"""Run the watchdog process of a rank. If the rank's heartbeats stop, it writes a report and ends the rank.
+"""Run the watchdog process of a rank. If the rank's heartbeats stop, the watchdog writes a report and ends the rank.
 
 This module imports only the standard library and a few small modules of fourfold. So the watchdog starts quickly and
 needs little memory.

@@ -41,7 +41,7 @@ class LocalShard:
 
     @property
     def current(self) -> Tensor:
-        """Return the local tensor that the parameter has now. The optimizer asserts that this is the memory of
+        """Return the local tensor that the parameter has now. The optimizer asserts that it uses the same memory as
         ``local``."""
         return self.tile.as_tile(self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter)
 

@@ -51,7 +51,7 @@ class PlanRecord:
     """Factors on predicted seconds that give the 5th and the 95th percentile of measured seconds. None on a machine
     that the user calibrated, because the factors come from fourfold's calibration."""
     within_error: WithinError
-    """The layouts that are too close to the best one to tell apart, given the planner's error."""
+    """The layouts whose predicted times are too close to the best layout's time, given the planner's error."""
 
     def labeled(self) -> list[tuple[str, Prediction]]:
         """Return the ranked layouts with their ranks as labels, followed by the run file's layout if it has a

@@ -24,8 +24,8 @@ def planned_run(request: Request, layout: Prediction, tokens: float | None = Non
     """Return a run with a planned layout, and with the batch and the sequence length that it was planned for. If
     ``tokens`` is given, the run trains on this number of tokens, rounded to whole steps.
 
-    If the request sets precision or optimizer, they come from the request. All other keys come from the request's run
-    file. Without a run file, these keys have their defaults, and the data is built-in text.
+    If the request sets a precision or an optimizer, the run uses them. All other keys come from the request's run file.
+    Without a run file, these keys have their defaults, and the data is built-in text.
     """
     table: dict[str, Any] = {
         "name": request.name,

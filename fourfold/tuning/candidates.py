@@ -31,8 +31,8 @@ MOST_LIKELY_OUT = 0.5
 this."""
 
 DOUBT_ON_CPU = 2.5
-"""Value of ``Candidates.doubt`` on a CPU. Predictions are less certain there, because processes share cores, and the
-planner does not model this."""
+"""Value of ``Candidates.doubt`` on a CPU. Predictions are less certain on a CPU, because processes share cores, and the
+planner does not model this sharing."""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ MOST_LIKELY_OUT = 0.2
 MOST_TRIALS_OF_ONE = 3
 """Largest number of trials of one layout. Repeated trials show whether a difference is noise."""
 NOISE, NOISE_WEIGHT = 0.02, 2
-"""``NOISE`` is the assumed standard deviation of the logarithm of the step time between equal runs. When repeated
-trials measure this standard deviation, the assumption has the weight of ``NOISE_WEIGHT`` repetitions."""
+"""``NOISE`` is the assumed standard deviation of the logarithm of the step time between equal runs. Repeated trials
+measure this standard deviation too. In the estimate, the assumption has the weight of ``NOISE_WEIGHT`` repetitions."""
 CRASHES = 2
 """A knob value that has never worked is dropped after this many crashes."""
 DRAWN = 256

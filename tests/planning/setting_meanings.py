@@ -123,8 +123,8 @@ MEANINGS += [
      "--per_device_train_batch_size 2", {"micro_batch": 2}, ("config_file = fsdp.yaml",)),
 ]  # fmt: skip
 
-# The settings of the first file do not change a prediction. The settings of all other files look harmless, but change a
-# prediction.
+# The settings of the first file do not change a prediction. All other files have settings that look as harmless but are
+# not, so they must be listed as not understood.
 MEANINGS += [
     ("harmless.sh", MEGATRON + "--lr 1e-4 --seed 1 --log-interval 10 --save out --data-path data --rotary-base 10000",
      {"layers": 32}, ()),

@@ -253,7 +253,8 @@ def test_attention_kernels_of_each_generation(machine: str, flash2: bool, measur
 
 
 def test_rings_of_wide_heads_and_windows_have_an_older_kernel() -> None:
-    """Only a ring with wide heads or windows cannot use cuDNN's kernel. For an A100, there is no newer kernel."""
+    """Rings of wide heads, and windows without a ring, cannot use cuDNN's kernel. For an A100, there is no newer
+    kernel than FlashAttention-2."""
 
     def share(machine: str, **changes: object) -> float:
         work = workload_of_model(ModelConfig(**PRESETS["llama3-70b"])).but(

@@ -175,10 +175,10 @@ class FullySharded(DataParallel):
                 parameter.grad = parameter.grad.to(self.types.gradient)
 
     def _free_summed(self, *_: object) -> None:
-        """Free the gradients that FSDP2 has sent but still keeps, before the head computes the next logits.
+        """Free gradients that FSDP2 keeps after it has sent them. Do this before the head computes the next logits.
 
-        FSDP2 would keep the gradients of the unit that came last in the backward pass until the next micro-batch's
-        backward pass. This unit is usually the embedding, so its gradients are large.
+        The unit that came last in the backward pass is usually the embedding, so its gradients are large. FSDP2 would
+        keep them until the next micro-batch's backward pass.
         """
         context: Any = _fsdp(self.model)._get_fsdp_state()._comm_ctx
         if hasattr(context, "reduce_scatter_states"):

@@ -60,9 +60,9 @@ class ExpertLoad:
         """Whether a training step is running. Otherwise nothing is counted, and the balance loss and the z-loss have no
         gradients."""
         self.factor: Tensor | float = 0.0
-        """The loss scale divided by the number of tokens. Losses that are sums over tokens are multiplied by it."""
+        """The loss scale divided by the number of tokens. This is the factor on losses that are sums over tokens."""
         self.planned: Sequence[float] | None = None
-        """Relative load of each expert that a trace assumes, because it has no data to count."""
+        """The relative load of each expert, for a trace. A trace has no data to count, so it assumes this load."""
         self._sums = torch.zeros(shape[0], self.experts + len(FIGURES), dtype=torch.float64, device=device)
 
     def watch(self, model: nn.Module) -> None:

@@ -48,8 +48,8 @@ def kind_of_extrapolation(machine: Machine) -> str | None:
 
 
 def kind_of_step(work: Workload, waiting: float) -> str:
-    """Return which prediction interval applies to a step: the interval for "mixture", "long context", "small batch", or
-    "dense" (all other steps).
+    """Return the kind of a step: "mixture", "long context", "small batch", or "dense" (all other steps). Each kind has
+    its own prediction interval.
 
     Args:
         work: A single workload.

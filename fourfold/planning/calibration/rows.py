@@ -29,8 +29,8 @@ GPT_VOCABULARY = 51200
 FLOAT8 = ("fp8", "mxfp8")
 BYTES_OF = {"fp32": 4, "bf16": 2, "int8": 1}
 ERRATA = {("V1", "recompute", "full"): "none"}
-"""Corrections of the sources. Each maps a source, a column, and a value that contradicts the source's own measurements
-to the value that is used instead.
+"""Corrections of mistakes in the sources. A key is a source, a column, and a value that contradicts the source's own
+measurements. It is mapped to the value that we use instead.
 
 The single-node configurations of vTrain (V1) ask for full recompute. With full recompute, the measured times would mean
 that A100s run matmuls at 1.3 times the best rate that was ever measured on them. Also, vTrain's own simulator does not
@@ -328,8 +328,8 @@ def _deepspeed(measured: MeasuredRow, traits: Traits) -> dict[str, Any]:
 
 
 def _divided(work: Workload, measured: MeasuredRow) -> Workload:
-    """Set ``end_layers``: how many layers the embedding, and also the head, counts as when layers are divided into
-    stages.
+    """Set ``end_layers``. When layers are divided into stages, the embedding counts as this number of layers, and so
+    does the head.
 
     Each of the two counts as one layer if the row says so, or if the layers cannot be divided evenly in any other way.
     """

@@ -84,8 +84,8 @@ def attention_over_y(work: Workload) -> np.ndarray:
 
 
 def copies_heads(work: Workload) -> Flag:
-    """Return whether fourfold copies the inputs of attention, to get whole sequences for its heads, and copies the
-    outputs back."""
+    """Return whether fourfold copies the inputs of attention, to get whole sequences for the rank's heads, and copies
+    the outputs back."""
     is_own = np.asarray(work.program.is_fourfold, bool)
     copies: Flag = is_own & (work.layout.x > 1) & (work.sequences_per_part > 1) & (attention_over_y(work) == "heads")
     return copies

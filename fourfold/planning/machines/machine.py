@@ -1,7 +1,7 @@
 """Describe a machine for the planner: the rates and memory of one device, and the links between devices.
 
-Machines are TOML files (``fourfold/planning/machines``). Their comments give the source of each value, or say that it
-is an assumption.
+Machines are TOML files (``fourfold/planning/machines``). Comments in a file give the source of each value, or say that
+the value is an assumption.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Machine(ArrayFields):
     - intra2, intra4, intra8: bandwidth, in one direction, from a device to a group of 2, 4, or 8 neighbors.
     - intra_far: bandwidth inside a node to members of a group that are not neighbors.
     - host: bandwidth from a device to the host's memory. 0 if unknown.
-    - node: injection bandwidth of a node.
+    - node: bandwidth from a node to the network, over all of its adapters (injection bandwidth).
     - base: latency of a collective, in addition to the steps of its ring.
     - intra_hop, inter_hop: latency of each step of the ring, inside a node and between nodes.
     - ring_hop: measured latency per rank in rings that leave a node. If this is 0, the planner computes the latency

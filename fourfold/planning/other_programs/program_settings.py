@@ -188,7 +188,7 @@ def _expert_layers(pattern: str) -> dict[str, float]:
     """Parse which layers have experts. Return how many layers apart they are, or the number of dense layers."""
     if pattern.isdecimal():
         return {"expert_layer_every": int(pattern)}
-    # ``setting_text`` writes a list from a YAML file without brackets.
+    # ``setting_text`` has removed the brackets of a list from a YAML file.
     listed = f"[{pattern.replace(' ', ',')}]" if re.fullmatch(r"[01]([ ,][01])+", pattern) else pattern
     text = listed.replace(" ", "").strip("()")
     lists = re.findall(r"(\[[01](?:,[01])*\])(\*\d{1,4})?", text)

@@ -26,7 +26,8 @@ class WithinError:
     """If two predicted times differ by more than this factor, the measured times have the same order with a probability
     of 95 %."""
     count: int
-    """Number of layouts that fit into memory and are within the factor of the best one, including the best one."""
+    """Number of layouts that fit into memory and whose predicted time is below ``factor`` times the best layout's time.
+    The best layout counts too."""
     ranked: int
     """Number of these layouts that are also in the plan's ranking."""
     space: list[str]

@@ -31,9 +31,9 @@ def bubble_seconds(
       weight gradients do not fill (Qi et al. 2024, arXiv 2401.10241, table 2).
     - DualPipeV: the result is an upper bound.
 
-    tests/planning/test_terms.py compares these step times with a simulation of torch's schedules. They differ by at
-    most 3 % for ZBVZeroBubble, and for zero-bubble schedules in which F, I, and W differ. For all other schedules, they
-    are equal.
+    tests/planning/test_terms.py compares step times with these bubbles to a simulation of torch's schedules. They
+    differ by at most 3 % for ZBVZeroBubble, and for other zero-bubble schedules if F, I, and W are not equal. In all
+    other cases, they are equal.
     """
     missing = np.maximum(pp - micro_batches, 0)
     whole = forward + inputs + weights
@@ -88,8 +88,8 @@ def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number
 def transfer_seconds(size: Number, gpus: Number, machine: Machine, constants: Constants) -> Number:
     """Return the seconds of sending activations to the next stage.
 
-    The transfer is assumed to cross the network, because the slowest hop sets the pace. If the job fits into one node
-    or domain, the transfer uses the links inside it.
+    We assume that the transfer crosses the network, because the slowest hop sets the pace. If the job fits into one
+    node or domain, the transfer uses the links inside it.
 
     Args:
         size: Bytes to send.
