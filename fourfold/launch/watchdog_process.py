@@ -219,8 +219,8 @@ def find_awaited(reports: list[HangingRank]) -> HangingRank:
 
     If any rank is behind, keep only the candidates with the fewest heartbeats in the current step. Of the remaining
     candidates, return the rank that has been silent longest. First find the rank with the oldest heartbeat on each
-    machine. Then compare how long each of these ranks has been silent. The times of heartbeats cannot be compared
-    across machines, because their clocks differ.
+    machine. Then compare how long each of these ranks has been silent. The times of heartbeats on different machines
+    cannot be compared, because the machines' clocks differ.
     """
     stopped = [report for report in reports if report.state in STOPPED]
     behind = [one for one in reports if any(_is_behind(one, other) for other in reports)]

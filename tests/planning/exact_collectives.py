@@ -158,12 +158,12 @@ def _head_lines_of(run: RunConfig, once: int, forward: int, gathers: int) -> Ite
 
 
 def _norms(run: RunConfig, inputs: int, outputs: int) -> int:
-    """Return how often all norms of a block run together.
+    """Return how often the norms of a block run, as a sum over these norms.
 
     Args:
         run: The run.
-        inputs: How often the norms on the inputs of attention and MLP run.
-        outputs: How often the norms on the outputs of attention and MLP run.
+        inputs: How often each norm on the inputs of attention and MLP runs.
+        outputs: How often each norm on the outputs of attention and MLP runs.
     """
     placement = run.model.norm_placement
     return 2 * (inputs * (placement != "after") + outputs * (placement != "before"))

@@ -175,7 +175,7 @@ class FullySharded(DataParallel):
                 parameter.grad = parameter.grad.to(self.types.gradient)
 
     def _free_summed(self, *_: object) -> None:
-        """Free gradients that FSDP2 keeps after it has sent them. Do this before the head computes the next logits.
+        """Free gradients that FSDP2 keeps after it has sent them. This runs before the head computes the next logits.
 
         The unit that came last in the backward pass is usually the embedding, so its gradients are large. FSDP2 would
         keep them until the next micro-batch's backward pass.

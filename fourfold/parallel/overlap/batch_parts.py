@@ -60,8 +60,8 @@ class Parts:
     """Number of ranks whose tokens are joined in the sequence dim of attention's inputs. It is the size of x if y
     splits the batch, and otherwise 1. ``JoinedAttention`` needs this number to put the tokens in order."""
     run_ahead: bool
-    """Whether a part may run several steps while another part waits. This is False with y > 1. Otherwise most
-    collectives could hide behind the matmuls of only one part."""
+    """Whether a part may run several steps while another part waits. This is False with y > 1. If parts ran ahead with
+    y > 1, most collectives could hide behind the matmuls of only one part."""
 
     def dim(self, x_BTh: Tensor) -> int | None:
         """Return which dim to divide: 0 for sequences, 1 for tokens, or None if neither can be divided."""

@@ -30,7 +30,7 @@ FLOAT8 = ("fp8", "mxfp8")
 BYTES_OF = {"fp32": 4, "bf16": 2, "int8": 1}
 ERRATA = {("V1", "recompute", "full"): "none"}
 """Corrections of mistakes in the sources. A key is a source, a column, and a value that contradicts the source's own
-measurements. It is mapped to the value that we use instead.
+measurements. The table maps each key to the value that we use instead.
 
 The single-node configurations of vTrain (V1) ask for full recompute. With full recompute, the measured times would mean
 that A100s run matmuls at 1.3 times the best rate that was ever measured on them. Also, vTrain's own simulator does not

@@ -55,7 +55,7 @@ def fit_rows(rows: Sequence[Row], known: bool = True) -> Calibration:
         known: Whether to also fit the level of known sources on known machines (``fit.fit``).
 
     Raises:
-        UserError: No row is from a dense model, has a step time, and is not doubtful.
+        UserError: There are no rows of dense models that have a step time and are not doubtful.
     """
     timed = [row for row in rows if row.seconds is not None and not row.doubt and not row.mixture]
     if not timed:

@@ -19,8 +19,8 @@ from fourfold.planning.workload import CP_METHODS, Workload
 def hidden(communication: Number, computation: Number, exposed: Number) -> Number:
     """Return the seconds of ``communication`` that concurrent ``computation`` hides.
 
-    At best, it hides as many seconds as the computation takes, or all communication if the communication is shorter.
-    The fraction ``exposed`` of these seconds stays exposed.
+    At best, the computation hides as many seconds as it takes itself, or all communication if the communication is
+    shorter. The fraction ``exposed`` of these seconds stays exposed.
     """
     return (1 - exposed) * np.minimum(communication, computation)
 

@@ -59,7 +59,8 @@ class PerToken(NamedTuple):
     pairs: float
     """Per pair of the token and a token of its chunk, for each value head."""
     states: float
-    """Per entry of the states. Tokens of a chunk share its states, so each token counts a fraction of the entries."""
+    """Per entry of a chunk's states. All tokens of the chunk share these entries, so the number per token is the number
+    of entries divided by the tokens of a chunk."""
 
     def of(self, work: Workload) -> Number:
         """Return the quantity for a rank's share of a micro-batch."""

@@ -76,7 +76,7 @@ def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Numbe
 
 
 def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
-    """Return the workload with another fraction of blocks with experts: the fraction on this pipeline rank."""
+    """Set the workload's fraction of blocks with experts to the fraction on this pipeline rank."""
     if block.dense is None:
         return work
     return work.but(sparse=np.where(np.asarray(work.model.num_experts) > 0, 1 - blocks.dense / blocks.number, 0.0))
