@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # they are public
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # these names are public
 
 from fourfold.environment import Place, read_environment, rendezvous
 from fourfold.errors import UserError

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from patience import PATIENCE
 from pool import Pool
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # they are public
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # these names are public
 
 import fourfold
 from fourfold.environment import Place
