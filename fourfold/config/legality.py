@@ -31,7 +31,7 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Divides:
-    """A rule that a number must be divisible by the product of some axes. It has the same attributes as a ``Rule``."""
+    """A rule that the product of some axes' sizes must divide a number. The class has the attributes of a ``Rule``."""
 
     axes: tuple[str, ...]
     what: str
@@ -45,7 +45,7 @@ class Divides:
     """Text that says how run-file keys determine the number, with names from ``Sizes`` as placeholders. Empty if the
     number is the value of ``key``."""
     unit: str = ""
-    """Name in ``Sizes`` of a second number that must divide the number."""
+    """Name in ``Sizes`` of a second number that must divide ``number``. Empty if there is none."""
 
     @property
     def reason(self) -> str:

@@ -118,9 +118,10 @@ def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]
 def hash_table_drops(targets: NDArray[np.int64], k: int, h: int, include_target: bool = True) -> NDArray[np.bool_]:
     """Choose the dropped targets as the published code does (strategy "hash-table", commit 35d29f9).
 
-    The product of h tokens, wrapped to 64 bits, modulo 1,000,003, is an index into a table of uniform random numbers.
-    The target is dropped if the number at this index is below 1/k. A product ignores the order of its factors and
-    collapses to 0 for large h or with token 0, so prefer "hash".
+    The ids of h tokens are multiplied in 64-bit integers, which wrap around. The product modulo 1,000,003 is an index
+    into a table of uniform random numbers. The target is dropped if the number at this index is below 1/k. Prefer the
+    strategy "hash": a product ignores the order of the tokens, and often becomes 0 if h is large or a token has the id
+    0.
 
     Args:
         targets: Target tokens [samples, S].

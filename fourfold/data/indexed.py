@@ -115,8 +115,7 @@ class IndexedDataset:
 
     @property
     def document_offsets(self) -> NDArray[np.int64]:
-        """Return where each document starts in the stream, as token indices followed by the number of tokens,
-        [documents + 1]."""
+        """Return the token index at which each document starts, followed by the number of tokens [documents + 1]."""
         sequence_starts = np.append(self._starts // self.dtype.itemsize, self.tokens)
         document_starts: NDArray[np.int64] = sequence_starts[self._boundaries]
         return document_starts

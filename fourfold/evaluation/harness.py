@@ -33,6 +33,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     in one pass.
 
     Args:
+        model: Scores the requests on the grid.
+        tokenizer: The tokenizer of the model.
         prefix: The token that comes before a text.
         context: Maximum number of input tokens per forward pass.
         max_new_tokens: Number of tokens to generate if the task does not say.
@@ -76,8 +78,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         """Run a task, or a group of tasks, on all processes, as ``run_tasks`` does.
 
         Raises:
-            TaskFailed: The task failed on at least one process, outside the model's own passes. All processes raise
-                this error.
+            TaskFailed: The task failed on at least one process, but not during the model's forward pass. All processes
+                raise this error.
         """
         failure = None
         try:
@@ -86,7 +88,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             # The task failed on another process. This process learned of the failure at the beginning of a pass.
             raise
         except Exception as error:  # Tasks are third-party code, templates, and data, and can raise anything.
-            # If the model's own pass failed, the processes may have left it at different points and cannot continue.
+            # If the model's forward pass failed, the processes may have stopped at different points of the pass. Then
+            # they cannot continue together.
             if self._is_scoring:
                 raise
             why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
