@@ -51,8 +51,8 @@ clock = time.monotonic
 
 @dataclass(frozen=True)
 class Part:
-    """A program to run. ``words`` are its arguments. The program writes its figures to the file that replaces
-    ``{json}`` in ``words``. If ``prints`` is true, it prints the figures instead."""
+    """A program to run. ``words`` are its arguments. In them, the path of a file replaces ``{json}``, and the program
+    writes its figures to this file. If ``prints`` is True, the program prints the figures instead."""
 
     words: list[str]
     seconds: float

@@ -337,7 +337,7 @@ class Parallelized(nn.Module):
             self.on_grid.free_gathered()
 
     def _guard(self, output: Tensor) -> Tensor:
-        """Make ``output`` refuse ``loss.backward()``, which would leave gradients unsummed."""
+        """Make ``loss.backward()`` raise an error, because it would leave the gradients unsummed."""
         if output.requires_grad:
             output.register_hook(self._check_in_backward)
         return output

@@ -17,11 +17,11 @@ from fourfold.models.transformer import parameter_shapes
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """The rows of a Hugging Face tensor that belong to one of the decoder's parameters: ``rows`` rows, in ``groups`` of
-    equal size.
+    """The rows of a Hugging Face tensor that belong to one of the decoder's parameters. There are ``rows`` rows, in
+    ``groups`` groups of equal size.
 
-    The first group begins at row ``first``, and each following group begins ``stride`` rows later. Any remaining rows
-    of the decoder's parameter are padding.
+    The first group begins at row ``first`` of the tensor, and each following group begins ``stride`` rows later. If the
+    decoder's parameter has more rows, these are padding.
     """
 
     name: str

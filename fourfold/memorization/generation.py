@@ -87,7 +87,7 @@ def common_subsequence(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     """Return the length of the longest common subsequence."""
     row = np.zeros(len(b) + 1, dtype=np.int64)
     for token in a:
-        # best[j] = max(row[j], row[j-1] + match). The running maximum in the next line takes best[j-1] into account.
+        # best[j] = max(row[j], row[j-1] + match, best[j-1]). The running maximum below adds the last of these terms.
         best = row.copy()
         best[1:] = np.maximum(row[1:], row[:-1] + (b == token))
         row = np.maximum.accumulate(best)

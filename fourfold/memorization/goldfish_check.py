@@ -65,9 +65,12 @@ def replay_mask(config: GoldfishConfig, exempt: tuple[int, ...], tokens: Tokens,
     """Return the mask of a document.
 
     The first h tokens of a document are special. The strategy "hash" drops none of them. With "hash-table", the
-    document before this one determines which of them are dropped, so their mask is unknown.
+    previous document in the training sequence determines which of them are dropped, so their mask is unknown.
 
     Args:
+        config: The goldfish mask.
+        exempt: Token ids that the mask never drops.
+        tokens: Token ids of the document [T].
         shift: The largest number of tokens that were cut off the start of a copy. In a cut copy, the first h tokens
             that remain are special. So the mask of the document's first ``shift`` + h tokens is unknown.
     """
@@ -93,8 +96,9 @@ def goldfish_check(
 
     Two of the results need an explanation:
 
-    - ``first_divergence_at_dropped``: of the documents whose suffix is not extracted, the fraction whose first wrong
-      token was dropped by the mask. If the mask had no effect, it would equal ``suffix_drop_rate``.
+    - ``first_divergence_at_dropped``: among the documents whose suffix is not extracted, the fraction whose first wrong
+      token is a token that the mask dropped. If the mask had no effect, this fraction would equal
+      ``suffix_drop_rate``.
     - ``suffix_kept_whole``: the fraction of suffixes without a dropped token. The mask does not protect these.
 
     Raises:

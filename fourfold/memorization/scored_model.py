@@ -120,7 +120,11 @@ def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> R
 
 
 def run_on_model_grid(function: str, request: ScoringRequest) -> Any:
-    """Call ``"module:name"`` with (place, request, model) on every process of the model's grid.
+    """Call a function with (place, request, model) on every process of the model's grid.
+
+    Args:
+        function: Name of the function, as ``"module:name"``.
+        request: The request. It names the model.
 
     Returns:
         The value that rank 0 returned.
@@ -135,6 +139,8 @@ def find_tokenizer(request: ScoringRequest, model: ScoredModel, special_tokens: 
     """Return the tokenizer that the request names, or else the model's own. Return None if the tokenizer is unknown.
 
     Args:
+        request: The request.
+        model: The model.
         special_tokens: Whether a Hugging Face tokenizer adds its usual special tokens to a text. fourfold's tokenizers
             never add any.
     """

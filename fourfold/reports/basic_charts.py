@@ -11,8 +11,14 @@ _AT_END = {"show": True, "position": "right", "color": "--ink", "fontWeight": 60
 
 
 def line_chart(title: str, lines: Mapping[str, Sequence[tuple[float, float]]], *, x_label: str, y_label: str) -> str:
-    """Return a figure with a line for each entry of ``lines``. An entry maps a name to its points (x, y), which have
-    dots. The y axis starts at 0."""
+    """Return a figure with lines, and a dot at each of their points. The y axis starts at 0.
+
+    Args:
+        title: The caption.
+        lines: For each line, its name and its points (x, y).
+        x_label: Label of the x axis.
+        y_label: Label of the y axis.
+    """
     places = [x for points in lines.values() for x, _ in points]
     if not places:
         return empty_chart(title)

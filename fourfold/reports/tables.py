@@ -86,8 +86,11 @@ def _longest_word(cells: Iterable[str]) -> int:
 def _fitted(widths: list[int], stages: Sequence[Sequence[int]], room: int) -> list[int]:
     """Shrink the widest columns until all columns together have at most ``room`` characters.
 
-    ``stages`` has lists of minimum widths. They are tried one after another, until the columns fit. If none of them is
-    narrow enough, columns shrink to one character.
+    Args:
+        widths: The width of each column.
+        stages: Lists of minimum widths of the columns. The function tries one list after another, until the columns
+            fit. If they fit with none of the lists, columns shrink to one character.
+        room: Number of characters that are available.
     """
     for least in (*stages, [1] * len(widths)):
         while sum(widths) > room and any(width > low for width, low in zip(widths, least, strict=True)):

@@ -75,6 +75,11 @@ class ShardedOptimizer:
     The class updates the plain local tensors behind FSDP2's parameters. The parameters themselves are DTensors, and
     updating these would be slow. Python would dispatch each operation, and each operation would need a sharding
     strategy in the first step.
+
+    Args:
+        shards: The shards to update.
+        run: The run. It has the optimizer's settings, the seed, and the precision.
+        grid: The grid.
     """
 
     def __init__(self, shards: Sequence[LocalShard], run: RunConfig, grid: Grid) -> None:

@@ -220,8 +220,8 @@ def _not_finite(loss: float, grad_norm: float) -> str | None:
 def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> SharedFigures:
     """Combine the results of a step over all ranks. This waits for the device.
 
-    All ranks should have the same loss and the same gradient norm. Then the mean over the ranks is exactly this value.
-    If any rank has NaN, the mean is NaN.
+    All ranks should have the same loss and the same gradient norm. The function returns the mean over the ranks, which
+    is then exactly the value of each rank. If any rank has NaN, the mean is NaN.
 
     Args:
         result: This rank's result of the step.

@@ -151,7 +151,8 @@ class InBackground:
     def __init__(self, name: str, client: Callable[[int], Tracker], first_step: int) -> None:
         self.name, self._client = name, client
         self._given_up = threading.Event()
-        # An entry is a call on the tracker, the step after which to start a new tracker, or None at the end.
+        # An entry is usually a function to call with the tracker. A number means: start a new tracker for a run that
+        # has taken this many steps. None means: end the thread.
         self._waiting: Queue[Callable[[Tracker], None] | int | None] = Queue(MOST_WAITING)
         # A daemon thread cannot keep the process alive, even if the client hangs.
         self._thread = threading.Thread(target=self._work, args=(first_step,), name=f"tracker-{name}", daemon=True)

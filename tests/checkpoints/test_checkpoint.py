@@ -47,8 +47,8 @@ def resume_on_the_same_grid(rank: int, world_size: int, run: RunConfig, folder: 
     """Resume on the same grid, and check the losses.
 
     Returns:
-        Whether the tensors equal the interrupted job's after loading, whether they equal an uninterrupted job's at the
-        end, and the number of empty shards.
+        Whether the loaded tensors equal the interrupted job's tensors, whether the final tensors equal an uninterrupted
+        job's tensors, and the number of empty shards.
     """
     straight = new_job(run)
     losses = train(straight, range(4))

@@ -17,8 +17,9 @@ from fourfold.run_file.dump import to_toml
 from fourfold.verification.parity_report import ParityReport
 
 SEEDS = (*range(100), 178, 206, 248, 253)
-"""Besides the first seeds, four whose rounding errors are unusual. 178 and 248 have Muon in fp16, whose matmuls compute
-in bf16. 206 has fp16 gradients that overflow, and Lion, which hides the noise of most updates."""
+"""The first hundred seeds, and four more seeds whose runs have unusual rounding errors. 178 and 248 have Muon in an
+fp16 run, although Muon's matmuls compute in bf16. 206 has fp16 gradients that overflow, and Lion, which hides the noise
+of most updates."""
 
 FAST = (28, 30, 61, 71, 253)
 """Seeds of small runs. The first has LoRA in fp16, whose first gradients nearly underflow. The second has key biases in

@@ -56,8 +56,8 @@ class ScoreRecorder(Rival):
         super().__init__()
         self.scorer = scorer
         self.before: list[Tensor] = []
-        """For each step and layer, a tensor [rows, S]: the keys are sorted by score, and for each key, it has the share
-        of all keys with higher scores."""
+        """For each step and layer, a tensor [rows, S]. In each row, the keys are in order of decreasing score. The
+        entry of a key is the share of the row's total score that the keys before it have."""
 
     def start(self, prompts: Sequence[Prompt]) -> None:
         super().start(prompts)
