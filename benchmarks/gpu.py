@@ -185,8 +185,8 @@ def _run(
     out: Path,
     environment: dict[str, str],
 ) -> None:
-    """Run a part. ``outcome`` is the part's entry in the record. It receives figures as soon as the part writes them,
-    so they are kept if the part is killed later."""
+    """Run a part, and put its result into ``outcome``, the part's entry in the record. Also put figures there as soon
+    as the part has written them, so that they are kept if the part is killed later."""
     begin, figures = clock(), work / f"{name}.json"
     words = [word.replace("{json}", str(figures)) for word in part.words]
     outcome["result"] = "cut off with the whole program"

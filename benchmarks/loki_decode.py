@@ -175,8 +175,8 @@ def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
 
 
 def dense_steps(shape: Shape, context: int) -> dict[str, Step]:
-    """Return a function for each of torch's implementations of dense attention. It runs one decoding step: it appends a
-    token to its own cache, and attends to all tokens."""
+    """Return a function for each of torch's implementations of dense attention. Each function runs one decoding step:
+    it appends a token to its own cache, and attends to all tokens."""
     attention = torch.nn.functional.scaled_dot_product_attention
     layer = GrowingLayer(context)
     _fill(layer, shape, context - 1)

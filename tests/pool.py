@@ -27,7 +27,7 @@ from fourfold.processes import end_with_parent, keep_gloo_local
 
 ECHO_SECONDS = 60.0
 """Seconds that the remaining ranks may take after one rank fails. They should fail soon, because they lose their
-connection to it."""
+connection to the failed rank."""
 
 
 class RemoteTraceback(Exception):

@@ -319,7 +319,7 @@ RULES: tuple[Divides | Rule, ...] = (
 
 
 def accepts(run: RunConfig, key: str, value: int) -> bool:
-    """Return whether a run stays legal if one key gets another value.
+    """Return whether a run stays legal if one key (``section.key``) gets another value.
 
     The user may or may not have set the sizes that fourfold derives from the key, such as head_dim. So the run must be
     legal in both cases: if the derived sizes keep their values, and if they are derived again.

@@ -97,6 +97,12 @@ def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]
     that is dropped with 2k is also dropped with k. The first h tokens of a document are kept. Without look-back, the
     first h tokens of each window are kept too.
 
+    Args:
+        windows: The windows.
+        k: About one target in k is dropped.
+        h: Number of tokens to hash.
+        seed: Seed of the hash.
+
     Returns:
         True for each dropped target [samples, S].
     """
@@ -146,6 +152,12 @@ def hash_table_drops(targets: NDArray[np.int64], k: int, h: int, include_target:
 
 def random_drops(numbers: NDArray[np.int64], seq_length: int, k: int, seed: int) -> NDArray[np.bool_]:
     """Choose the dropped targets at random. The same text gets a different mask in each epoch.
+
+    Args:
+        numbers: Indices of the samples in the order of training [samples].
+        seq_length: Number of targets S per sample.
+        k: About one target in k is dropped.
+        seed: Seed of the choice.
 
     Returns:
         True for each dropped target [samples, S].

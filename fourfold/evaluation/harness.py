@@ -56,6 +56,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
         If a task fails, the scores of all other tasks are kept.
 
+        Args:
+            tasks: Names of the tasks.
+            folder: A folder with the user's own tasks, or None.
+            limit: Maximum number of documents per task. None uses all.
+            num_fewshot: Number of examples in the prompt. None uses each task's own number.
+
         Returns:
             The metrics by task, as in ``run_tasks``, and the reasons of failures by task.
 
@@ -75,7 +81,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def run_task(
         self, task: str, folder: Path | None = None, limit: int | None = None, num_fewshot: int | None = None
     ) -> dict[str, dict[str, float]]:
-        """Run a task, or a group of tasks, on all processes, as ``run_tasks`` does.
+        """Run a task, or a group of tasks, on all processes, as ``run_tasks`` does. The arguments are the same as for
+        ``run_each``.
 
         Raises:
             TaskFailed: The task failed on at least one process, but not during the model's forward pass. All processes

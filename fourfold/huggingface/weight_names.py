@@ -104,8 +104,13 @@ def head_of(kind: str) -> str:
 
 
 def name_map(kind: str, model: ModelConfig, files: Format | None = None) -> list[TheirTensor]:
-    """Return the tensors of a Hugging Face model of the family ``kind``, layer by layer. The default format is the
-    format that transformers writes."""
+    """Return the tensors of a Hugging Face model, layer by layer.
+
+    Args:
+        kind: The family, as the ``model_type`` in config.json.
+        model: The model.
+        files: The format of the files. The default is the format that transformers writes.
+    """
     files = files or FORMATS[kind]
     shapes = parameter_shapes(model)
     found: list[TheirTensor] = []

@@ -77,7 +77,13 @@ class Pretrained:
 
     @torch.no_grad()
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
-        """Copy the part ``slices`` of a parameter into ``out``. Rows of vocabulary padding are zero."""
+        """Copy a part of a parameter into ``out``. Rows of vocabulary padding are zero.
+
+        Args:
+            out: The tensor to fill.
+            name: The parameter.
+            slices: The part, as one slice per dim of the full parameter.
+        """
         places = self._places[name]
         if places[0][0].is_stacked:
             for one, expert in zip(out, range(slices[0].start, slices[0].stop), strict=True):

@@ -101,6 +101,14 @@ def goldfish_check(
       ``suffix_drop_rate``.
     - ``suffix_kept_whole``: the fraction of suffixes without a dropped token. The mask does not protect these.
 
+    Args:
+        config: The goldfish mask.
+        exempt: Token ids that the mask never drops.
+        documents: The members.
+        scores: The scores of each member.
+        suffix: Number of tokens at the end of a document that count as its suffix.
+        tokenizer: The model's tokenizer, for the noise of canaries. None if unknown.
+
     Raises:
         UserError: The mask cannot be replayed.
     """
@@ -142,8 +150,14 @@ def near_duplicates(
     """Measure how often a noisy copy of a document trains a token that the document's own mask drops, and compare this
     with ``near_duplicate_law``.
 
-    A copy counts only at tokens that the noise left unchanged. To find these tokens, the noise is drawn again, which
-    needs the tokenizer's vocabulary. Return None without a tokenizer or without noisy canaries.
+    A copy counts only at tokens that the noise left unchanged. To find these tokens, the function draws the noise
+    again, which needs the tokenizer's vocabulary. Without a tokenizer or without noisy canaries, it returns None.
+
+    Args:
+        config: The goldfish mask.
+        exempt: Token ids that the mask never drops.
+        documents: The members.
+        tokenizer: The model's tokenizer, or None.
     """
     if tokenizer is None:
         return None
@@ -175,7 +189,7 @@ def near_duplicates(
 
 
 def _mean_at(where: Sequence[NDArray[np.bool_]], values: Sequence[NDArray[Any]]) -> dict[str, Any] | None:
-    """Return the mean of ``values`` over the tokens that ``where`` selects, with its interval over documents, or None
-    if it selects none."""
+    """Return the mean of ``values`` over the tokens that ``where`` selects, with its interval over documents. Return
+    None if ``where`` selects no token."""
     pairs = [(each[at].sum(), at.sum()) for at, each in zip(where, values, strict=True) if at.any()]
     return pooled_ratio(pairs) if pairs else None

@@ -55,7 +55,7 @@ class ScoredModel:
     run: RunConfig | None = None
     """Run with the model's sizes and grid. None for a Hugging Face model."""
     knows_data: bool = False
-    """Whether the run file of the checkpoint was found. It names the training data."""
+    """Whether the run file of the checkpoint was found. The run file names the training data."""
 
 
 def find_model(name: str, request: ScoringRequest, option: str = "--model") -> ScoredModel:

@@ -20,6 +20,12 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     The first column, columns without a name, and columns named in ``words`` are text. All other columns are numbers,
     aligned right. Text wraps between words, and numbers never wrap. If the table is too wide, it is printed without
     lines and padding. If it is still too wide, it is split into several tables that all repeat the first column.
+
+    Args:
+        title: The title.
+        header: Names of the columns.
+        rows: The cells of each row.
+        words: Names of more columns that are text.
     """
     console = Console()
     columns = [[name, *(row[number] for row in rows)] for number, name in enumerate(header)]

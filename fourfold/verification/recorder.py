@@ -99,8 +99,7 @@ class Recorder(TorchDispatchMode):
         ("late").
 
         In the early part, the activations of all layers are in memory. In the late part, gradients accumulate. Each
-        peak alone is linear in the number of layers, so it can be extrapolated. The maximum of the two peaks is not
-        linear.
+        peak alone is linear in the number of layers, so it can be extrapolated. The maximum of both peaks is not linear.
         """
 
         def enter(window: Literal["early", "late"]) -> None:

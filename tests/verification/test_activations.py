@@ -2,7 +2,7 @@
 
 With two bytes per number, their section 4.1 counts 34·s·b·h + 5·a·s²·b bytes for one block. Of these, 2·s·b·h are
 dropout masks, which our block does not have. The second term is for attention scores, which flash attention does not
-store. It keeps a float32 log-sum-exp for each head and token instead.
+store. Flash attention stores a float32 log-sum-exp for each head and token instead.
 """
 
 from __future__ import annotations

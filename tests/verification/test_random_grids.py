@@ -57,7 +57,7 @@ def test_random_run_computes_what_one_process_computes(seed: int, pool: Pool, tm
 
 
 def test_random_runs_are_many_kinds() -> None:
-    """They have every axis, some axes of size 3, and every section that may be left out. No two are alike."""
+    """The run files have every axis, some axes of size 3, and every section that may be left out. No two are alike."""
     tables = [random_table(seed) for seed in range(60)]
     sizes = Counter((axis, table["parallel"][axis]) for table in tables for axis in AXES)
     assert all(sizes[axis, 2] for axis in AXES)

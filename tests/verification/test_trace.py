@@ -155,8 +155,8 @@ def test_continuing_from_short_pipelines_is_exact(model: dict[str, Any], grid: d
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
 @pytest.mark.parametrize("pp", [2, 6])
 def test_small_pipelines_have_layers_of_the_same_kinds(pp: int, schedule: str) -> None:
-    """In each stage of the traced rank, the layers of the small pipeline are of the same kinds as the first layers of
-    the whole one."""
+    """Each stage of the traced rank begins with the same kinds of layers in the small pipeline as in the whole
+    pipeline."""
     kinds = THIRDS | DEEPSEEK | {"num_hidden_layers": 72, "first_k_dense_replace": 3}
     run = tiny_run(kinds, {"pp": pp, "schedule": schedule}, training={"global_batch_size": 96, "micro_batch_size": 1})
     for pp_rank in range(pp):
