@@ -99,7 +99,7 @@ class Recorder(TorchDispatchMode):
         ("late").
 
         In the early part, the activations of all layers are in memory. In the late part, gradients accumulate. Each
-        peak alone is linear in the number of layers, so it can be extrapolated. The maximum of both peaks is not linear.
+        peak alone is linear in the number of layers, so it can be extrapolated. The maximum of both is not linear.
         """
 
         def enter(window: Literal["early", "late"]) -> None:
@@ -109,8 +109,7 @@ class Recorder(TorchDispatchMode):
         def enter_late_in_the_backward(
             module: torch.nn.Module, inputs: tuple[Any, ...], out: Tensor | list[Tensor]
         ) -> None:
-            # If there are several batch parts, the backward pass of the first part runs last.
-            first = out if isinstance(out, Tensor) else out[0]
+            first = out if isinstance(out, Tensor) else out[0]  # The backward of the first batch part runs last.
             first.register_hook(lambda _: enter("late"))
 
         if len(layers) > 1:
