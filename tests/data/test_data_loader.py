@@ -97,8 +97,7 @@ def calls_of_a_batch(prefix: Path, seq_length: int) -> int:
 
 
 def test_a_batch_takes_no_more_calls_when_sequences_are_longer(tmp_path: Path) -> None:
-    """Equal numbers of calls show that every loop over tokens runs in NumPy. `benchmarks/loader.py` measures the time.
-    """
+    """Equal numbers of calls show that all loops over tokens run in NumPy. `benchmarks/loader.py` measures the time."""
     with IndexedWriter(tmp_path / "c", 50_000) as writer:
         writer.add_documents(np.arange(2_000_000) % 50_000, np.full(400, 5000))
     assert calls_of_a_batch(tmp_path / "c", 4096) == pytest.approx(calls_of_a_batch(tmp_path / "c", 64), rel=0.2)
