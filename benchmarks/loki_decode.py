@@ -8,9 +8,9 @@ tries several implementations of dense attention, all with a preallocated cache,
 context. With OMP_NUM_THREADS=1, it measures processor time, which excludes unrelated work. Keys vary mostly along a few
 directions, as real keys do, but the times do not depend on this.
 
-On a GPU, each step is a CUDA graph, and CUDA events measure the time of several replays. There, the default contexts
-are the contexts with a goal: 8,192, 32,768, and 131,072 tokens. Needs ``pip install fourfold[benchmarks]``, and for
-compiled steps on a CPU ``fourfold[loki]``.
+On a GPU, each step is a CUDA graph, and CUDA events measure the time of several replays. By default, the contexts on a
+GPU are the contexts that have a goal: 8,192, 32,768, and 131,072 tokens. Needs ``pip install fourfold[benchmarks]``,
+and for compiled steps on a CPU ``fourfold[loki]``.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ BATCH, SEQUENCE = 16, 64
 AT_ONCE = 12
 """Number of layouts that are measured before new processes are started."""
 FAR = 2.5
-"""A layout is not measured again if it took more than this many times as long as the fastest layout in the first round.
-"""
+"""After the first round, the benchmark drops layouts whose step took more than this many times as long as the fastest
+layout's step."""
 WARM_UP, STEPS = 1, 4
 NEAR, SEEDS = 0.05, range(12)
 

@@ -48,7 +48,7 @@ def read_environment(environ: Mapping[str, str]) -> Place | None:
 
 
 def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
-    """Return the host and the port at which the processes that a launcher started meet.
+    """Return the host and the port that the launcher's processes use to find each other.
 
     Args:
         environ: The environment variables.

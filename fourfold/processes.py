@@ -112,8 +112,8 @@ class _LossyFile(io.FileIO):
 
 @contextlib.contextmanager
 def lossy_output(any_error: bool = False) -> Iterator[None]:
-    """Discard the output that this process writes during the block after the output's reader, such as `head` or a
-    terminal, is gone.
+    """During the block, discard this process's output if the reader of the output, such as `head` or a terminal, is
+    gone.
 
     Args:
         any_error: Whether to also discard output that cannot be written for any other reason, such as a full disk. If

@@ -95,7 +95,7 @@ def check_model_folder(folder: Path) -> None:
 
 
 def _check_index(index: Path) -> None:
-    """Raise ``UserError`` if an index of tensors names a path. It may only name files in its own folder."""
+    """Raise ``UserError`` if an index of tensors names a path. An index may only name files in its own folder."""
     try:
         listed = dict(parse_json(index.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError):

@@ -40,8 +40,8 @@ NEOX = {
     "gelu_approximation": "none",
     "tie_word_embeddings": False,
 }
-"""A GPT-NeoX. Attention and MLP get the same input. It rotates a quarter of each head, and has LayerNorm, biases, and
-the exact GELU."""
+"""A GPT-NeoX. Attention and MLP get the same input, and a quarter of each head is rotated. The model has LayerNorm,
+biases, and the exact GELU."""
 
 GEMMA = {
     "preset": "llama-tiny",

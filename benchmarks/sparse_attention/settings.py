@@ -1,5 +1,5 @@
-"""Make each sparse-attention method for a budget. A budget is a share of the bytes that dense attention reads. The
-bytes that a method reads to score the keys count too."""
+"""Make each sparse-attention method for a budget. A budget is a share of the bytes that dense attention reads. It also
+covers the bytes that a method reads to score the keys."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     manifest-<checksum of the manifest>.json    size and checksum of every file in the folder
 
-The checksums are XXH3 (128 bits). Computing them is so fast that reading the file takes most of the time. Checksums
-detect accidental damage, but do not protect against an attacker.
+The checksums are XXH3 (128 bits), because a core computes them faster than it can read memory. They detect accidental
+damage, but do not protect against an attacker.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def matmul_sizes(run: RunConfig) -> dict[str, MatmulSizes]:
 def check_layout(run: RunConfig) -> None:
     """Raise ``UserError`` if a run's grid or settings do not fit its model.
 
-    The run must satisfy all ``RULES``. For example, the sizes of the axes must divide the sizes of the model that they
-    split. Also, ``training.compile`` and ``training.tuned_products`` must work with the run's other settings.
+    The run must satisfy all ``RULES``. For example, the size of an axis must divide each number that the axis splits.
+    Also, ``training.compile`` and ``training.tuned_products`` must work with the run's other settings.
     """
     sizes = Sizes.of(run)
     for rule in RULES:

@@ -201,8 +201,8 @@ class Sizes:
 
     @cached_property
     def token_ranks(self) -> Number:
-        """Return the number of ranks that split the tokens of a step. Every ``ep`` consecutive ranks of them share one
-        copy of the experts."""
+        """Return the number of ranks that split the tokens of a step. Among these ranks, each group of ``ep``
+        consecutive ranks shares one copy of the experts."""
         return self.dp * self.cp * self.z
 
     @property

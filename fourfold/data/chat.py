@@ -31,8 +31,8 @@ class ChatTemplate:
     The tokens are the same as transformers' `apply_chat_template` returns for the whole conversation.
 
     A template can mark the assistant's text with {% generation %}. If a template has no such marks, this class renders
-    the conversation once without an answer and once with it. The answer is the text that was added, up to and including
-    the token that ends it. A token belongs to the answer if the token's first character does.
+    the conversation once without an answer and once with it. The answer is the text that the second rendering adds, up
+    to and including the token that ends it. A token belongs to the answer if the token's first character does.
 
     Keys of a message:
         - `weight`: 0 leaves an answer out of training.

@@ -26,7 +26,7 @@ def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overla
     ``get_rolling_token_windows`` returns the same windows if its argument ``context_len`` is ``overlap``.
 
     Args:
-        tokens: The text [tokens].
+        tokens: Token ids of the text [T].
         before: The token that the first token of the text is predicted from. The first window starts with it.
         context: Maximum number of inputs of a window.
         overlap: Number of tokens that each window repeats from the previous window.
@@ -49,7 +49,7 @@ def loss_of_text(model: Scorer, tokens: NDArray[np.int64], before: int, context:
 
     Args:
         model: Scores the windows.
-        tokens: The text [tokens].
+        tokens: Token ids of the text [T].
         before: The token that the first token of the text is predicted from.
         context: Maximum number of input tokens per forward pass.
         overlap: Number of tokens that each window repeats from the previous window.

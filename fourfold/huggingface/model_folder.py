@@ -58,8 +58,8 @@ def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES
     Args:
         folder: The model's folder.
         out: The folder to copy to. It is created if it does not exist.
-        names: Names of the files. Files that the model does not have are skipped. The default names are those of
-            configuration and tokenizer files.
+        names: Names of the files (default: the configuration and tokenizer files). Files that the model does not have
+            are skipped.
 
     Raises:
         UserError: A link leads out of the folder, or a .json file is not valid JSON.

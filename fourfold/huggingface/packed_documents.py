@@ -11,8 +11,8 @@ def separates_documents(model: nn.Module, device: torch.device) -> bool:
     """Return whether a model computes a document as if no other document came before it in the row.
 
     The function runs the model on two rows that have different first documents and the same second document. If the
-    model separates documents, the logits of the second document are almost equal in both rows. To find out how far
-    apart they are otherwise, the function also runs the model on the same tokens as one document per row.
+    model separates documents, the logits of the second document are almost equal in both rows. To find out how much the
+    logits differ otherwise, the function also runs the model on the same tokens as one document per row.
 
     Args:
         model: A model that takes ``position_ids``. All processes that hold parts of the model must call this function

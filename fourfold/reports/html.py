@@ -74,8 +74,8 @@ def comparison(before: str, sides: Mapping[str, Sequence[tuple[str, bool]]]) -> 
 
     Args:
         before: The start of the text.
-        sides: For each continuation, its label and its pieces. The flag of a piece says whether the continuations have
-            the piece in common. Such pieces are highlighted.
+        sides: For each continuation, its label and its pieces. A piece is a text, and a flag that is True if the
+            continuations have this text in common. Such pieces are highlighted.
     """
     blocks = [f"<p>{escape(before)}</p>"]
     for label, pieces in sides.items():

@@ -150,8 +150,8 @@ class OwnedMatrices:
         return whole_BMN
 
     def _spread(self, each: Round, back: Tensor, take: Callable[[Matrix, Tensor], None]) -> None:
-        """Call ``take`` with this rank's part of each result of a round. This is a method of its own, because its views
-        of ``back`` are freed when it returns, before the next round needs memory."""
+        """Call ``take`` with this rank's part of each result of a round. When this method returns, its views of
+        ``back`` are freed, before the next round needs memory."""
         for matrix, part in zip(each.held, back.split(self._sizes(each.held)), strict=True):
             take(matrix, part.view(part_shape(self.shards[matrix.shard])))
 
