@@ -39,7 +39,7 @@ def time_of_start() -> float:
     if not sys.platform.startswith("linux"):
         return time.time()
     with open("/proc/self/stat", encoding="ascii", errors="replace") as stat:
-        ticks = int(stat.read().rpartition(")")[2].split()[19])  # In clock ticks since boot.
+        ticks = int(stat.read().rpartition(")")[2].split()[19])  # Start of this process, in clock ticks since boot.
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 

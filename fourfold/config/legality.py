@@ -69,7 +69,7 @@ class Divides:
         )
 
     def _start(self, sizes: Sizes, axis: str) -> str:
-        """Suggest a size of the axis for which this rule holds. The run may break other rules too."""
+        """Suggest a size of the axis that satisfies this rule. The run may break other rules too."""
         number, others = getattr(sizes, self.number), self._ranks(sizes) // getattr(sizes, axis)
         most = next(n for n in range(getattr(sizes, axis), 0, -1) if number % (others * n) == 0 or n == 1)
         return f"{axis} = {most} works here, and other rules are broken too"

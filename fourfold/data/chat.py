@@ -176,7 +176,7 @@ class ChatTemplate:
                 continue
             where = [number for number, message in enumerate(messages, start=1) if key in message]
             if key == "name" and all(messages[number - 1]["role"] == "tool" for number in where):
-                # Do not refuse a tool's name if the template ignores it, because tool_call_id may be ignored too.
+                # A template may ignore the name of a tool's message, just as it may ignore the message's tool_call_id.
                 continue
             without = [{name: value for name, value in message.items() if name != key} for message in messages]
             if self._try_to_render(without, options) == text:

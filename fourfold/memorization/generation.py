@@ -123,5 +123,5 @@ def edit_distance(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
         cost = np.empty_like(row)
         cost[0] = number
         cost[1:] = np.minimum(row[1:] + 1, row[:-1] + (b != token))
-        row = np.minimum.accumulate(cost - places) + places  # Each step to the right is one insertion.
+        row = np.minimum.accumulate(cost - places) + places  # Each step to the right in a row is one insertion.
     return int(row[-1])

@@ -75,7 +75,7 @@ def test_tables_and_explanation(cli: Cli) -> None:
         assert text in out, text
     assert "runner_up" not in out
     (command,) = (line for line in out.splitlines() if line.startswith("fourfold tune RUN.toml"))
-    assert "batch_parts=" in command and len(command) > 80  # one long line, which users can paste
+    assert "batch_parts=" in command and len(command) > 80  # users can paste one long line
     parts = out.split("Seconds of a step")[1].split("│ all")[0]
     assert parts.count("\n│ ") == PARTS_NAMED
 

@@ -70,7 +70,7 @@ def test_without_masks_every_token_counts(windows: TokenWindows) -> None:
 def test_prefetch_changes_nothing_and_ends(windows: TokenWindows) -> None:
     plain = Loader(windows, SEQ_LENGTH, 8, 2, 1, 2)
     with closing(Loader(windows, SEQ_LENGTH, 8, 2, 1, 2, prefetch=True)) as ahead:
-        for step in (0, 1, 2, 7, 8, 3):  # also after jumps
+        for step in (0, 1, 2, 7, 8, 3):  # in order, and after jumps
             assert all(map(same, plain.step(step), ahead.step(step)))
     assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
     assert all(map(same, plain.step(4), ahead.step(4)))

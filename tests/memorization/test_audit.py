@@ -326,7 +326,7 @@ def test_masks_command(trained: Path, cli: Cli) -> None:
 
 def test_gate(trained: Path, cli: Cli) -> None:
     arguments = [*audit_of_run(trained), "--prefix", 10]
-    # The model repeats one token by chance, but not twenty.
+    # By chance, the model gets one token right, but not twenty.
     assert cli(*arguments, "--suffix", 1, "--max-exact-match", 0.01, "--json")[0] == 4
     assert cli(*arguments, "--suffix", 1, "--max-exact-match", 1, "--json")[0] == 0
 

@@ -137,7 +137,7 @@ def stopped_body(rank: int, world_size: int, run: RunConfig, folder: Path) -> No
     assert methods_of_torch() != before
     timeline.close()
     assert methods_of_torch() == before
-    with torch.profiler.profile():  # torch allows one at a time
+    with torch.profiler.profile():  # torch allows only one profiler at a time
         pass
 
 
