@@ -83,8 +83,8 @@ def tuned(preset: str, precision: str, device: torch.device) -> dict[str, Any]:
 
 
 def layer_ratios(layout: LayerLayout, sizes: MatmulSizes, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Return how many times as fast a layer's three matmuls together are with ``layout`` as with the default layout.
-    Each round runs both, and gives one ratio."""
+    """Return, for each round, the time of a layer's three matmuls with the default layout, divided by their time with
+    ``layout``."""
 
     def whole_layer(layout: LayerLayout) -> Callable[[], object]:
         own = {matmul: Candidate(layout.turned, getattr(layout, matmul)) for matmul in COPIES_TO_TRY}

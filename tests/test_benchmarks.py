@@ -100,7 +100,7 @@ def test_one_command_answers_what_needs_a_gpu(tmp_path: Path, monkeypatch: pytes
 
 HANG = "import time; time.sleep(10**6)"
 ROWS_AND_HANG = f"import sys; print('[1, 2]', file=open(sys.argv[1], 'w'), flush=True); {HANG}"
-"""A program that writes figures like a benchmark after its first row, and then hangs."""
+"""A program that stands for a benchmark: it writes the figures of its first row to a file, and then hangs."""
 
 
 def program(source: str, seconds: float = 100.0, prints: bool = False) -> gpu.Part:

@@ -106,8 +106,8 @@ CLIENTS: Mapping[str, Callable[[RunConfig, Path, int], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
 }
-"""The client class for each key of [metrics] that turns a tracker on. The tracker's library and fourfold's extra have
-the same name as the key."""
+"""The client class for each key of [metrics] that turns a tracker on. A key is also the name of the tracker's library,
+and of the extra (optional dependencies) that installs the library with fourfold."""
 
 
 def check_trackers(run: RunConfig) -> None:

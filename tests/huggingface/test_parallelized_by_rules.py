@@ -1,4 +1,4 @@
-"""Test your own models with a table of rules, and modules without a rule."""
+"""Test users' own models with a table of rules, and modules without a rule."""
 
 from __future__ import annotations
 

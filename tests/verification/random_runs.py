@@ -63,8 +63,8 @@ def is_legal(table: Table) -> bool:
 
 
 def shrink(table: Table, fails: Callable[[Table], bool]) -> Table:
-    """Return a smaller run file that fails. Keys are left out and numbers reduced, one at a time, as long as it
-    fails."""
+    """Return a smaller run file that fails. The function removes a section or a key, or halves a number. It repeats
+    this as long as it finds a change with which the run file is legal and still fails."""
     while (smaller := next((t for t in _smaller(table) if is_legal(t) and fails(t)), None)) is not None:
         table = smaller
     return table

@@ -1,5 +1,4 @@
-"""Top-p: choose the smallest number of keys that together get a share p of the attention, by the scores of another
-method.
+"""Top-p: by the scores of another method, choose the fewest keys that together get a share p of the attention.
 
 The number of keys then differs between heads, layers, and steps. ``threshold_for`` finds the p with which a given
 number of keys is read on average.
