@@ -78,7 +78,7 @@ def _may_restart(run: RunConfig, starts: int) -> bool:
 
     Args:
         run: The run file.
-        starts: Number of recorded starts of training before the attempt.
+        starts: Number of recorded starts of training before the failed attempt.
     """
     began_to_train = count_starts(folder_of(run)) > starts
     return run.fault_tolerance.max_restarts > 0 and run.checkpoint.resume == "auto" and began_to_train

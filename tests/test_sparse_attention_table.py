@@ -106,7 +106,7 @@ def test_dense_decoding_gives_the_logits_of_one_pass(model: Any) -> None:
     weights = torch.stack(model(tokens[:, :50], output_attentions=True).attentions)
     decoder = Decoder(model, 80)
     torch.testing.assert_close(decoder.prefill(tokens[:, :40]), expected[:, 39])
-    for _ in range(2):  # The second time, nothing is left of the first time.
+    for _ in range(2):  # the first round leaves no tokens in the cache
         with decoder.returning():
             decoder.extend(tokens[:, 40:50])
             torch.testing.assert_close(decoder.decode(Dense(), tokens[:, 50:]), expected[:, 50:], atol=1e-4, rtol=1e-4)

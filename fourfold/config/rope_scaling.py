@@ -67,9 +67,10 @@ def no_pairs(head_dim: int, is_derived: bool, share: float, channels: int) -> st
     pairs of channels.
 
     Args:
-        is_derived: whether head_dim is hidden_size / num_attention_heads.
-        share: the fraction of the head's channels that are rotated.
-        channels: the number of rotated channels.
+        head_dim: Number of channels per head.
+        is_derived: Whether head_dim is hidden_size / num_attention_heads.
+        share: Fraction of the head's channels that are rotated.
+        channels: Number of rotated channels.
     """
     of = " (hidden_size / num_attention_heads)" if is_derived else ""
     return (
