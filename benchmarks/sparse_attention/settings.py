@@ -1,5 +1,5 @@
-"""Make each sparse-attention method for a budget. A budget is a share of the bytes that dense attention reads. It
-includes the bytes that a method reads to score the keys."""
+"""Make each sparse-attention method for a budget. A budget is a share of the bytes that dense attention reads. It also
+covers the bytes that a method reads to score the keys."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Setup:
     inverse_frequencies: Tensor
     dims: Mapping[tuple[str, float], int] = field(default_factory=dict)
     """By method and budget: Loki's number of dims, SparQ's number of channels, or Quest's number of tokens per page.
-    They are chosen on contexts that the comparison does not use."""
+    These numbers are chosen on contexts that the comparison does not use."""
     thresholds: Mapping[tuple[str, float, int], float] = field(default_factory=dict)
     """The p of methods with top-p, by method, budget, and length."""
 

@@ -117,7 +117,8 @@ class CheckpointState(Strict):
     optimization: dict[str, Any] | None = None
     """The result of `compared_settings`. None for imported models."""
     first_samples: Annotated[dict[str, str] | None, BeforeValidator(lambda v: None if isinstance(v, str) else v)] = None
-    """Digests of the data on disk (`Corpora.first_samples`). A single digest of an older version is ignored."""
+    """Digests that reveal whether the data on disk has changed (`Corpora.first_samples`). Older versions of fourfold
+    wrote a single digest, which is ignored."""
     weights_only: bool = False
     """True for an imported model. A run that starts from it begins at step 0."""
     lora: LoRAConfig | None = None
