@@ -9,9 +9,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
-from fourfold.data.atomic_files import temporary_folder
 from fourfold.environment import Place, read_environment, rendezvous
 from fourfold.errors import UserError
 from fourfold.launch.local_workers import run_workers
@@ -64,8 +65,8 @@ def run_on_grid(
     started = started or time.time()
     task = (function, args, wanted_device, timeout)
     if place is None and world_size > 1:
-        with temporary_folder() as folder:
-            meeting_point = (folder / "store").as_uri()  # Meet through a file, because a port may already be in use.
+        with TemporaryDirectory(prefix="fourfold-", ignore_cleanup_errors=True) as folder:
+            meeting_point = Path(folder, "store").as_uri()  # Meet through a file, because a port may already be in use.
             modules = [function.partition(":")[0], "fourfold.parallel.grid.process_group"]
             all_args = (meeting_point, *task)
             return run_workers(run_in_group, all_args, world_size, heeds_stop_signals, restarts, modules, started)
