@@ -80,7 +80,7 @@ def first_host(node_list: str) -> str:
 
 def _read_torchrun(environ: Mapping[str, str]) -> Place:
     world_size = _integer(environ, "WORLD_SIZE")
-    place = Place(
+    return Place(
         rank=_integer(environ, "RANK"),
         local_rank=_integer(environ, "LOCAL_RANK"),
         world_size=world_size,
@@ -88,8 +88,6 @@ def _read_torchrun(environ: Mapping[str, str]) -> Place:
         launcher="torchrun",
         restarts=_integer(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
     )
-    _check(place, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return place
 
 
 def _read_srun(environ: Mapping[str, str]) -> Place | None:
@@ -104,7 +102,7 @@ def _read_srun(environ: Mapping[str, str]) -> Place | None:
     tasks = _integer(environ, "SLURM_STEP_NUM_TASKS", default=_integer(environ, "SLURM_NTASKS", default=1))
     if _integer(environ, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP or tasks == 1:
         return None
-    place = Place(
+    return Place(
         rank=_integer(environ, "SLURM_PROCID"),
         local_rank=_integer(environ, "SLURM_LOCALID"),
         world_size=tasks,
@@ -112,8 +110,6 @@ def _read_srun(environ: Mapping[str, str]) -> Place | None:
         launcher="slurm",
         restarts=_integer(environ, "SLURM_RESTART_COUNT", default=0),
     )
-    _check(place, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-    return place
 
 
 def _tasks_on_this_node(environ: Mapping[str, str], tasks: int) -> int:
@@ -137,17 +133,6 @@ def _refuse_disagreement(environ: Mapping[str, str], step: Place) -> None:
                 f"{name} = {environ[name]} contradicts SLURM, for which this is task {step.rank} of {step.world_size}; "
                 "unset RANK, LOCAL_RANK and WORLD_SIZE, because srun's own variables are enough"
             )
-
-
-def _check(place: Place, rank: str, size: str, local_rank: str, local_size: str) -> None:
-    """Raise ``UserError`` if the rank is not below the world size, or the local rank is not below the local world size.
-    The strings are the names of the environment variables, for the message."""
-    for name, value, limit_name, limit in (
-        (rank, place.rank, size, place.world_size),
-        (local_rank, place.local_rank, local_size, place.local_world_size),
-    ):
-        if value >= limit:
-            raise UserError(f"{name} = {value} in the environment must be below {limit_name} = {limit}")
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

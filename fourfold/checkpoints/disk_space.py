@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 from pathlib import Path
 
 from fourfold.config.optimizer_rules import STATES, rule_of
-from fourfold.config.run import CheckpointConfig, RunConfig
+from fourfold.config.run import RunConfig
 from fourfold.data.atomic_files import WriteFailed
 from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import trained_shapes
@@ -54,37 +53,13 @@ def check_room(folder: Path, run: RunConfig) -> None:
 def check_room_at_start(folder: Path, run: RunConfig) -> None:
     """Check before a run that one checkpoint fits on the disk.
 
-    Also warn if the disk is too small for all checkpoints that the run will keep. Do nothing if the run never saves.
+    Do nothing if the run never saves.
 
     Raises:
-        WriteFailed: Not even one checkpoint fits.
+        WriteFailed: The checkpoint does not fit.
     """
-    saves = run.training.train_steps // run.checkpoint.interval if run.checkpoint.interval else 0
-    if not saves and not run.checkpoint.save_last:
-        return
-    check_room(folder, run)
-    at_once = _kept_at_once(run.checkpoint, saves) + run.validation.keep_best
-    saved = len(list(folder.glob("step_*")))
-    more, free = max(1, at_once - saved) * checkpoint_bytes(run), free_bytes(folder)
-    if free < more:
-        print(
-            f"warning: the run's checkpoints will need {_size(more)} more, but {folder} has space for {_size(free)}; "
-            "keep fewer (checkpoint.keep_latest_k, checkpoint.keep_every), or free some space",
-            file=sys.stderr,
-        )
-
-
-def _kept_at_once(config: CheckpointConfig, saves: int) -> int:
-    """Return how many checkpoints exist right after the run's last save.
-
-    Args:
-        saves: Number of saves before the last one.
-    """
-    older = saves - config.keep_latest_k
-    if not config.keep_latest_k or older <= 0:
-        return saves + 1
-    forever = older * config.interval // math.lcm(config.interval, config.keep_every) if config.keep_every else 0
-    return config.keep_latest_k + 1 + forever
+    if run.checkpoint.save_last or 0 < run.checkpoint.interval <= run.training.train_steps:
+        check_room(folder, run)
 
 
 def _size(count: int) -> str:

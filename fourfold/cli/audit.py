@@ -27,9 +27,6 @@ def audit(
             "always controls.",
         ),
     ] = None,
-    counts: Annotated[
-        str, typer.Option(metavar="KEY", help="The key that says how many times a document was in the training data.")
-    ] = "count",
     suffix: Annotated[
         int, typer.Option(help="Number of tokens at the end of a document that the model must repeat.")
     ] = 50,
@@ -79,7 +76,7 @@ def audit(
     request = AuditRequest(
         model=model, documents=documents, control=control, reference=reference, run=run, tokenizer=tokenizer,
         suffix=suffix, prefix=prefix, offset=offset, sampling=AttackSampling(temperature, top_k, top_p),
-        generate=generate, beams=beams, micro_batch_size=micro_batch_size, text_key=text_key, count_key=counts,
+        generate=generate, beams=beams, micro_batch_size=micro_batch_size, text_key=text_key,
         overrides=tuple(overrides),
     )  # fmt: skip
     with working("Scoring the documents"):

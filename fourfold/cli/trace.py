@@ -13,9 +13,6 @@ from fourfold.data.progress import working
 def trace(
     run_file: RunFile,
     as_json: AsJson = False,
-    whole: Annotated[
-        bool, typer.Option(help="Run every layer and micro-batch instead of extrapolating from a few (slow).")
-    ] = False,
     machine: Annotated[
         str | None, typer.Option(metavar="NAME|FILE.toml", help=f"Print seconds too, on this machine. {MACHINES}")
     ] = None,
@@ -39,5 +36,5 @@ def trace(
     from fourfold.verification.trace import trace as trace_run
 
     with working("Tracing one rank's step"):
-        report = trace_run(run, whole, where)
+        report = trace_run(run, machine=where)
     show(report.record(), as_json, lambda _: trace_tables(report))

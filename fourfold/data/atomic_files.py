@@ -1,15 +1,10 @@
 """Write files and folders that appear completely or not at all, and lock them between processes."""
 
 import errno
-import glob
 import os
-import platform
 import shutil
-import tempfile
-import uuid
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from fourfold.errors import UserError
@@ -122,60 +117,13 @@ def new_folder(path: Path) -> Iterator[Path]:
     if path.exists():
         raise UserError(f"{path} exists; choose another folder, or remove it")
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary_folder(path.parent, f".{path.name}.", ".partial") as unfinished:
+        unfinished = temporary_name(path)
+        unfinished.mkdir(parents=True)
+        try:
             yield unfinished
             os.replace(unfinished, path)
-
-
-@contextmanager
-def temporary_folder(parent: Path | None = None, prefix: str = "fourfold-", suffix: str = "") -> Iterator[Path]:
-    """Yield a new folder and remove it after the block.
-
-    The function also removes folders with the same prefix and suffix that killed processes on this machine left behind.
-    A process holds a lock on its folder, and the kernel releases the lock when the process dies. The function keeps
-    folders of processes on other machines, because it may not see their locks.
-
-    Args:
-        parent: Folder in which the new folder is created. None uses the system's folder for temporary files.
-        prefix: Beginning of the name.
-        suffix: End of the name.
-    """
-    mode = 0o700 if parent is None else 0o777
-    parent = Path(tempfile.gettempdir()) if parent is None else parent
-    prefix += f"{zlib.crc32(platform.node().encode()):08x}-"
-    for folder in parent.glob(f"{glob.escape(prefix)}*{glob.escape(suffix)}"):
-        _remove_abandoned(folder)
-    while True:
-        folder = parent / f"{prefix}{uuid.uuid4().hex[:12]}{suffix}"
-        folder.mkdir(mode)
-        try:
-            descriptor = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:  # Another process removed the folder before it was locked. Try again.
-            continue
-        _lock(descriptor, wait=True, refusal="")
-        if _is_at(folder, descriptor):
-            break
-        os.close(descriptor)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(descriptor)
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove a folder if no process has locked it. Keep it if the file system has no locks or another user owns it."""
-    import fcntl
-
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_uid == os.getuid():
-                shutil.rmtree(folder)
         finally:
-            os.close(descriptor)
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextmanager

@@ -69,6 +69,28 @@ class ConversationCorpus:
         lengths = np.diff(self._offsets)
         return lengths, first_answers(self.answers, self._offsets) < np.minimum(lengths, self.seq_length + 1)
 
+    def _filled(
+        self, windows: Sequence[Sequence[int]], numbers: NDArray[np.int64], reference: NDArray[np.float32] | None = None
+    ) -> Windows:
+        """Fill each window with its conversations, in this order, and then with padding, which is a document too."""
+        room = self.seq_length + 1
+        stream = np.full((len(windows), self.look_back + room), self.padding, dtype=np.int64)
+        documents = np.full_like(stream, NO_DOCUMENT)
+        answers, is_data = (np.zeros((len(windows), room), dtype=bool) for _ in range(2))
+        for row, window in enumerate(windows):
+            place = 0
+            for number, conversation in enumerate(window):
+                start = int(self._offsets[conversation])
+                length = min(int(self._offsets[conversation + 1]) - start, room)
+                here = slice(place, place + length)
+                stream[row, self.look_back :][here] = self.corpus.read(start, length)
+                answers[row, here] = self.answers.read(start, length)
+                documents[row, self.look_back :][here] = number
+                place += length
+            documents[row, self.look_back + place :] = len(window)
+            is_data[row, :place] = True
+        return Windows(stream, documents, numbers, self.look_back, answers, reference, is_data)
+
 
 class PackedConversations(ConversationCorpus):
     """Windows of `seq_length` + 1 tokens, filled with conversations and padding.
@@ -112,23 +134,7 @@ class PackedConversations(ConversationCorpus):
         numbers = np.asarray(numbers, dtype=np.int64)
         epoch, within = np.divmod(numbers, len(self))
         windows = sample_permutation(within, len(self), self.seed, epoch)
-        room = self.seq_length + 1
-        stream = np.full((len(windows), self.look_back + room), self.padding, dtype=np.int64)
-        documents = np.full_like(stream, NO_DOCUMENT)
-        answers, is_data = (np.zeros((len(windows), room), dtype=bool) for _ in range(2))
-        for row, window in enumerate(windows.tolist()):
-            place = 0
-            for number, conversation in enumerate(self._windows[window].tolist()):
-                start = int(self._offsets[conversation])
-                length = min(int(self._offsets[conversation + 1]) - start, room)
-                here = slice(place, place + length)
-                stream[row, self.look_back :][here] = self.corpus.read(start, length)
-                answers[row, here] = self.answers.read(start, length)
-                documents[row, self.look_back :][here] = number
-                place += length
-            documents[row, self.look_back + place :] = len(self._windows[window])
-            is_data[row, :place] = True
-        return Windows(stream, documents, numbers, self.look_back, answers, is_data=is_data)
+        return self._filled([self._windows[window].tolist() for window in windows.tolist()], numbers)
 
 
 class PreferencePairs(ConversationCorpus):
@@ -175,18 +181,8 @@ class PreferencePairs(ConversationCorpus):
     def read(self, numbers: ArrayLike) -> Windows:
         """Read the samples with these indices (int [B], from 0), in this order."""
         documents = self.documents_of(numbers)
-        stream = np.full((len(documents), self.seq_length + 1), self.padding, dtype=np.int64)
-        is_data = np.zeros(stream.shape, dtype=bool)
-        answers = np.zeros(stream.shape, dtype=bool)
-        for row, document in enumerate(documents.tolist()):
-            start = int(self._offsets[document])
-            length = min(int(self._offsets[document + 1]) - start, self.seq_length + 1)
-            stream[row, :length] = self.corpus.read(start, length)
-            answers[row, :length] = self.answers.read(start, length)
-            is_data[row, :length] = True
         reference = None if self.reference is None else self.reference[documents]
-        numbers = np.asarray(numbers, dtype=np.int64)
-        return Windows(stream, (~is_data).astype(np.int64), numbers, 0, answers, reference, is_data)
+        return self._filled(documents[:, None].tolist(), np.asarray(numbers, dtype=np.int64), reference)
 
 
 def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArray[np.int64]]:

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from fourfold.data.atomic_files import write_whole
-from fourfold.data.other_tokenizers import describe_other_tokenizer
 from fourfold.errors import UserError
 from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_model_folder
@@ -23,6 +22,10 @@ OWN = "auto"
 _USUAL_NAMES = (
     *(END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]"),
     *("<｜end▁of▁sentence｜>", "[EOS]", "<EOS_TOKEN>", "<seed:eos>"),
+)
+OTHER_FORMATS = (
+    "; `AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)` of transformers converts the formats of "
+    "sentencepiece, tiktoken, and older models"
 )
 _SMALLEST_BPE = 257  # The 256 bytes and the end-of-document token.
 
@@ -105,14 +108,17 @@ class HFTokenizer:
             check_model_folder(self.path)
             self.path = self.path / "tokenizer.json"
         if not self.path.is_file():
-            other = describe_other_tokenizer(Path(path)) or 'give the path of a tokenizer.json, or "bytes"'
-            raise UserError(f"the tokenizer {self.path} does not exist; {other}")
+            raise UserError(
+                f'the tokenizer {self.path} does not exist; give the path of a tokenizer.json, or "bytes"'
+                f"{OTHER_FORMATS}"
+            )
         content = self.path.read_bytes()
         try:
             self._tokenizer = RustTokenizer.from_buffer(content)
         except Exception as error:  # The tokenizers library raises plain Exceptions, so catch them all.
-            other = describe_other_tokenizer(self.path) or str(error)
-            raise UserError(f"{self.path} is not a tokenizer.json of the tokenizers library: {other}") from error
+            raise UserError(
+                f"{self.path} is not a tokenizer.json of the tokenizers library: {error}{OTHER_FORMATS}"
+            ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True

@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fourfold.data.other_tokenizers import describe_other_tokenizer
 from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 from fourfold.errors import UserError, first_line
 from fourfold.extras import import_extra
@@ -125,9 +124,6 @@ def open_tokenizer(name: str) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except FOREIGN_ERRORS as error:
-        other = None if (Path(name) / "tokenizer.json").is_file() else describe_other_tokenizer(Path(name))
-        if other is not None:
-            raise UserError(f"cannot load the tokenizer of {name}: {other}") from error
         raise UserError(_no_tokenizer(name, needs_its_code(error) or first_line(error))) from error
     # If there are no tokenizer files, transformers makes an empty tokenizer from the model type. Refuse it.
     if len(tokenizer) <= len(tokenizer.all_special_ids):

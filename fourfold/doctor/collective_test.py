@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 
-from fourfold.data.atomic_files import temporary_folder
 from fourfold.doctor.finding import Finding, error, ok, warning
 from fourfold.environment import Place
 from fourfold.errors import UserError
@@ -50,7 +51,7 @@ def examine_collective(place: Place | None) -> Iterator[Finding]:
     """Run an all-reduce over the launcher's processes. Without a launcher, run it over all GPUs of this machine, or
     over two processes if the machine has no GPU."""
     world_size = place.world_size if place is not None else torch.cuda.device_count() or 2
-    with temporary_folder() as folder:
+    with TemporaryDirectory(prefix="fourfold-") as folder:
         log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": f"{folder}/nccl.%h.%p"}
         if "NCCL_DEBUG" not in os.environ:
             os.environ.update(log)
@@ -62,7 +63,7 @@ def examine_collective(place: Place | None) -> Iterator[Finding]:
             return
         yield all_reduce(measured)
         several_machines = place is not None and place.world_size > place.local_world_size
-        text = "".join(path.read_text(errors="replace") for path in sorted(folder.iterdir()))
+        text = "".join(path.read_text(errors="replace") for path in sorted(Path(folder).iterdir()))
         yield from nccl_network(text, several_machines)
 
 

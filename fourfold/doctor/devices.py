@@ -1,13 +1,11 @@
-"""Examine the devices that will train: GPUs with their memory, clocks, errors, and links, and the host's cores and
-memory."""
+"""Examine the devices that will train: GPUs with their memory, clocks, and errors, and the host's cores and memory."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -116,22 +114,3 @@ def host_memory() -> float:
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
     return min(installed, int(limit)) if limit.isdecimal() else installed
-
-
-def examine_links() -> Iterator[Finding]:
-    """Examine whether the GPUs can access each other's memory."""
-    gpus = torch.cuda.device_count()
-    if gpus < 2:
-        return
-    pairs = list(combinations(range(gpus), 2))
-    closed = [(a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
-    yield peer_access(len(pairs), closed)
-
-
-def peer_access(pairs: int, closed: Sequence[tuple[int, int]]) -> Finding:
-    """Judge the pairs of GPUs that cannot access each other's memory."""
-    if closed:
-        names = ", ".join(f"{a}-{b}" for a, b in closed[:4]) + (", …" if len(closed) > 4 else "")
-        advice = "traffic goes through the host's memory: check NVLink, IOMMU (ACS) and the virtual machine's settings"
-        return warning("peer access", f"{len(closed)} of {pairs} pairs of GPUs have none: {names}", advice)
-    return ok("peer access", f"{pairs} of {pairs} pairs of GPUs")

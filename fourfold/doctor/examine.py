@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fourfold.doctor.collective_test import examine_collective
-from fourfold.doctor.devices import examine_devices, examine_links
+from fourfold.doctor.devices import examine_devices
 from fourfold.doctor.disk import examine_disk
 from fourfold.doctor.finding import Finding
-from fourfold.doctor.network_interfaces import examine_network
 from fourfold.doctor.shared_memory import examine_shared_memory
 from fourfold.doctor.versions import examine_versions
 from fourfold.environment import read_environment
@@ -26,8 +25,6 @@ def examine(folder: Path) -> Iterator[Finding]:
     if place is None or place.local_rank == 0:
         yield from examine_versions()
         yield from examine_devices()
-        yield from examine_links()
-        yield from examine_network(several_machines=place is not None and place.world_size > place.local_world_size)
         yield from examine_shared_memory()
         yield from examine_disk(folder)
     for finding in examine_collective(place):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from fourfold.checkpoints.find_checkpoints import STATE_FILE, newest_checkpoint
 from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.config.model import ModelConfig
-from fourfold.data.atomic_files import new_folder, temporary_folder, write_whole
+from fourfold.data.atomic_files import new_folder, write_whole
 from fourfold.data.run_data import open_run_tokenizer
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError, given_as
@@ -158,8 +159,8 @@ def as_huggingface(name: str) -> Iterator[tuple[str, str | None]]:
         yield found, found
         return
     checkpoint = _newest(path)
-    with temporary_folder() as temporary:
-        folder = temporary / "model"
+    with TemporaryDirectory(prefix="fourfold-") as temporary:
+        folder = Path(temporary, "model")
         export_huggingface(checkpoint, folder, merge=SavedWeights(checkpoint).state.lora is not None)
         if (folder / TOKENIZER_FILE).is_file():
             yield str(folder), str(folder)

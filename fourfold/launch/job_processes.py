@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import pkgutil
-import sys
 import time
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Literal
 
-from fourfold.data.atomic_files import temporary_folder
 from fourfold.environment import Place, read_environment, rendezvous
 from fourfold.errors import UserError
-from fourfold.exit_codes import CRASH, DONE
 from fourfold.launch.local_workers import run_workers
 from fourfold.launch.stop_signals import held_stop_signals
 from fourfold.processes import end_with_starter, importing, keep_gloo_local, lossy_output, raise_file_limit
@@ -67,8 +65,8 @@ def run_on_grid(
     started = started or time.time()
     task = (function, args, wanted_device, timeout)
     if place is None and world_size > 1:
-        with temporary_folder() as folder:
-            meeting_point = (folder / "store").as_uri()  # Meet through a file, because a port may already be in use.
+        with TemporaryDirectory(prefix="fourfold-", ignore_cleanup_errors=True) as folder:
+            meeting_point = Path(folder, "store").as_uri()  # Meet through a file, because a port may already be in use.
             modules = [function.partition(":")[0], "fourfold.parallel.grid.process_group"]
             all_args = (meeting_point, *task)
             return run_workers(run_in_group, all_args, world_size, heeds_stop_signals, restarts, modules, started)
@@ -122,8 +120,7 @@ def run_in_group(
         start_process_group(place, meeting_point, choose_device(place, wanted), timeout)
         failed = True
         try:
-            with _no_silent_exit():
-                result = call(place, *args)
+            result = call(place, *args)
             failed = False
             return result
         except SystemExit as end:
@@ -131,27 +128,6 @@ def run_in_group(
             raise RuntimeError(f"something called sys.exit({end.code!r}) before the job had finished") from end
         finally:
             end_process_group(failed)
-
-
-@contextlib.contextmanager
-def _no_silent_exit() -> Iterator[None]:
-    """If something calls `os._exit(0)` in this process, exit with the code of a crash instead. With code 0, a launcher
-    would think that the job is done."""
-    leave, process_id = os._exit, os.getpid()
-
-    def leave_as_crashed(status: int) -> NoReturn:
-        # Forked children may exit in this way, so check the process id.
-        if status == DONE and os.getpid() == process_id:
-            traceback.print_stack()
-            print("fourfold: something called os._exit(0) before the job had finished", file=sys.stderr, flush=True)
-            status = CRASH
-        leave(status)
-
-    os._exit = leave_as_crashed
-    try:
-        yield
-    finally:
-        os._exit = leave
 
 
 def choose_device(place: Place, wanted: WantedDevice) -> torch.device:

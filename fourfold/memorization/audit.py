@@ -62,8 +62,6 @@ class AuditRequest(ScoringRequest):
     search."""
     text_key: str = "text"
     """Key of the text in each line."""
-    count_key: str = "count"
-    """Key in each line that says how often the model was trained on the document."""
 
     def check(self) -> None:
         """Check the sizes and the sampling options.
@@ -217,7 +215,6 @@ def _documents(
         vocab_size=scorer.vocab_size,
         shortest=shortest,
         text_key=request.text_key,
-        count_key=request.count_key,
     )
     with given_as("--documents"):
         found = read(request.documents)
@@ -230,9 +227,7 @@ def _documents(
 
 
 def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> None:
-    """Raise ``UserError`` if counts are missing, if there is no member, or if a member is also a control."""
-    if request.count_key != AuditRequest.count_key and all(d.count is None for d in documents):
-        raise UserError(f'--counts {request.count_key}: no document of {request.documents} has "{request.count_key}"')
+    """Raise ``UserError`` if there is no member, or if a member is also a control."""
     members, controls = (
         {document.tokens.tobytes() for document in documents if (document.count == 0) == is_control}
         for is_control in (False, True)

@@ -52,7 +52,6 @@ def read_documents(
     vocab_size: int,
     shortest: int,
     text_key: str = "text",
-    count_key: str = "count",
 ) -> list[AuditDocument]:
     """Read the documents of an audit.
 
@@ -62,7 +61,6 @@ def read_documents(
         vocab_size: Size of the model's vocabulary.
         shortest: Smallest allowed number of tokens in a document.
         text_key: Key of the text.
-        count_key: Key of the number of times that the model was trained on the document.
 
     Returns:
         The documents, in the order of the file.
@@ -84,9 +82,9 @@ def read_documents(
                 f"{where} has token {outside[0]}, and the model's vocabulary ends at {vocab_size - 1}: it was made "
                 "with another tokenizer"
             )
-        count = row.get(count_key)
+        count = row.get("count")
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
-            raise UserError(f'{where} has {json.dumps(count)} as "{count_key}"; it is a whole number of 0 or more')
+            raise UserError(f'{where} has {json.dumps(count)} as "count"; it is a whole number of 0 or more')
         text, made_with = row.get(text_key), row.get("tokenizer")
         end = None if tokenizer is None else eod_of(tokenizer, None if made_with is None else str(made_with))
         found.append(AuditDocument(tokens, text if isinstance(text, str) else None, count, *_origin(row), end))

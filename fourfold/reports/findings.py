@@ -5,31 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from fourfold.doctor.finding import Finding, Level
 from fourfold.reports.numbers import counted
 
 STYLES: dict[Level, str] = {"ok": "green", "warning": "bold yellow", "error": "bold red"}
-LEVEL_WIDTH, SUBJECT_WIDTH = 7, 13
+LEVEL_WIDTH, SUBJECT_WIDTH = 9, 15
 
 
 def show_finding(finding: Finding, host: str | None = None) -> None:
     """Print a finding, and its advice in the next line. If the finding is about a machine other than the first,
     ``host`` is the machine's name, which is printed in front of the finding."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(width=LEVEL_WIDTH)
-    table.add_column(width=SUBJECT_WIDTH)
-    table.add_column(overflow="fold")
-    table.add_row(
-        Text(finding.level, STYLES[finding.level]),
-        Text(finding.subject),
-        Text(finding.text if host is None else f"{host}: {finding.text}"),
-    )
+    console, subject = Console(soft_wrap=True), f"{finding.subject:<{SUBJECT_WIDTH}}"
+    text = finding.text if host is None else f"{host}: {finding.text}"
+    console.print(Text.assemble((f"{finding.level:<{LEVEL_WIDTH}}", STYLES[finding.level]), subject, text))
     if finding.advice is not None:
-        table.add_row("", "", Text(f"→ {finding.advice}", "bold"))
-    Console().print(table)
+        console.print(Text(f"{'':<{LEVEL_WIDTH + SUBJECT_WIDTH}}→ {finding.advice}", "bold"))
 
 
 def summary(levels: Sequence[Level]) -> str:

@@ -13,10 +13,9 @@ from fourfold.parsing import dotted_keys, parse_toml
 from fourfold.reports import html
 from fourfold.reports.curve_charts import CONTROLS, Curve, Mark, StepPositions, curve_chart
 from fourfold.reports.numbers import counted
-from fourfold.reports.recorded_run import RecordedRun, largest, number_of, read_run, read_summary, read_text
-from fourfold.reports.short_records import MemorizationRecord, TaskRecord, read_short_record
+from fourfold.reports.recorded_run import Record, RecordedRun, largest, number_of, read_run, read_summary, read_text
 from fourfold.training.console import byte_unit, format_fact
-from fourfold.training.metrics import MEMORIZATION_FILE, TASKS_FILE
+from fourfold.training.metrics import MEMORIZATION_FILE, TASKS_FILE, read_metrics
 from fourfold.training.run_folder import SAMPLE_FILE, SUMMARY_FILE
 
 
@@ -146,11 +145,16 @@ def _validation_of(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
     return name
 
 
+def _records_of(run: RecordedRun, name: str) -> list[Record]:
+    path = run.folder / name
+    return read_metrics(path) if path.is_file() else []
+
+
 def _tasks(run: RecordedRun) -> list[str]:
     """Return charts of the evaluation tasks during training, one per metric, and a note if tasks failed."""
     found: dict[str, dict[str, list[tuple[StepPositions, float | None]]]] = {}
     failures: list[str] = []
-    for record in read_short_record(run.folder / TASKS_FILE, TaskRecord):
+    for record in _records_of(run, TASKS_FILE):
         failures += [f"After step {record['step']:,}: {why}." for why in record.get("failed", {}).values()]
         if record["step"] in run.places:
             for task, metrics in record["tasks"].items():
@@ -168,8 +172,7 @@ def _tasks(run: RecordedRun) -> list[str]:
 def _memorization(run: RecordedRun) -> list[str]:
     """Return charts of the canary audits during training, with one curve for each number of repeats. Return nothing if
     no audit is recorded."""
-    recorded = read_short_record(run.folder / MEMORIZATION_FILE, MemorizationRecord)
-    records = [each for each in recorded if each["step"] in run.places]
+    records = [each for each in _records_of(run, MEMORIZATION_FILE) if each["step"] in run.places]
     if not records:
         return []
 

@@ -1,24 +1,20 @@
-"""Send metrics to TensorBoard and Weights & Biases. Each tracker has its own thread, so a slow or failing tracker never
-delays a step."""
+"""Send metrics to TensorBoard and Weights & Biases. A tracker that fails never stops the run."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from queue import Full, Queue
 from typing import Any, Protocol
 
 from fourfold.config.run import RunConfig
 from fourfold.data.atomic_files import write_whole
 from fourfold.extras import require_extra
 from fourfold.run_file.dump import to_toml
-
-MOST_WAITING = 10_000
-"""Number of steps that a tracker may lag behind before the run gives up on it."""
 
 FINISH_SECONDS = 60.0
 """Number of seconds that all trackers together have at the end of a run to deliver their last steps."""
@@ -31,8 +27,7 @@ class Tracker(Protocol):
     """A client that sends a run's metrics to one tracker. It is created from the run, the run's folder, and the number
     of steps taken.
 
-    If steps were already taken, the client continues the earlier tracked run. All calls come from one thread. A client
-    may raise any exception.
+    If steps were already taken, the client continues the earlier tracked run. A client may raise any exception.
     """
 
     def log(self, step: int, numbers: Numbers) -> None:
@@ -121,86 +116,57 @@ class Tracking:
 
     def __init__(self, run: RunConfig, run_dir: Path, first_step: int) -> None:
         """Start the trackers. If ``first_step`` is above 0, they continue their earlier tracked runs."""
-        clients = {name: partial(CLIENTS[name], run, run_dir) for name in _wanted(run)}
-        self._trackers = [InBackground(name, client, first_step) for name, client in clients.items()]
+        self._clients = {name: partial(CLIENTS[name], run, run_dir) for name in _wanted(run)}
+        self._trackers: dict[str, Tracker] = {}
+        for name, client in self._clients.items():
+            with self._dropping(name):
+                self._trackers[name] = client(first_step)
 
     def log(self, step: int, record: dict[str, Any]) -> None:
         """Log one line of metrics.jsonl. Metrics that are null because they are not finite are not logged."""
         numbers = {key: value for key, value in record.items() if key != "step" and value is not None}
-        for tracker in self._trackers:
-            tracker.log(step, numbers)
+        for name, tracker in list(self._trackers.items()):
+            with self._dropping(name):
+                tracker.log(step, numbers)
 
     def go_back(self, steps: int) -> None:
         """Go back to the state after the first ``steps``. Later steps will be logged again."""
-        for tracker in self._trackers:
-            tracker.go_back(steps)
+        for name, tracker in list(self._trackers.items()):
+            with self._dropping(name):
+                tracker.finish(failed=False)
+                self._trackers[name] = self._clients[name](steps)
 
     def close(self, failed: bool = False) -> None:
         """End the tracked runs, and wait a limited time for them. A second call does nothing."""
-        for tracker in self._trackers:
-            tracker.end(failed)
+        # A daemon thread cannot keep the process alive, even if a client waits for its network.
+        threads = {
+            name: threading.Thread(target=self._finish, args=(name, tracker, failed), daemon=True)
+            for name, tracker in self._trackers.items()
+        }
+        for thread in threads.values():
+            thread.start()
         latest = time.monotonic() + FINISH_SECONDS
-        for tracker in self._trackers:
-            tracker.wait(latest - time.monotonic())
-        self._trackers = []
+        for name, thread in threads.items():
+            thread.join(max(latest - time.monotonic(), 0))
+            if thread.is_alive():
+                self._drop(name, f"it did not take its last numbers within {FINISH_SECONDS:g} s")
+        self._trackers = {}
 
+    def _finish(self, name: str, tracker: Tracker, failed: bool) -> None:
+        with self._dropping(name):
+            tracker.finish(failed)
 
-class InBackground:
-    """One tracker. Its client runs in a thread, so no method here fails or blocks, except ``wait``."""
-
-    def __init__(self, name: str, client: Callable[[int], Tracker], first_step: int) -> None:
-        self.name, self._client = name, client
-        self._given_up = threading.Event()
-        # An entry is usually a function to call with the tracker. A number means: start a new tracker for a run that
-        # has taken this many steps. None means: end the thread.
-        self._waiting: Queue[Callable[[Tracker], None] | int | None] = Queue(MOST_WAITING)
-        # A daemon thread cannot keep the process alive, even if the client hangs.
-        self._thread = threading.Thread(target=self._work, args=(first_step,), name=f"tracker-{name}", daemon=True)
-        self._thread.start()
-
-    def log(self, step: int, numbers: Numbers) -> None:
-        """Queue the metrics of a step."""
-        self._put(lambda tracker: tracker.log(step, numbers))
-
-    def go_back(self, steps: int) -> None:
-        """Queue a return to the state after ``steps`` steps."""
-        self._put(lambda tracker: tracker.finish(failed=False), steps)
-
-    def end(self, failed: bool) -> None:
-        """Queue the end of the tracked run."""
-        self._put(lambda tracker: tracker.finish(failed), None)
-
-    def wait(self, seconds: float) -> None:
-        """Wait until the tracked run has ended, but at most ``seconds``. If the tracker has failed, return at once."""
-        if self._given_up.is_set():
-            return
-        self._thread.join(max(seconds, 0))
-        if self._thread.is_alive():
-            self._give_up(f"it did not take its last numbers within {FINISH_SECONDS:g} s")
-
-    def _put(self, *entries: Callable[[Tracker], None] | int | None) -> None:
+    @contextmanager
+    def _dropping(self, name: str) -> Iterator[None]:
+        """If the body fails, continue without the tracker."""
         try:
-            for entry in entries:
-                if not self._given_up.is_set():
-                    self._waiting.put_nowait(entry)
-        except Full:
-            self._give_up(f"it is {MOST_WAITING:,} steps behind")
-
-    def _work(self, first_step: int) -> None:
-        try:
-            tracker = self._client(first_step)
-            while not self._given_up.is_set() and (entry := self._waiting.get()) is not None:
-                if isinstance(entry, int):
-                    tracker = self._client(entry)
-                else:
-                    entry(tracker)
+            yield
         except Exception as error:  # Clients raise all kinds of errors.
-            self._give_up(f"{type(error).__name__}: {error}")
+            self._drop(name, f"{type(error).__name__}: {error}")
 
-    def _give_up(self, reason: str) -> None:
-        if not self._given_up.is_set():
-            self._given_up.set()
-            print(f"warning: {self.name} no longer records this run: {reason}", file=sys.stderr, flush=True)
+    def _drop(self, name: str, reason: str) -> None:
+        self._trackers.pop(name, None)
+        print(f"warning: {name} no longer records this run: {reason}", file=sys.stderr, flush=True)
 
 
 def _wanted(run: RunConfig) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,17 +16,15 @@ from pool import Pool
 
 from fourfold.doctor import collective_test, devices, examine
 from fourfold.doctor.collective_test import AllReduceTimes, all_reduce, examine_collective, nccl_network
-from fourfold.doctor.devices import gpu_state, host, peer_access, query_gpus
+from fourfold.doctor.devices import gpu_state, host, query_gpus
 from fourfold.doctor.disk import examine_disk, room
 from fourfold.doctor.finding import Finding, error, ok
-from fourfold.doctor.network_interfaces import Interface, gloo_choice, interfaces, locked_memory, nccl_choice
 from fourfold.doctor.shared_memory import shared_memory
 from fourfold.doctor.versions import torch_build
 from fourfold.environment import Place
 from fourfold.launch.local_workers import WorkerFailed
 
-SUBJECTS = ("python", "torch", "backend", "host", "network", "gloo", "shared memory",
-            "disk space", "all-reduce")  # fmt: skip
+SUBJECTS = ("python", "torch", "backend", "host", "shared memory", "disk space", "all-reduce")
 
 GIB = 2**30
 
@@ -157,64 +154,9 @@ def test_fewer_cores_than_gpus() -> None:
     assert host(1, GIB, 0).level == "ok"
 
 
-def test_links() -> None:
-    assert peer_access(6, []).level == "ok"
-    assert "2 of 6 pairs of GPUs have none: 0-2, 1-3" in peer_access(6, [(0, 2), (1, 3)]).text
-
-
-LO, ETH, HSN, IB, DOCKER = (
-    Interface(name, address, None)
-    for name, address in {
-        "lo": "127.0.0.1", "eth0": "10.0.0.5", "hsn0": "10.1.0.5", "ib0": "10.2.0.5", "docker0": "172.17.0.1"
-    }.items()
-)  # fmt: skip
-ALL = (LO, DOCKER, ETH, HSN, IB)
-
-
-@pytest.mark.parametrize(
-    ("environ", "name_is", "several", "level", "text"),
-    [
-        ({}, None, False, "ok", "uses loopback"),
-        ({}, "10.0.0.5", True, "ok", "uses eth0"),
-        ({}, "127.0.1.1", True, "warning", "is 127.0.1.1, which other machines cannot reach"),
-        ({}, None, True, "warning", "does not resolve"),
-        ({"GLOO_SOCKET_IFNAME": "hsn0"}, "10.0.0.5", True, "ok", "uses hsn0"),
-        ({"GLOO_SOCKET_IFNAME": "hsn7"}, "10.0.0.5", True, "error", "GLOO_SOCKET_IFNAME = hsn7 is no interface"),
-    ],
-)
-def test_interface_of_gloo(environ: dict[str, str], name_is: str | None, several: bool, level: str, text: str) -> None:
-    finding = gloo_choice(ALL, environ, name_is, several)
-    assert finding.level == level
-    assert text in finding.text
-
-
-@pytest.mark.parametrize(
-    ("chosen", "level", "text"),
-    [
-        ("hsn", "ok", "uses hsn0:"),
-        ("=eth0,eth1", "ok", "uses eth0:"),
-        ("=eth", "error", "= =eth is no interface"),
-        ("en", "error", "NCCL_SOCKET_IFNAME = en is no interface"),
-    ],
-)
-def test_interface_of_nccl(chosen: str, level: str, text: str) -> None:
-    finding = nccl_choice(ALL, chosen)
-    assert finding.level == level
-    assert text in finding.text
-
-
-def test_loopback_is_among_the_interfaces() -> None:
-    assert ("lo", "127.0.0.1") in [(each.name, each.address) for each in interfaces()]
-
-
 @pytest.mark.parametrize(("free", "level"), [(GIB, "ok"), (64 * 2**20, "warning"), (2**20, "error")])
 def test_shared_memory(free: int, level: str) -> None:
     assert shared_memory(4 * GIB, free).level == level
-
-
-def test_limits() -> None:
-    assert locked_memory(8 * 2**20).level == "warning"
-    assert locked_memory(resource.RLIM_INFINITY).level == "ok"
 
 
 def test_disk(tmp_path: Path) -> None:

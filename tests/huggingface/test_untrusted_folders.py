@@ -187,19 +187,9 @@ def test_an_adapter_is_called_one(tmp_path: Path) -> None:
             read()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("tokenizer.model", b"\n\x0e\n\x05<unk>", "a sentencepiece file.*pip install sentencepiece"),
-        ("tokenizer.model", b"IQ== 0\nIg== 1\n", "a tiktoken file"),
-        ("tiktoken.model", b"IQ== 0\n", "a tiktoken file"),
-        ("qwen.tiktoken", b"IQ== 0\n", "a tiktoken file"),
-        ("tekken.json", b"{}", "a mistral-common file; convert it once"),
-        ("vocab.json", b"{}", "an older format of transformers; convert it once"),
-    ],
-)
-def test_other_tokenizers_are_named(tmp_path: Path, name: str, content: bytes, says: str) -> None:
-    (tmp_path / name).write_bytes(content)
+@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "vocab.json"])
+def test_tokenizers_of_other_formats_can_be_converted(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"{}")
     for path in (tmp_path, tmp_path / name):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=r"AutoTokenizer.*converts"):
             HFTokenizer(path)

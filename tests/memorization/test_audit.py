@@ -263,10 +263,10 @@ def test_a_checkpoint_alone(trained: Path, tmp_path: Path, record: dict[str, Any
     assert code == 0, errors
 
 
-def test_control_and_counts_of_ones_own(trained: Path, tmp_path: Path, cli: Cli) -> None:
+def test_a_file_of_controls(trained: Path, tmp_path: Path, cli: Cli) -> None:
     texts = [json.loads(row)["text"] for row in (trained / "text.jsonl").read_text().splitlines() if len(row) > 60]
     (tmp_path / "members.jsonl").write_text(
-        "".join(line(text=text, seen=1 + n % 2) for n, text in enumerate(texts[:12]))
+        "".join(line(text=text, count=1 + n % 2) for n, text in enumerate(texts[:12]))
     )
     (tmp_path / "control.jsonl").write_text("".join(line(text=text) for text in texts[12:40]))
     arguments = [
@@ -278,8 +278,6 @@ def test_control_and_counts_of_ones_own(trained: Path, tmp_path: Path, cli: Cli)
         "--prefix",
         10,
         "--json",
-        "--counts",
-        "seen",
     ]
     code, output, errors = cli(
         *arguments, "--documents", tmp_path / "members.jsonl", "--control", tmp_path / "control.jsonl"
@@ -351,7 +349,6 @@ def test_gate(trained: Path, cli: Cli) -> None:
         (line(text="a" * 90), {"--temperature": "1e-320"}, "must be finite and at least 1e-06, such as 1"),
         (line(text="a" * 90), {"--temperature": "nan"}, "must be finite and at least 1e-06, such as 1"),
         (line(text="a" * 90), {"--offset": 1000}, "leaves none of the 64 tokens"),
-        (line(text="a" * 90), {"--counts": "seen"}, "no document of"),
         (line(text="a" * 90), {"--reference": "./nope"}, "--reference ./nope does not exist"),
         (line(text="a" * 90), {"--model": "./runs/none"}, "--model ./runs/none does not exist"),
         (line(text="a" * 90) + line(text="a" * 90, count=0), {}, "both members and controls"),

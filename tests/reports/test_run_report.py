@@ -162,25 +162,6 @@ def test_a_folder_that_does_not_exist_is_said_to_be_missing(tmp_path):
         write_run_report(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("memorization", {"step": 1}),
-        ("memorization", {"step": 1, "by_count": {"4": {"loss": 1.0}}}),
-        ("tasks", {"step": 1}),
-        ("tasks", {"step": 1, "tasks": {"arc": "a"}}),
-    ],
-)
-def test_a_line_without_what_it_should_have_is_named(tmp_path, name, line):
-    whole = {
-        "memorization": {"step": 1, "by_count": {"4": {"exact_match": 0.5, "loss": 1.0}}},
-        "tasks": {"step": 1, "tasks": {"arc": {"acc": 0.5}}},
-    }
-    files = {f"{name}_jsonl": lines([whole[name], line])}
-    with pytest.raises(UserError, match=rf"{name}\.jsonl, line 2: [\w.]+: "):
-        write_run_report(make_run(tmp_path, [record(1)], **files))
-
-
 def test_a_count_that_only_some_lines_have_is_drawn_where_it_is(tmp_path):
     group = {"exact_match": 0.5, "loss": 1.0}
     found = [{"step": 1, "by_count": {"4": group}}, {"step": 2, "by_count": {"4": group, "8": group}}]

@@ -31,7 +31,7 @@ from train_processes import (
 )
 
 from fourfold.errors import UserError
-from fourfold.exit_codes import CRASH, HANG, STOPPED
+from fourfold.exit_codes import HANG, STOPPED
 from fourfold.run_file.load import load_run
 from fourfold.training.attempts import note_start
 from fourfold.training.bad_steps import BadSteps
@@ -237,20 +237,6 @@ def test_a_step_that_leaves_the_program_is_a_crash(
     monkeypatch.setattr(Job, "update", update)
     with pytest.raises(RuntimeError, match=re.escape(f"sys.exit({code!r}) before the job had finished")):
         exit_code("train", run_file(tmp_path, prefix))
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_step_that_ends_the_process_is_a_crash(tmp_path: Path, prefix: str, start: Start, processes: int) -> None:
-    (tmp_path / "leaving.py").write_text(
-        "import os\n\ndef mask(windows):\n    if os.fork() == 0:\n        os._exit(0)\n    os._exit(0)\n"
-    )
-    path = run_file(
-        tmp_path, prefix, parallel__z=processes, masks__functions=["leaving:mask"], fault_tolerance__max_restarts=0
-    )
-    process = start(path, environ={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])})
-    errors = process.communicate(timeout=PATIENCE)[1]
-    assert process.returncode == CRASH, errors
-    assert "os._exit(0) before the job had finished" in errors and "leaving.py" in errors
 
 
 @pytest.mark.slow

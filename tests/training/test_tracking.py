@@ -22,7 +22,7 @@ from fourfold.launch.job_processes import run_on_grid
 from fourfold.run_file.load import load_run
 from fourfold.training import tracking
 from fourfold.training.metrics import read_metrics
-from fourfold.training.tracking import InBackground, Tracking, check_trackers
+from fourfold.training.tracking import Tracking, check_trackers
 
 
 class Tracked(NamedTuple):
@@ -158,103 +158,88 @@ def test_a_whole_run_and_its_resumption_are_one_curve(prefix: str, tmp_path: Pat
 
 
 class Stubborn:
-    """A client that fails, or hangs, when it records step 2."""
+    """A client that fails when it records step 2, and takes its time to finish if it hangs."""
 
-    def __init__(self, fails: bool) -> None:
-        self.fails, self.steps, self.failed = fails, list[int](), None
-        self.hangs, self.released = threading.Event(), threading.Event()
+    def __init__(self, hangs: bool = False) -> None:
+        self.steps, self.failed = list[int](), None
+        self.released = threading.Event()
+        if not hangs:
+            self.released.set()
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         if step == 2:
-            if self.fails:
-                raise ConnectionError("the network is down")
-            self.hangs.set()
-            self.released.wait(PATIENCE)
+            raise ConnectionError("the network is down")
         self.steps.append(step)
 
     def finish(self, failed: bool) -> None:
+        self.released.wait(PATIENCE)
         self.failed = failed
 
 
-def in_background(client: Stubborn) -> InBackground:
-    return InBackground("stubborn", lambda first_step: client, 0)
+Made = list[tuple[int, Stubborn]]
 
 
-def test_a_tracker_that_fails_is_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    client = Stubborn(fails=True)
-    tracker = in_background(client)
-    for step in (1, 2, 3, 4):
-        tracker.log(step, {})
-        time.sleep(0.02)
-    tracker.end(failed=False)
-    assert (client.steps, client.failed) == ([1], None)
-    error = capsys.readouterr().err
-    assert error == "warning: stubborn no longer records this run: ConnectionError: the network is down\n"
+def stubborn(folder: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool = False) -> tuple[Tracking, Made]:
+    """Return the tracking of a run, and the clients that it makes, with the number of steps before each."""
+    made: Made = []
 
-
-def test_a_tracker_that_cannot_start_is_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    def client(first_step: int) -> Stubborn:
-        raise PermissionError("no key")
-
-    tracker = InBackground("stubborn", client, 0)
-    tracker.wait(PATIENCE)
-    tracker.log(1, {})
-    assert capsys.readouterr().err.count("warning: stubborn no longer records this run: PermissionError: no key") == 1
-
-
-def test_a_tracker_that_hangs_costs_no_step_any_time(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tracking, "MOST_WAITING", 100)
-    client = Stubborn(fails=False)
-    tracker = in_background(client)
-    tracker.log(1, {})
-    tracker.log(2, {})
-    assert client.hangs.wait(PATIENCE)
-    for step in range(3, 103):
-        tracker.log(step, {})
-    assert capsys.readouterr().err == ""
-    for step in range(103, 1000):
-        tracker.log(step, {})
-    tracker.end(failed=False)
-    tracker.wait(2 * PATIENCE)  # returns at once, because the tracker was given up
-    assert client.steps == [1], "the client still hangs in step 2: nothing here waited for it"
-    assert capsys.readouterr().err == "warning: stubborn no longer records this run: it is 100 steps behind\n"
-    client.released.set()
-
-
-def test_the_end_waits_for_a_slow_tracker_but_not_for_ever(capsys: pytest.CaptureFixture[str]) -> None:
-    client = Stubborn(fails=False)
-    tracker = in_background(client)
-    for step in (1, 2, 3):
-        tracker.log(step, {})
-    tracker.end(failed=True)
-    tracker.wait(0.1)
-    assert capsys.readouterr().err.count("it did not take its last numbers") == 1
-    client.released.set()
-
-    patient = in_background(client)
-    for step in (4, 5):
-        patient.log(step, {})
-    patient.end(failed=True)
-    patient.wait(PATIENCE)
-    assert client.steps[-2:] == [4, 5]
-    assert client.failed is True
-
-
-def test_a_roll_back_continues_the_run_from_an_earlier_step() -> None:
-    made = []
-
-    def client(first_step: int) -> Stubborn:
-        made.append((first_step, Stubborn(fails=False)))
+    def client(run: RunConfig, run_dir: Path, first_step: int) -> Stubborn:
+        made.append((first_step, Stubborn(hangs)))
         return made[-1][1]
 
-    tracker = InBackground("stubborn", client, 0)
-    tracker.log(3, {})
-    tracker.go_back(1)
-    tracker.log(4, {})
-    tracker.end(failed=False)
-    tracker.wait(PATIENCE)
+    monkeypatch.setattr(tracking, "CLIENTS", {"wandb": client})
+    run = run_tracked_by("wandb", folder)
+    return Tracking(run, folder_of(run), 0), made
+
+
+def test_a_tracker_that_fails_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trackers, [(_, client)] = stubborn(tmp_path, monkeypatch)
+    for step in (1, 2, 3, 4):
+        trackers.log(step, {})
+    trackers.close()
+    assert (client.steps, client.failed) == ([1], None)
+    error = capsys.readouterr().err
+    assert error == "warning: wandb no longer records this run: ConnectionError: the network is down\n"
+
+
+def test_a_tracker_that_cannot_start_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def client(run: RunConfig, run_dir: Path, first_step: int) -> Stubborn:
+        raise PermissionError("no key")
+
+    monkeypatch.setattr(tracking, "CLIENTS", {"wandb": client})
+    run = run_tracked_by("wandb", tmp_path)
+    with closing(Tracking(run, folder_of(run), 0)) as trackers:
+        trackers.log(1, {})
+    assert capsys.readouterr().err == "warning: wandb no longer records this run: PermissionError: no key\n"
+
+
+def test_the_end_waits_for_a_slow_tracker_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trackers, [(_, client)] = stubborn(tmp_path, monkeypatch, hangs=True)
+    threading.Timer(0.1, client.released.set).start()
+    trackers.close(failed=True)
+    assert client.failed is True
+    assert capsys.readouterr().err == ""
+
+    monkeypatch.setattr(tracking, "FINISH_SECONDS", 0.1)
+    trackers, [(_, client)] = stubborn(tmp_path, monkeypatch, hangs=True)
+    trackers.close(failed=True)
+    assert client.failed is None
+    assert capsys.readouterr().err.count("it did not take its last numbers within 0.1 s") == 1
+    client.released.set()
+
+
+def test_a_roll_back_continues_the_run_from_an_earlier_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trackers, made = stubborn(tmp_path, monkeypatch)
+    trackers.log(3, {})
+    trackers.go_back(1)
+    trackers.log(4, {})
+    trackers.close()
     assert [(first_step, each.steps, each.failed) for first_step, each in made] == [(0, [3], False), (1, [4], False)]
 
 

@@ -22,7 +22,6 @@ from fourfold.parallel.grid.process_group import (
     group_among,
     limit_waiting,
     warn_of_other_nodes,
-    warn_of_slow_groups,
 )
 
 FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
@@ -109,7 +108,6 @@ class Grid:
                 f"processes, and there are {dist.get_world_size()}; start {sizes.world_size}, or change [parallel]"
             )
         self.sizes = sizes
-        warn_of_slow_groups(device_type)
         shape = tuple(getattr(sizes, axis) for axis in AXES)
         self.ranks = torch.arange(sizes.world_size).view(shape)
         """All ranks, by their positions on the six axes."""

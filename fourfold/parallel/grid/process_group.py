@@ -21,7 +21,6 @@ from fourfold.parallel.grid.numa import bind_to_gpu
 from fourfold.processes import keep_gloo_local
 from fourfold.torch_internals import timeout_of
 
-MANY_PROCESSES = 256
 NVIDIA_SETTINGS = {
     "TORCH_NCCL_HIGH_PRIORITY": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
@@ -188,21 +187,6 @@ def group_among(sets: list[list[int]]) -> dist.ProcessGroup | None:
         if dist.get_rank() in ranks:
             mine = group
     return mine
-
-
-def warn_of_slow_groups(device_type: str) -> None:
-    """Warn if creating the grid's groups will take minutes.
-
-    This happens with many processes if torch creates the groups one by one, each with a barrier over all processes.
-    """
-    many = dist.get_world_size() >= MANY_PROCESSES and dist.get_rank() == 0
-    if device_type == "cuda" and many and getattr(default_group(), "bound_device_id", None) is None:
-        print(
-            "warning: the process group was started without a device_id, so the groups of the grid are made one by "
-            "one, which takes minutes with many processes; give init_process_group device_id=torch.device('cuda', "
-            "local_rank), or leave it to Grid",
-            file=sys.stderr,
-        )
 
 
 def warn_of_other_nodes(processes: int) -> None:

@@ -20,7 +20,7 @@ from fourfold.config.run import ParallelConfig
 from fourfold.environment import Place
 from fourfold.parallel.grid import numa, process_group
 from fourfold.parallel.grid.grid import Grid
-from fourfold.parallel.grid.process_group import warn_of_other_nodes, warn_of_slow_groups
+from fourfold.parallel.grid.process_group import warn_of_other_nodes
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,6 @@ def many() -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=512, store=FakeStore())
     yield
     dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("many")
-def test_groups_that_are_made_one_by_one_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    Grid(ParallelConfig(x=8, z=64), "cpu")
-    assert capsys.readouterr().err == ""
-    warn_of_slow_groups("cuda")
-    assert "made one by one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
