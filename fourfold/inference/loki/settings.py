@@ -17,7 +17,7 @@ from torch import Tensor
 from fourfold.config.expected_values import mistake
 from fourfold.errors import UserError
 
-DEFAULT_D_F, DEFAULT_K_F = 0.25, 0.25
+DEFAULT_D_F, DEFAULT_K_F = 0.5, 0.25
 
 MOST_SINKS, MOST_RECENT = 4, 64
 """Largest number of first and last keys that are always chosen by default (also at most a quarter of a step's keys)."""
@@ -49,10 +49,9 @@ class LokiConfig(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     d: Annotated[int, Field(ge=1)] | None = None
-    """Number of leading dims (after rotation by the basis) that are used to rank keys. Set at most one of ``d``
-    and ``d_f``."""
+    """Number of leading components that rank the keys. Set at most one of ``d`` and ``d_f``."""
     d_f: Share | None = None
-    """The number of ranking dims as a fraction of head_dim (default 0.25)."""
+    """The number of ranking components as a fraction of head_dim (default 0.5)."""
     k: Annotated[int, Field(ge=1)] | None = None
     """Number of keys that a step attends to. Set at most one of ``k`` and ``k_f``."""
     k_f: Share | None = None
@@ -128,7 +127,7 @@ class LokiConfig(BaseModel):
         return min(max(self.key_count(length), self.min_seq - 1), length)
 
     def dim_count(self, head_dim: int) -> int:
-        """Return the number of leading dims that rank keys.
+        """Return the number of leading components that rank keys.
 
         Args:
             head_dim: Size of a head.
