@@ -2,10 +2,11 @@
 
     bash benchmarks/cluster.sh overlap [--grid x=2,z=2] [--rounds 5] [--json FILE]
 
-Each row of the table is a step with other switches. In each round, the same processes run every step once. Two rows are
-limits: *computation* is a step whose collectives only copy, and *communication* runs only the step's collectives, one
-after another. The column *exposed* shows the communication that is not hidden: the time by which a step is longer than
-*computation*, as a fraction of *communication*. To measure the switch ``shards_per_node`` too, set PER_NODE=2 and z=4.
+Each row of the table is a step with a different set of switches. In each round, the same processes run every step once.
+Two rows are limits: *computation* is a step whose collectives only copy local data, and *communication* runs only the
+step's collectives, one after another. The column *exposed* shows the communication that is not hidden: the time by
+which a step is longer than *computation*, as a fraction of *communication*. To measure the switch ``shards_per_node``
+too, set PER_NODE=2 and z=4.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _shards_per_node(grid_sizes: dict[str, int]) -> int:
 
 
 def _rows(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Return each row's median seconds, and the medians of three ratios, which compare times of the same round.
+    """Return each row's median seconds, and the medians of three ratios. Each ratio compares times of one round.
 
     - faster: speed relative to the step without overlap.
     - over_longer: time divided by the time of *computation* or *communication*, whichever takes longer.

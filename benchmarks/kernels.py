@@ -3,9 +3,9 @@
     python -m benchmarks.kernels [--device cpu] [--json FILE]
 
 Errors are differences from attention in fp64. The first table shows the largest error of the outputs and gradients,
-divided by the error of torch's plain attention in the same dtype. It covers several head widths, numbers of query heads
-per key-value head, and lengths that are not a multiple of any block size. "packed" is the kernel that separates
-documents without a mask. "blind" is a mask with rows that see no keys.
+divided by the error of torch's plain attention in the same dtype. The table covers several head widths, numbers of
+query heads per key-value head, and lengths that are not a multiple of any block size. "packed" is the kernel that
+separates documents without a mask. "blind" is a mask with rows that see no keys.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ tries several implementations of dense attention, all with a preallocated cache,
 context. With OMP_NUM_THREADS=1, it measures processor time, which excludes unrelated work. Keys vary mostly along a few
 directions, as real keys do, but the times do not depend on this.
 
-On a GPU, both are CUDA graphs, and the time of several replays is measured with CUDA events. The contexts on a GPU are
-the ones with a goal: 8,192, 32,768, and 131,072 tokens. Needs ``pip install fourfold[benchmarks]``, and for compiled
-steps on a CPU ``fourfold[loki]``.
+On a GPU, each step is a CUDA graph, and CUDA events measure the time of several replays. By default, the contexts on a
+GPU are the contexts that have a goal: 8,192, 32,768, and 131,072 tokens. Needs ``pip install fourfold[benchmarks]``,
+and for compiled steps on a CPU ``fourfold[loki]``.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ GOALS = {
     ("cuda", 8, 32_768): 2.0,
     ("cuda", 1, 8_192): 0.95,
 }
-"""Goals: the smallest ratio of dense to Loki's time that we accept, by device, batch size, and context. They are for k
-= 2,048 keys."""
+"""Goals: the smallest ratio of the dense time to Loki's time that we accept, by device, batch size, and context. All
+goals are for k = 2,048 keys."""
 
 CONTEXTS = {"cpu": "4096,32768,131072", "cuda": "8192,32768,131072"}
 KEYS = 2048
@@ -178,8 +178,8 @@ def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
 
 
 def dense_steps(shape: Shape, context: int) -> dict[str, Step]:
-    """Return a function for each of torch's implementations of dense attention. It runs one decoding step: it appends a
-    token to its own cache, and attends to all tokens."""
+    """Return a function for each of torch's implementations of dense attention. Each function runs one decoding step:
+    it appends a token to its own cache, and attends to all tokens."""
     attention = torch.nn.functional.scaled_dot_product_attention
     layer = GrowingLayer(context)
     _fill(layer, shape, context - 1)

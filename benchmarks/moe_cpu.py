@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def _row(times: Times, ours: str, name: str, tokens: int) -> dict[str, Any]:
-    """Print how many times as long another step takes as fourfold's step."""
+    """Print another step's time divided by the time of fourfold's step, and return the row of the table."""
     speed, goal = tokens / statistics.median(times[name]), GOALS.get(name)
     every, found = ratios(times, ours, name), ratio(times, ours, name)
     low, _, high = statistics.quantiles(every, n=4) if len(every) > 1 else every * 3

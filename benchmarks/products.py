@@ -2,9 +2,9 @@
 
     python -m benchmarks.products [--device cpu] [--json FILE] [--threads 1]
 
-The sizes of the matmuls are those of one rank on a typical grid for the model, with two sequences of 2,048 tokens. On a
-CPU, the matmuls are smaller, so that the benchmark takes minutes: cp = 8 and batch_parts = 4 divide the tokens. If the
-fastest layout is not the default, the layer's three matmuls are measured again, in new rounds that run both layouts.
+The matmuls are as large as on one rank of a typical grid for the model, with two sequences of 2,048 tokens. On a CPU,
+the benchmark divides the tokens by cp = 8 and batch_parts = 4, so that it takes only minutes. If the fastest layout is
+not the default, the benchmark measures the layer's three matmuls again, in new rounds that run both layouts.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def tuned(preset: str, precision: str, device: torch.device) -> dict[str, Any]:
 
 
 def layer_ratios(layout: LayerLayout, sizes: MatmulSizes, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Return how many times as fast a layer's three matmuls together are with ``layout`` as with the default layout.
-    Each round runs both, and gives one ratio."""
+    """Return, for each round, the time of a layer's three matmuls with the default layout, divided by their time with
+    ``layout``."""
 
     def whole_layer(layout: LayerLayout) -> Callable[[], object]:
         own = {matmul: Candidate(layout.turned, getattr(layout, matmul)) for matmul in COPIES_TO_TRY}

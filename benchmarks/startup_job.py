@@ -19,7 +19,7 @@ IMPORTED = time.time()
 imports the modules."""
 
 BEFORE = {"Grid": "watchdog, run folder"}
-"""Functions of the trainer, and the part of the start that ends when the trainer calls them."""
+"""Maps a function that the trainer calls to the part of the start that ends when the call begins."""
 
 CALLS = {"Grid": "groups of the grid", "open_corpora": "data", "Job": "model without weights, memory"}
 

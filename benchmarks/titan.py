@@ -1,7 +1,7 @@
 """A training step of torchtitan's Llama 3, for benchmarks that compare it with fourfold's training step.
 
-It needs torchtitan 0.3.0, with spmd_types, tyro, docstring_parser, and typeguard. Benchmarks leave it out if torchtitan
-is not installed.
+The step needs torchtitan 0.3.0, with spmd_types, tyro, docstring_parser, and typeguard. Benchmarks leave the step out
+if torchtitan is not installed.
 """
 
 from __future__ import annotations

@@ -52,15 +52,15 @@ from fourfold.verification.batches import random_micro_batches
 MODEL = {"preset": "llama-tiny", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
          "num_attention_heads": 8, "num_key_value_heads": 4}  # fmt: skip
 SPACE = ("cp=1", "zero=0", "recompute=none", "schedule=1F1B", "micro_batch_size=1,2", "batch_parts=1")
-"""The options that define the search space. It has 68 legal layouts for 8 processes: every grid of x, y, z, dp, and pp,
-with one or two sequences per micro-batch."""
+"""The options that define the search space. The space has 68 legal layouts for 8 processes: every grid of x, y, z, dp,
+and pp, with one or two sequences per micro-batch."""
 TINY_SPACE = ("recompute=none", "micro_batch_size=1,2,4", "batch_parts=1")
 BATCH, SEQUENCE = 16, 64
 AT_ONCE = 12
 """Number of layouts that are measured before new processes are started."""
 FAR = 2.5
-"""A layout is not measured again if in its first round, it took more than this many times as long as the fastest
-layout."""
+"""After the first round, the benchmark drops layouts whose step took more than this many times as long as the fastest
+layout's step."""
 WARM_UP, STEPS = 1, 4
 NEAR, SEEDS = 0.05, range(12)
 

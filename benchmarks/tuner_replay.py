@@ -71,9 +71,8 @@ class Played:
     """The result of one search.
 
     ``to_goal`` is the number of trials until the search found a layout within 3 % of the best, or None if it found no
-    such layout. ``failed_to_goal`` of these trials failed. Until its end, the search ran ``trials`` trials, and
-    ``failed`` of them failed. ``gap`` is how much slower the fastest layout that it found is than the best layout, as a
-    fraction.
+    such layout. ``failed_to_goal`` of these trials failed. The whole search ran ``trials`` trials, and ``failed`` of
+    them failed. ``gap`` is how much slower the search's fastest layout is than the best layout, as a fraction.
     """
 
     to_goal: int | None

@@ -318,9 +318,10 @@ random model and compares fourfold's results with the library's results:
 - *packed documents*: in the parallelized model, a packed document does not see the documents before it.
 - *Loki*: a decoding step with [Loki](loki.md) that attends to all keys computes the same logits as dense attention.
 
-"no" means that fourfold refuses the model with a message ([all messages](#messages)). "–" means that the script did not
-try, because an earlier check failed or the script could not build a tiny model. Differences may be at most {LIMIT:g}
-of a tensor's norm.
+"ok" means that the check succeeded. A result may differ from the library's result by at most {LIMIT:g} of the tensor's
+norm. "no" means that fourfold refuses the model with a message ([all messages](#messages)). "–" means that the script
+did not run the check, because an earlier check failed. There is one exception: if the script found no tiny model of a
+type that runs, the column *parallelize* says "no", and all other columns say "–".
 
 {head}
 {chr(10).join(row.line() for row in rows)}

@@ -115,7 +115,7 @@ PRECISION_GRIDS: list[dict[str, int | str]] = [
     {"x": 2, "y": 2},
 ]
 SIXTEENS = {**MODELS["Llama"], "model.num_key_value_heads": 8, "model.intermediate_size": 192}
-"""Sizes of a Llama that can train in float8, which needs sizes that are multiples of 16 on every rank."""
+"""Sizes of a Llama that can train in float8. On every rank, float8 needs sizes that are multiples of 16."""
 
 
 FAULTS = [

@@ -1,7 +1,10 @@
 """Compare the planner's predictions with the measured rows that come with fourfold: python docs/planner_validation.py
 
-The script takes ten minutes. It writes three things: the page planner_validation.md, which git ignores, the file
-planner_figures.json with the tables that other pages quote, and the constants that come with fourfold.
+The script takes ten minutes. It writes three things:
+
+- the page planner_validation.md, which git ignores
+- the file planner_figures.json, with the tables that other pages quote
+- the constants that come with fourfold
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ SEARCHED = SearchLimits(
     pipelines=(("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4)),
     batch_parts=(1,),
 )
-"""Limits of the search for layouts. It tries only common values, so that it takes about a second."""
+"""Limits of the search for layouts. The search tries only common values, so that it takes about a second."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Literal
 from fourfold.errors import UserError
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Step ids from this number on are SLURM's own steps, such as the batch script and salloc's interactive shell."""
+"""SLURM gives ids from this number on to its own steps, such as the batch script and salloc's interactive shell."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,15 @@ class Place:
     restarts: int = 0
     """Number of times that the launcher has restarted the job."""
     started: float = field(default_factory=time.time, compare=False)
-    """Unix time when this attempt started. The first attempt starts with the command, and later attempts start with a
-    restart."""
+    """Unix time when this attempt started. For the first attempt, this is when the command started. For a later
+    attempt, this is when the processes were restarted."""
 
 
 def read_environment(environ: Mapping[str, str]) -> Place | None:
     """Read this process's rank and its job's size from the launcher's variables. Return None without a launcher.
 
-    An srun step with one task counts as no launcher, because users also start shells and torchrun with srun.
+    A process in an srun step with one task counts as started without a launcher, because users also start shells and
+    torchrun that way.
 
     Raises:
         UserError: The launcher's variables are incomplete, invalid, or contradict each other.
@@ -47,7 +48,11 @@ def read_environment(environ: Mapping[str, str]) -> Place | None:
 
 
 def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
-    """Return the host and the port of the rendezvous of the launcher's processes.
+    """Return the host and the port that the launcher's processes use to find each other.
+
+    Args:
+        environ: The environment variables.
+        place: The rank of this process, and the size of the job.
 
     Raises:
         UserError: The variables name no host, or the port or the job id is not a number.
@@ -88,11 +93,11 @@ def _read_torchrun(environ: Mapping[str, str]) -> Place:
 
 
 def _read_srun(environ: Mapping[str, str]) -> Place | None:
-    """Return the rank of this process among the tasks of an srun step. Return None if it is no task of a step with
-    several tasks.
+    """Return the rank of this process among the tasks of an srun step. Return None if the process is not in an srun
+    step, or if the step has only one task.
 
-    Batch scripts and salloc's shells also have SLURM_PROCID = 0, and SLURM_NTASKS of the entire job. Only the step id
-    distinguishes them from tasks.
+    SLURM also sets SLURM_PROCID = 0 and SLURM_NTASKS in batch scripts and in salloc's shells. Only the step id
+    distinguishes them from the tasks of an srun step.
     """
     if "SLURM_PROCID" not in environ or not environ.get("SLURM_STEP_ID", "").isdecimal():
         return None
@@ -135,7 +140,8 @@ def _refuse_disagreement(environ: Mapping[str, str], step: Place) -> None:
 
 
 def _check(place: Place, rank: str, size: str, local_rank: str, local_size: str) -> None:
-    """Raise ``UserError`` if a rank is not below its size. The strings are the names of the variables."""
+    """Raise ``UserError`` if the rank is not below the world size, or the local rank is not below the local world size.
+    The strings are the names of the environment variables, for the message."""
     for name, value, limit_name, limit in (
         (rank, place.rank, size, place.world_size),
         (local_rank, place.local_rank, local_size, place.local_world_size),
@@ -145,8 +151,8 @@ def _check(place: Place, rank: str, size: str, local_rank: str, local_size: str)
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return a variable that must be a nonnegative integer. Without a default, the variable is required. Raise
-    ``UserError`` otherwise."""
+    """Return the value of an environment variable, or ``default`` if the variable is not set. Raise ``UserError`` if
+    the value is not a nonnegative integer, or if there is neither a value nor a default."""
     text = environ.get(name, "" if default is None else str(default))
     if not text:
         raise UserError(f"the environment has variables of a launcher but not {name}; start with torchrun or srun")

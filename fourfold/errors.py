@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LONGEST = 1200
-"""Largest number of characters of a printed message. A message can quote a damaged file, whose content may be long."""
+"""Maximum length of a printed message, in characters. A message can quote a damaged file, whose content may be long."""
 
 
 class UserError(ValueError):

@@ -12,7 +12,8 @@ from types import ModuleType
 from fourfold.errors import UserError
 
 HARMLESS = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass and is now natively supported"}
-"""Warnings that appear when transformers imports torchao: the name of the logger, and the beginning of the message.
+"""Warnings that appear when transformers imports torchao. Each entry maps a logger's name to the beginning of its
+message.
 
 torchao warns that it cannot load kernels that were built for another GPU or Python, but it works without them. torch's
 warning is for the authors of torchao.

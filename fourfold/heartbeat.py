@@ -44,7 +44,11 @@ class Beat(NamedTuple):
 
 
 class Heartbeat:
-    """Heartbeats in memory that a process shares with its watchdog. Both open it from the same file descriptor."""
+    """Heartbeats in memory that a process shares with its watchdog.
+
+    Args:
+        descriptor: File descriptor of the shared memory. The process and its watchdog use the same descriptor.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, SIZE)
@@ -76,7 +80,7 @@ class Heartbeat:
 
         Args:
             doing: Description of the action.
-            group: Name of a collective's process group. Only members of that group may use the name.
+            group: Name of the process group, if the action is a collective. This process must belong to the group.
         """
         self._count += 1
         if group:
@@ -127,7 +131,7 @@ def doing(what: str, axis: str = "", group: str = "") -> None:
     Args:
         what: Description of the action.
         axis: Axis of the grid, if the action is a collective.
-        group: Name of the process group, if the action is a collective.
+        group: Name of the process group, if the action is a collective. This process must belong to the group.
     """
     if _current is not None:
         _current.beat(f"{what} (over {axis})" if axis else what, group)

@@ -36,7 +36,8 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
         started: Unix time when the command started, to measure the start-up time (default: now).
 
     Returns:
-        The outcome of this process. If this function has started the processes, it is the first process's outcome.
+        The outcome of this process. If this function has started the processes, the outcome of the first
+        process.
 
     Raises:
         UserError: The run cannot start, or it diverges.
@@ -77,7 +78,7 @@ def _may_restart(run: RunConfig, starts: int) -> bool:
 
     Args:
         run: The run file.
-        starts: Number of recorded starts of training before the attempt.
+        starts: Number of recorded starts of training before the failed attempt.
     """
     began_to_train = count_starts(folder_of(run)) > starts
     return run.fault_tolerance.max_restarts > 0 and run.checkpoint.resume == "auto" and began_to_train
@@ -90,7 +91,8 @@ def audit(request: AuditRequest) -> dict[str, Any] | None:
         request: The model, the documents, and the options.
 
     Returns:
-        The record that `fourfold audit --json` prints. Under a launcher, it is None on all processes except the first.
+        The record that `fourfold audit --json` prints. Under a launcher, None on all processes
+        except the first.
 
     Raises:
         UserError: The model or the documents cannot be audited.

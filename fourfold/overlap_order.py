@@ -1,4 +1,8 @@
-"""Define the order in which batch parts run their steps. Both the layers and the planner use it."""
+"""Choose which batch part runs its next step. Both the layers and the planner use this order.
+
+With `overlap.batch_parts`, a micro-batch is split into parts. While a collective of one part runs, another part
+computes.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ class Until(Enum):
     """A condition that a batch part's next step waits for."""
 
     GATHERED = auto()
-    """The part's input has been gathered. The next step runs a matmul on it."""
+    """The all-gather of the part's input is complete. The next step multiplies this input."""
     SUMMED = auto()
-    """The partial results of the last step's matmuls have been summed over the ranks."""
+    """The ranks have summed the partial results of the last step's matmuls."""
     SUMMED_TO_GATHER = auto()
-    """As with ``SUMMED``, the partial results have been summed. The next step starts an all-gather immediately, with no
-    matmul before it."""
+    """The ranks have summed the partial results, as with ``SUMMED``. The next step then starts an all-gather
+    immediately, with no matmul before it."""
     ALL_PARTS = auto()
     """All parts of the micro-batch have reached this point."""
 
@@ -43,9 +47,10 @@ def run_batch_parts(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:
 
     Args:
         workers: The steps of each part.
-        runs_ahead: Whether a part may run out of turn to hide more communication. A part then waits, if possible, until
-            matmuls of another part have hidden its collective. Among the parts that need not wait, a part that starts
-            an all-gather next runs first, so that matmuls also hide this all-gather.
+        runs_ahead: Whether a part may run out of turn to hide more communication. If True, a part runs only after a
+            matmul of another part has hidden its last collective, unless all parts are still waiting for such a matmul.
+            If several parts can run, a part that starts an all-gather next runs first, so that matmuls also hide this
+            all-gather.
 
     Returns:
         The results of the parts, in the order of `workers`.

@@ -39,7 +39,7 @@ def time_of_start() -> float:
     if not sys.platform.startswith("linux"):
         return time.time()
     with open("/proc/self/stat", encoding="ascii", errors="replace") as stat:
-        ticks = int(stat.read().rpartition(")")[2].split()[19])  # In clock ticks since boot.
+        ticks = int(stat.read().rpartition(")")[2].split()[19])  # Start of this process, in clock ticks since boot.
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
@@ -112,12 +112,12 @@ class _LossyFile(io.FileIO):
 
 @contextlib.contextmanager
 def lossy_output(any_error: bool = False) -> Iterator[None]:
-    """Discard output of this process during the block if it cannot be written because its reader (`head`, a terminal)
-    is gone.
+    """During the block, discard this process's output if the reader of the output, such as `head` or a terminal, is
+    gone.
 
     Args:
         any_error: Whether to also discard output that cannot be written for any other reason, such as a full disk. If
-            false, the error is raised.
+            False, such an error is raised.
     """
     before = sys.stdout, sys.stderr
     errors = None if any_error else frozenset((errno.EPIPE, errno.EIO, errno.EBADF))
@@ -133,10 +133,10 @@ def lossy_output(any_error: bool = False) -> Iterator[None]:
 
 
 def _lossy(stream: TextIO | None, errors: frozenset[int] | None) -> TextIO:
-    """Return a stream to the same file that discards output that cannot be written.
+    """Return a new stream that writes to the same file, and discards output that cannot be written.
 
-    The stream itself is returned if it is not an ordinary file stream, or if it must report the error of an earlier
-    write.
+    Return the given stream itself if it is not an ordinary file stream, or if it must still report the error of an
+    earlier write.
     """
     if stream is None:  # The shell has closed this file.
         return open(os.devnull, "w")

@@ -74,7 +74,7 @@ def check_model_folder(folder: Path) -> None:
     repository.
 
     Raises:
-        UserError: A link leads to any other place, because an export would publish its target. Or a file is not a
+        UserError: A link leads to any other place (an export would publish the target of the link). Or a file is not a
             regular file or cannot be read, or an index names files in other folders.
     """
     root = Path(os.path.realpath(folder))
@@ -95,7 +95,7 @@ def check_model_folder(folder: Path) -> None:
 
 
 def _check_index(index: Path) -> None:
-    """Raise ``UserError`` if an index of tensors contains a path in place of a file name."""
+    """Raise ``UserError`` if an index of tensors names a path. An index may only name files in its own folder."""
     try:
         listed = dict(parse_json(index.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError):

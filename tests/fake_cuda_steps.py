@@ -69,7 +69,7 @@ def take_step(case: Case, precision: str = "bf16") -> dict[str, int]:
             kept = job.count_kept(batches)
             loss = job.forward_backward(batches, kept)
             figures = figures_of_all_ranks(StepResult(loss, job.clip(), kept), False, False)
-            # With a pipeline, stages would exchange lists, and fake collectives send nothing.
+            # Skip the save with a pipeline, because its stages exchange lists, and fake collectives send nothing.
             if grid.pp.size == 1:
                 parts, job.copies = trained_parts(job, with_averages=False), CopyStream(cuda)
                 entries_of(parts, layout_of(parts, grid, run.overlap.shards_per_node), job.copies)

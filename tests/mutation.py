@@ -157,7 +157,7 @@ def _functions_of(code: CodeType, prefix: str = "") -> Iterator[tuple[str, CodeT
         if isinstance(constant, CodeType):
             name = prefix + constant.co_name
             yield name, constant
-            if not constant.co_flags & inspect.CO_NEWLOCALS:  # the body of a class
+            if not constant.co_flags & inspect.CO_NEWLOCALS:  # this is a class body
                 yield from _functions_of(constant, name + ".")
 
 

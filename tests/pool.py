@@ -27,7 +27,7 @@ from fourfold.processes import end_with_parent, keep_gloo_local
 
 ECHO_SECONDS = 60.0
 """Seconds that the remaining ranks may take after one rank fails. They should fail soon, because they lose their
-connection to it."""
+connection to the failed rank."""
 
 
 class RemoteTraceback(Exception):
@@ -97,7 +97,7 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs), daemon=True, name=f"pool-{rank}")
             process.start()
-            # The pipe then closes when the worker dies.
+            # Close this end here, so that the pipe closes when the worker dies.
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -180,7 +180,7 @@ def _answer(rank: int, task: Task) -> bytes:
 
     # Leave the last test's group only now, because its other ranks may have needed it until that test ended.
     _leave_group()
-    sys.path[:] = task.path  # the path with which pytest found the module of ``body``
+    sys.path[:] = task.path  # with this path, pytest found the module of ``body``
     try:
         dist.init_process_group(
             "gloo",

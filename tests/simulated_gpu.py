@@ -1,9 +1,9 @@
 """Simulate a GPU on the CPU. Its tensors have real values, and it raises the errors of a real device and counts the
 host's waits.
 
-Tensors on ``cuda`` hold their values in a CPU tensor. An operation that mixes them with tensors of the CPU raises, as
-on a GPU. A collective that gloo runs and NCCL does not have raises too. All waits of the host are counted.
-``FakeTensorMode`` has devices but no values, so code that reads a value cannot run under it.
+Tensors on ``cuda`` hold their values in a CPU tensor. As on a GPU, an operation that mixes them with CPU tensors raises
+an error. So does a collective that gloo has and NCCL lacks. All waits of the host are counted. ``FakeTensorMode`` would
+not do, because its tensors have no values, and the tested code reads values.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class OnGpu(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute on the CPU what the mode has not seen, because autograd's threads run without the mode."""
+        """Compute an operation on the CPU if it does not pass through the mode. Autograd's threads run without the
+        mode."""
         return _compute(func, args, kwargs or {}, None)
 
 
@@ -96,8 +97,8 @@ class SimulatedGpu(TorchDispatchMode):
 
 
 class AsksForMeta(TorchFunctionMode):
-    """Knows whether Python code asks for tensors on ``meta``. torch's C++ code also asks for them, whenever it makes a
-    tensor like one of ours."""
+    """Knows whether Python code asks for tensors on ``meta``. torch's C++ code also asks for such tensors, whenever it
+    makes a tensor like an ``OnGpu``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class AsksForMeta(TorchFunctionMode):
 
 
 class Event:
-    """Stands for an event of CUDA. Everything that was issued before it is done."""
+    """Stands for a CUDA event. The simulated GPU computes at once, so an event is always complete."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         pass
@@ -197,7 +198,7 @@ def _values(value: Any) -> Any:
 
 
 def _check_devices(func: Any, tensors: list[Tensor]) -> None:
-    """Raise if an operation mixes devices. torch allows a number of the CPU to meet tensors of any device."""
+    """Raise an error if an operation mixes devices. As in torch, tensors without dims may be on the CPU."""
     if "c10d" in str(func):
         return
     for tensor in tensors:

@@ -100,7 +100,7 @@ def test_one_command_answers_what_needs_a_gpu(tmp_path: Path, monkeypatch: pytes
 
 HANG = "import time; time.sleep(10**6)"
 ROWS_AND_HANG = f"import sys; print('[1, 2]', file=open(sys.argv[1], 'w'), flush=True); {HANG}"
-"""A program that writes figures like a benchmark after its first row, and then hangs."""
+"""A program that stands for a benchmark: it writes the figures of its first row to a file, and then hangs."""
 
 
 def program(source: str, seconds: float = 100.0, prints: bool = False) -> gpu.Part:
@@ -237,7 +237,7 @@ def test_loki_is_timed_with_its_default_keys(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(sys, "argv", ["loki_decode", "--tiny", "--kernels", "torch", *output, "--k", "0"])
     assert loki_decode.main() == 0
     (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    read = 256 * 32 + 2 * 128 * 128  # at least 128 keys of 256
+    read = 256 * 32 + 2 * 128 * 128  # by default, Loki reads at least 128 keys, here of 256
     assert row["share_of_dense_bytes"] == pytest.approx(read / (2 * 256 * 128), rel=0.05)
 
 

@@ -106,7 +106,7 @@ def test_dense_decoding_gives_the_logits_of_one_pass(model: Any) -> None:
     weights = torch.stack(model(tokens[:, :50], output_attentions=True).attentions)
     decoder = Decoder(model, 80)
     torch.testing.assert_close(decoder.prefill(tokens[:, :40]), expected[:, 39])
-    for _ in range(2):  # The second time, nothing is left of the first time.
+    for _ in range(2):  # the first round leaves no tokens in the cache
         with decoder.returning():
             decoder.extend(tokens[:, 40:50])
             torch.testing.assert_close(decoder.decode(Dense(), tokens[:, 50:]), expected[:, 50:], atol=1e-4, rtol=1e-4)
@@ -171,8 +171,8 @@ def test_a_better_rival_is_called_better() -> None:
     found = results({"dense": [1.0] * 40, "Loki": noise, "Quest": [1.0] * 40, "SparQ": noise, "H2O": [0.0] * 40})
     assert found.solved(64, TASKS) == list(TASKS)
     sentence = verdict(found, 64, TASKS, 0.1)
-    assert "better: Quest (+50)" in sentence and "worse: H2O (-50)" in sentence
-    assert "no clear difference: SparQ (+0)" in sentence
+    assert "Better: Quest (+50)" in sentence and "Worse: H2O (-50)" in sentence
+    assert "No clear difference: SparQ (+0)" in sentence
     assert "| Quest | 100 (100–100), 9.0 % |" in mean_table(found, 64, TASKS, [0.1])
     assert "| TidalDecode | – |" in mean_table(found, 64, TASKS, [0.1])
 

@@ -34,7 +34,8 @@ def make_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, **ch
 
 
 def perturb(model: Any) -> None:
-    """Change the vectors of a new model. They are all ones or zeros, so a mistake with one of them would not show."""
+    """Change the vectors of a new model. In a new model, every vector is all ones or all zeros, so a mistake with a
+    vector would not show."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

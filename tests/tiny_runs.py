@@ -13,11 +13,11 @@ from fourfold.run_file.load import make_run
 from fourfold.verification.batches import RandomSamples
 
 LLAMA = {"preset": "llama-tiny"}
-"""8 query heads share 4 key-value heads. The embedding is not tied, and the vocabulary has an odd size (257, padded to
-384)."""
+"""A Llama. 8 query heads share 4 key-value heads. The embedding is not tied, and the vocabulary has an odd size (257,
+padded to 384)."""
 
 GPT = {"preset": "gpt-tiny", "vocab_size": 301}
-"""Tied embedding, biases, learned positions, LayerNorm."""
+"""A GPT with a tied embedding, biases, learned positions, and LayerNorm."""
 
 QWEN = {
     "preset": "llama-tiny",
@@ -26,10 +26,10 @@ QWEN = {
     "attention_bias": True,
     "tie_word_embeddings": True,
 }
-"""QK-norm, attention biases, tied embedding. 8 query heads share 2 key-value heads."""
+"""A Qwen with QK-norm, attention biases, and a tied embedding. 8 query heads share 2 key-value heads."""
 
 OLMO = QWEN | {"attention_bias": False, "qk_norm_over": "all_heads"}
-"""QK-norm over all heads."""
+"""A model whose QK-norm normalizes all heads of a token together."""
 
 NEOX = {
     "preset": "gpt-tiny",
@@ -40,7 +40,8 @@ NEOX = {
     "gelu_approximation": "none",
     "tie_word_embeddings": False,
 }
-"""Attention and MLP side by side, rotary embeddings on a quarter of a head, LayerNorm, biases, the exact GELU."""
+"""A GPT-NeoX. Attention and MLP get the same input, and a quarter of each head is rotated. The model has LayerNorm,
+biases, and the exact GELU."""
 
 GEMMA = {
     "preset": "llama-tiny",
@@ -50,13 +51,14 @@ GEMMA = {
     "scale_embeddings": True,
     "tie_word_embeddings": True,
 }
-"""Norm weights counted from one, scaled embeddings, a gated GELU, a tied embedding, and one key-value head."""
+"""A Gemma. Its norms multiply by 1 + weight. It has scaled embeddings, a gated GELU, a tied embedding, and one
+key-value head."""
 
 SLIDING = {"preset": "llama-tiny", "sliding_window": 5}
-"""As in Mistral, every layer has a sliding window."""
+"""A model like Mistral: every layer has a sliding window."""
 
 OLMO2 = OLMO | {"norm_placement": "after", "tie_word_embeddings": False}
-"""Norms after attention and MLP, QK-norm over all heads."""
+"""An OLMo 2 with norms after attention and MLP, and with a QK-norm over all heads."""
 
 GEMMA2 = GEMMA | {
     "num_key_value_heads": 4,
@@ -67,8 +69,8 @@ GEMMA2 = GEMMA | {
     "attn_logit_softcapping": 0.7,
     "final_logit_softcapping": 0.9,
 }
-"""Norms before and after, and a sliding window in every second layer. Scores and logits have caps that are low enough
-to matter."""
+"""A Gemma 2 with norms before and after attention and MLP, and with a sliding window in every second layer. The caps of
+scores and logits are so low that they change the results."""
 
 GEMMA3 = GEMMA2 | {
     "num_hidden_layers": 3,
@@ -80,7 +82,7 @@ GEMMA3 = GEMMA2 | {
     "attn_logit_softcapping": 0.0,
     "final_logit_softcapping": 0.0,
 }
-"""Two kinds of rotary tables, QK-norm, no caps."""
+"""A Gemma 3 with two kinds of rotary tables, with QK-norm, and without caps."""
 
 GRANITE = LLAMA | {
     "embedding_multiplier": 3.0,
@@ -88,17 +90,17 @@ GRANITE = LLAMA | {
     "residual_multiplier": 0.6,
     "logits_scaling": 0.7,
 }
-"""Embeddings, scores, and the outputs of attention and MLP are multiplied by factors, and the logits are divided by
-one."""
+"""A Granite. It multiplies embeddings, scores, and the outputs of attention and MLP by factors, and divides the logits
+by another factor."""
 
 ARCEE = LLAMA | {"mlp": "relu2"}
-"""A squared ReLU without a gate."""
+"""A model whose MLP has a squared ReLU and no gate."""
 
 STABLELM = LLAMA | {"norm": "layernorm", "partial_rotary_factor": 0.5}
-"""A gate and LayerNorm."""
+"""A StableLM with a gated MLP, LayerNorm, and rotary embeddings on half of each head."""
 
 SMOLLM3 = LLAMA | {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 0]}
-"""One layer has no positions."""
+"""A SmolLM3. One of its four layers has no position embeddings."""
 
 EXAONE4 = OLMO2 | {
     "qk_norm_over": "head",
@@ -106,7 +108,7 @@ EXAONE4 = OLMO2 | {
     "layer_types": ["sliding_attention", "full_attention"],
     "no_rope_layers": [1, 0],
 }
-"""Only layers with a sliding window have rotary embeddings. Norms after attention and MLP."""
+"""An EXAONE 4 with norms after attention and MLP. Only its layers with a sliding window have rotary embeddings."""
 
 DENSE: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -126,7 +128,7 @@ DENSE: dict[str, dict[str, Any]] = {
 """The dense models by short names."""
 
 MIXTURE = {"preset": "llama-tiny", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-"""Mixtral: softmax over the chosen experts."""
+"""A Mixtral. The weights of a token's chosen experts are a softmax over these experts."""
 
 QWEN_MOE = QWEN | {
     "num_experts": 8,
@@ -136,7 +138,7 @@ QWEN_MOE = QWEN | {
     "shared_expert_intermediate_size": 40,
     "shared_expert_gate": True,
 }
-"""A shared expert with a gate, weights that do not sum to one, tied."""
+"""A Qwen MoE with a gated shared expert and a tied embedding. The weights of a token's experts do not sum to 1."""
 
 DEEPSEEK = {
     "preset": "llama-tiny",
@@ -150,7 +152,7 @@ DEEPSEEK = {
     "shared_expert_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
-"""Sigmoid scores with a bias for the choice, a shared expert, a dense first layer."""
+"""A DeepSeek with sigmoid scores, a router bias, a shared expert, and a dense first layer."""
 
 GPT_OSS = MIXTURE | {
     "num_experts": 8,
@@ -173,8 +175,8 @@ GPT_OSS = MIXTURE | {
         "truncate": False,
     },
 }
-"""Sinks, biases everywhere, and windows in every second layer. Half of the experts' activations are clamped. YaRN's
-bounds lie between channels."""
+"""A GPT-OSS with sinks, biases in all layers, and a sliding window in every second layer. Half of the experts'
+activations are clamped. The bounds of YaRN's scaling lie between channels."""
 
 _LATENTS = {
     "num_key_value_heads": 8,
@@ -186,17 +188,17 @@ _LATENTS = {
 }
 
 DEEPSEEK_V3 = DEEPSEEK | _LATENTS | {"n_group": 4, "topk_group": 2, "shared_expert_intermediate_size": 64}
-"""Latent attention, and experts that are chosen by groups."""
+"""A DeepSeek-V3 with latent attention. Its router first chooses groups of experts."""
 
 DEEPSEEK_V2 = (
     {key: value for key, value in DEEPSEEK.items() if not key.startswith("router_")}
     | _LATENTS
     | {"q_lora_rank": 0, "norm_topk_prob": False, "shared_expert_intermediate_size": 32}
 )
-"""Latent attention without latents of the queries, and softmax scores."""
+"""A DeepSeek-V2 with latent attention, but without latents for the queries. Its router has softmax scores."""
 
 YOUTU = {"preset": "llama-tiny", "tie_word_embeddings": True} | _LATENTS
-"""Latent attention in a dense model, tied."""
+"""A dense model with latent attention and a tied embedding."""
 
 HYBRID = {
     "preset": "llama-tiny",
@@ -211,7 +213,7 @@ HYBRID = {
     "qk_norm": True,
     "partial_rotary_factor": 0.25,
 }
-"""Gated DeltaNets with two value heads per key head in every second layer, and gated attention in the others."""
+"""A model with Gated DeltaNets (two value heads per key head) and gated attention in turns."""
 
 QWEN3_NEXT = HYBRID | {
     "num_experts": 8,
@@ -221,7 +223,7 @@ QWEN3_NEXT = HYBRID | {
     "shared_expert_gate": True,
     "norm_topk_prob": True,
 }
-"""A hybrid with experts and a gated shared expert."""
+"""A Qwen3-Next: ``HYBRID`` with experts and a gated shared expert."""
 
 
 def tiny_run(model: dict[str, Any] = LLAMA, parallel: dict[str, int] | None = None, **sections: Any) -> RunConfig:

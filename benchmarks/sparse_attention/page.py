@@ -77,7 +77,7 @@ def mean_table(results: Results, length: int, tasks: Sequence[str], budgets: Seq
             over = "" if results.is_within(method, budget, length) else " (over)"
             cells.append(MISSING if found is None else f"{found}, {100 * read:.1f} %{over}")
         rows.append([method, *cells])
-    title = f"{length:,} tokens, mean of {len(tasks)} tasks: {', '.join(tasks)}"
+    title = f"{length:,} tokens, mean of {len(tasks)} task{'s' * (len(tasks) > 1)}: {', '.join(tasks)}"
     return f"**{title}**\n\n" + table(["method", *(f"{100 * budget:.0f} %" for budget in budgets)], rows)
 
 
@@ -102,10 +102,10 @@ def verdict(results: Results, length: int, tasks: Sequence[str], budget: float) 
         (better if found.low > 0 else worse if found.high < 0 else equal).append(named)
     parts = [
         f"{word}: {', '.join(names)}."
-        for word, names in (("better", better), ("worse", worse), ("no clear difference", equal))
+        for word, names in (("Better", better), ("Worse", worse), ("No clear difference", equal))
         if names
     ]
-    return f"- {length:,} tokens, {100 * budget:.0f} %: {' '.join(parts) or 'not measured.'}"
+    return f"- {length:,} tokens, {100 * budget:.0f} % of the bytes. {' '.join(parts) or 'Not measured.'}"
 
 
 def settings_table(setup: Setup, budgets: Sequence[float]) -> str:

@@ -1,5 +1,5 @@
-"""Make each sparse-attention method for a budget. A budget is a share of the bytes that dense attention reads. It
-includes the bytes that a method reads to score the keys."""
+"""Make each sparse-attention method for a budget. A budget is a share of the bytes that dense attention reads. It also
+covers the bytes that a method reads to score the keys."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Setup:
     inverse_frequencies: Tensor
     dims: Mapping[tuple[str, float], int] = field(default_factory=dict)
     """By method and budget: Loki's number of dims, SparQ's number of channels, or Quest's number of tokens per page.
-    They are chosen on contexts that the comparison does not use."""
+    These numbers are chosen on contexts that the comparison does not use."""
     thresholds: Mapping[tuple[str, float, int], float] = field(default_factory=dict)
     """The p of methods with top-p, by method, budget, and length."""
 
@@ -144,12 +144,12 @@ def loki_scoring(name: str, budget: float, setup: Setup) -> float:
 
 
 def loki(name: str, settings: LokiSettings, budget: float, length: int, setup: Setup) -> Rival | None:
-    """Return a variant of Loki, or None if no key fits into the budget."""
+    """Return a variant of Loki, or None if no key fits into the budget or a head has fewer components."""
+    dims = setup.dims[name, budget]
     k = keys_within(budget, length, setup.basis.head_dim, loki_scoring(name, budget, setup) * length)
-    if k < 1:
+    if k < 1 or dims > setup.basis.head_dim:
         return None
     ends = None if settings.keeps_ends else 0
-    dims = setup.dims[name, budget]
     config = LokiConfig(d=dims, k=k, sink=ends, recent=ends, min_seq=0, basis=settings.kind)
     layers = range(setup.basis.layers)
     if settings.is_coded:

@@ -90,7 +90,11 @@ def text_table(
             over = " (over)" if share > TOLERANCE * budget else ""
             cells[name].append(f"{perplexity:.3f} ({rise.low:+.1%} to {rise.high:+.1%}), {share:.1%}{over}")
     header = ["method", *(f"{budget:.0%} of the bytes" for budget in budgets)]
-    first = f"dense attention: {dense.mean().exp().item():.3f}, {dense.numel()} tokens, basis: {setup.basis.best}"
+    perplexity = dense.mean().exp().item()
+    first = (
+        f"Dense attention has a perplexity of {perplexity:.3f}, over {dense.numel():,} tokens. Calibration chose these "
+        f"components for the layers, in order: {', '.join(setup.basis.best)}."
+    )
     return f"{first}\n\n{table(header, [[name, *row] for name, row in cells.items()])}"
 
 

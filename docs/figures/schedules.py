@@ -105,8 +105,8 @@ def spans_of(schedule: str, micro_batches: int) -> list[list[Span]]:
 
 
 def held(ops: Sequence[Op]) -> int:
-    """Return for how many micro-batches a rank stores activations at the same time, at most. A micro-batch needs them
-    from its forward pass to its backward pass."""
+    """Return the largest number of micro-batches whose activations a rank stores at the same time. A micro-batch needs
+    its activations from its forward pass to its backward pass."""
     most = now = 0
     for op in ops:
         now += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]

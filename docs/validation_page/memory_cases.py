@@ -31,9 +31,9 @@ class FitCases(NamedTuple):
     fits: np.ndarray
 
     def refused(self, most_out_of_memory: float) -> tuple[float, float]:
-        """Refuse each case whose probability of running out of memory is higher than ``most_out_of_memory``. Return the
-        precision (the fraction of the refused cases that do not fit), and the recall (the fraction of the cases that do
-        not fit that are refused)."""
+        """Refuse each case whose probability of running out of memory is higher than ``most_out_of_memory``. Return two
+        fractions: how many of the refused cases do not fit (precision), and how many of the cases that do not fit are
+        refused (recall)."""
         refused = 1 - self.predicted > most_out_of_memory
         return float(np.mean(~self.fits[refused])), float(np.mean(refused[~self.fits]))
 

@@ -17,12 +17,12 @@ from validation_page.memory_cases import CAPACITIES, FitCases, memory_cases
 NOISE_OF_MEMORY = 0.12
 """Standard deviation of measured memory / predicted memory, for one row."""
 CACHED_SPREAD = 0.05
-"""Standard deviation of the prior of ``CACHED``. The mean of the prior is ``UNUSABLE``."""
+"""Standard deviation of the prior in ``allocator_share``. The mean of the prior is ``UNUSABLE``."""
 
 
 def memory_rows(rows: list[Row]) -> list[tuple[str, ...]]:
-    """Return the rows of a table with the memory errors of each source. The allocator's share for a source is fitted to
-    all other sources."""
+    """Return the rows of a table with the memory errors of each source. For each source, ``allocator_share`` is fitted
+    to all other sources."""
     found, everything = [], []
     for source in dict.fromkeys(row.source for row in rows if row.memory_gb is not None):
         own = [row for row in rows if row.source == source and row.memory_gb is not None]

@@ -28,9 +28,9 @@ AXONN_BLOCKS = (
     | NOT_OWN
     | {"flash2": True, "scatter_bytes": 2}
 )
-"""Features of AxoNN. It does not overlap the sum of gradients over dp, and does not shard the residual stream over x.
-Its recompute always repeats the full forward pass, also after the last tensor that the backward pass needs. It scatters
-gradients over z in 16 bits, and sums them over dp in 32 bits."""
+"""Features of AxoNN. AxoNN does not overlap the sum of gradients over dp, and does not shard the residual stream over
+x. Its recompute always repeats the full forward pass, even the part after the last tensor that the backward pass needs.
+AxoNN scatters gradients over z in 16 bits, and sums them over dp in 32 bits."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class Checkpointer:
         config: The section [checkpoint].
         stream_position: Function that returns the position in a streamed dataset after a given number of steps. Every
             process calls it.
-        first_samples: Digests of the data on disk (`Corpora.first_samples`).
+        first_samples: Digests that reveal whether the data on disk has changed (`Corpora.first_samples`).
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Checkpointer:
     def save(self, step: int, required: bool = True, prune: bool = True) -> None:
         """Write the checkpoint `step_<step>`.
 
-        With `checkpoint.async_mode = "async"`, this only starts to write. The checkpoint appears in a later call of
-        `poll` or `wait`, when it is complete.
+        With `checkpoint.async_mode = "async"`, this method only starts to write. A later call of `poll` or `wait`
+        publishes the checkpoint when it is complete.
 
         Args:
             step: Number of finished steps.
@@ -267,7 +267,8 @@ def load_newest(path: Path, job: TrainingState, fall_back: bool) -> tuple[Path, 
 def load_checkpoint(path: Path, job: TrainingState) -> int:
     """Load a job's weights, optimizer states, and all other saved state. Every process must call this.
 
-    Any grid may have written the checkpoint. If the checkpoint is an imported model, this loads only the weights.
+    Any grid may have written the checkpoint. If the checkpoint is an imported model, this function loads only the
+    weights.
 
     Returns:
         The checkpoint's number of finished steps.

@@ -67,7 +67,7 @@ class CheckpointTensors(Strict):
     sizes: dict[str, int]
     """Sizes of the grid's axes."""
     sharded_over: tuple[str, ...] = Field(strict=False)
-    """The axes that cut tiles into shards. The sizes of the shards are as in torch.chunk."""
+    """The axes that cut tiles into shards. The shards of a tile have the sizes that torch.chunk gives."""
     shards_per_node: int = Field(1, ge=1)
     """Number of ranks per node in a shard group. If it is above 1, the order of the shards differs from the order of
     the ranks (see `parallel.tensor.sharding.shard_number`)."""
@@ -126,17 +126,16 @@ class CheckpointTensors(Strict):
     def part_of(self, name: str, rank: int) -> Box:
         """Return the part of a tensor that a process holds, even if another process writes this part.
 
-        The result does not depend on the process's position on pp, so the tensor may belong to another pipeline stage.
+        The result does not depend on the rank's position on the axis pp, so you can also ask for a tensor of another
+        pipeline stage.
         """
         tensor, place = self.tensors[name], dict(zip(AXES, _unravel(rank, list(self.sizes.values())), strict=True))
         ep, piece, _ = self._held_of(tensor, place)
         return self._part(tensor, self._tile(tensor, place | {"ep": ep}), piece)
 
     def held_by(self, rank: int) -> dict[str, Box]:
-        """Return the parts in the file of a process, by tensor name and in the order of the file.
-
-        Empty if the process writes no file.
-        """
+        """Return the parts in the file of a process, by tensor name and in the order of the file. If the process writes
+        no file, the dictionary is empty."""
         place = dict(zip(AXES, _unravel(rank, list(self.sizes.values())), strict=True))
         held, found = {}, dict[Cuts, tuple[int, int, int]]()
         for name, tensor in self.tensors.items():
@@ -161,7 +160,7 @@ class CheckpointTensors(Strict):
                 yield self._rank(tensor, place, piece), self._part(tensor, tile, piece)
 
     def _cuts(self, tensor: SavedTensor, place: Mapping[str, int]) -> list[tuple[int | None, int, int]]:
-        """Return (dim, number of pieces, index of the piece) for each axis in `CUTTING`.
+        """Return how each axis in `CUTTING` cuts the tensor: (dim, number of pieces, index of the process's piece).
 
         If an axis does not cut the tensor, there is one piece, and the dim is None.
         """

@@ -10,7 +10,7 @@ STATE_FILE = "state.json"
 FOLDER = "checkpoints"
 """Subfolder of a run's folder that holds its checkpoints."""
 BEST = "best"
-"""Name of a link next to the checkpoints. It points to the checkpoint with the lowest validation loss."""
+"""Name of a link next to the checkpoints. The link points to the checkpoint with the lowest validation loss."""
 
 
 def step_of(checkpoint: Path) -> int:

@@ -123,6 +123,11 @@ def layout_of(parts: PartsByName, grid: Grid, shards_per_node: int = 1) -> Check
     - Replicas over dp and cp share the work: replica 0 writes the first tensor, replica 1 the second tensor, and so on.
     - If x or y does not cut a tensor, the first rank of this axis writes it. Such tensors are small, and loading them
       then opens only a few files.
+
+    Args:
+        parts: This process's parts of the tensors.
+        grid: The grid.
+        shards_per_node: Number of ranks per node in a shard group (`overlap.shards_per_node`).
     """
     layout = own_layout(parts, grid, shards_per_node)
     if grid.pp.size > 1:

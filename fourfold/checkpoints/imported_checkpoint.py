@@ -17,7 +17,13 @@ from fourfold.models.tensor_files import Entry, split_into_files, write_tensors
 def write_weights(folder: Path, model: ModelConfig, entries: Sequence[Entry]) -> dict[str, int]:
     """Write full tensors as a checkpoint, in files of limited size.
 
-    A checkpoint has one file per rank. So the written checkpoint says that each file came from another pipeline rank.
+    The checkpoint format has one file per rank. So `layout.json` describes the files as if each came from a different
+    pipeline rank.
+
+    Args:
+        folder: The folder to write to.
+        model: The model.
+        entries: The full tensors.
 
     Returns:
         The size of every file in bytes.

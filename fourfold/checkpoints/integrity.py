@@ -2,8 +2,8 @@
 
     manifest-<checksum of the manifest>.json    size and checksum of every file in the folder
 
-Checksums are XXH3 (128 bits), which can be computed faster than memory can be read. They detect accidental damage. They
-do not protect against an attacker.
+The checksums are XXH3 (128 bits), because a core computes them faster than it can read memory. They detect accidental
+damage, but do not protect against an attacker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ PIECE = 2**24
 
 
 ELSEWHERE = "; resume from another checkpoint"
-"""End of an error message about damage. If a run falls back to another checkpoint, it removes this advice."""
+"""End of an error message about damage. A run that falls back to another checkpoint removes this advice from the
+message."""
 
 BESIDE = "huggingface"
 """Subfolder of an imported model, with small files for a later export. Its files are not checked."""
@@ -48,7 +49,8 @@ def seal(folder: Path, written: Mapping[str, Written] | None = None) -> None:
 
     Args:
         folder: The checkpoint.
-        written: Sizes and checksums that are already known. This function computes all other sizes and checksums.
+        written: Sizes and checksums that are already known, by file name. The function computes all other sizes and
+            checksums.
     """
     known = dict(written or {})
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))

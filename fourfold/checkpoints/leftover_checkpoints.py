@@ -27,8 +27,8 @@ def tidy(folder: Path) -> None:
 def set_later_aside(folder: Path, step: int) -> None:
     """Rename the checkpoints of all steps after `step`, because the run starts from `step` again.
 
-    An earlier attempt has written these checkpoints, and this run will take the same steps again. If the checkpoints
-    kept their names, a later resume could load them by mistake.
+    An earlier attempt wrote these checkpoints, and this run will repeat their steps. If the checkpoints kept their
+    names, a later resume could load them by mistake.
     """
     for later in list_checkpoints(folder):
         if step_of(later) > step:

@@ -53,7 +53,13 @@ def entries_of(parts: PartsByName, layout: CheckpointTensors, copies: CopyStream
 def write_file(
     folder: Path, layout: CheckpointTensors, entries: list[Entry], copies: CopyStream | None = None
 ) -> Written | None:
-    """Write this process's file. If `copies` is given, first wait until the copies are complete.
+    """Write this process's file.
+
+    Args:
+        folder: The checkpoint.
+        layout: The checkpoint's layout.
+        entries: The tensors to write, from `entries_of`.
+        copies: If given, first wait until its copies to host memory are complete.
 
     Returns:
         Size and checksum of the file, or None if there is nothing to write.
@@ -126,7 +132,12 @@ def read_boxes(folder: Path, layout: CheckpointTensors, wanted: dict[str, tuple[
 
 
 def check_header(folder: Path, layout: CheckpointTensors, rank: int) -> None:
-    """Check that the file of a process has exactly the parts that it must have according to the layout.
+    """Check that the file of a process has exactly the parts that the layout assigns to this file.
+
+    Args:
+        folder: The checkpoint.
+        layout: The checkpoint's layout.
+        rank: Rank of the process that wrote the file.
 
     Raises:
         DamagedCheckpoint: The file does not match the layout.

@@ -117,7 +117,7 @@ class CheckpointState(Strict):
     optimization: dict[str, Any] | None = None
     """The result of `compared_settings`. None for imported models."""
     first_samples: dict[str, str] | None = None
-    """Digests of the data on disk (`Corpora.first_samples`)."""
+    """Digests that reveal whether the data on disk has changed (`Corpora.first_samples`)."""
     weights_only: bool = False
     """True for an imported model. A run that starts from it begins at step 0."""
     lora: LoRAConfig | None = None

@@ -1,4 +1,4 @@
-"""Read the weights of a checkpoint one at a time. This needs only one process and no process group."""
+"""Read the weights of a checkpoint one at a time. One process can do this, without a process group."""
 
 from __future__ import annotations
 

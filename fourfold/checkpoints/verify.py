@@ -25,11 +25,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def verify(path: Path) -> tuple[CheckpointState, CheckpointTensors]:
-    """Check all of a checkpoint in one process, and return its state and its layout.
+    """Check every file of a checkpoint in one process, and return the checkpoint's state and layout.
 
     Raises:
         DamagedCheckpoint: The checkpoint is damaged.
-        UserError: The checkpoint has another format.
+        UserError: The checkpoint has the format of another version of fourfold.
     """
     state = read_state(path)
     layout = check_structure(path, shapes_of(state))

@@ -45,7 +45,7 @@ PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Inspect": {"report": report, "parity": parity, "evaluate": evaluate, "audit": audit},
     "Use": {"checkpoint": checkpoint, "generate": generate, "loki": loki},
 }
-"""The commands in the order in which a project needs them, grouped as in the help text."""
+"""The commands, grouped as in the help text. A project usually needs them in this order."""
 
 
 class InOrder(TyperGroup):

@@ -63,7 +63,11 @@ LokiValues = Annotated[
 def show(record: dict[str, Any] | None, as_json: bool, tables: Callable[[dict[str, Any]], object]) -> None:
     """Print a record as JSON or as tables.
 
-    Under a launcher, the record is None on every process except the first, and nothing is printed.
+    Args:
+        record: The command's result. Under a launcher, it is None on every process except the first. Then nothing is
+            printed.
+        as_json: Whether to print JSON.
+        tables: Prints the record as tables.
     """
     if record is not None:
         if as_json:

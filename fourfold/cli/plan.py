@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class LayoutUnlessNamed(TyperGroup):
-    """A group of commands that runs ``fourfold plan …`` as ``fourfold plan layout …`` unless another command is
-    named."""
+    """A group of commands that runs ``fourfold plan …`` as ``fourfold plan layout …`` unless the user names another
+    command of the group."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":

@@ -71,7 +71,7 @@ def refuse_command(name: str, known: list[str], where: str) -> None:
 
 
 def refuse_misspelled(name: str, known: list[str], where: str) -> None:
-    """Raise ``UserError`` for a word that looks like a misspelled command and is not the name of an existing file."""
+    """Raise ``UserError`` if a word looks like a misspelled command, and no file with this name exists."""
     if difflib.get_close_matches(name, known, 1, 0.7) and not name.startswith("-") and not Path(name).exists():
         refuse_command(name, known, where)
 

@@ -31,5 +31,5 @@ class ChecksConfig(Strict):
     max_in_a_row: int = Field(10, ge=1)
     """Largest number of consecutive bad steps that are skipped or rolled back. One more bad step ends the run."""
     replay_interval: int = Field(0, ge=0)
-    """Check for [silent corruption](reliability.md#silent-corruption) once every this many steps: compute the gradients
-    twice, compare the two results bit for bit, and compare all replicas of the weights. 0 disables this."""
+    """Number of steps between checks for [silent corruption](reliability.md#silent-corruption). A check computes the
+    gradients twice, compares the two results bit for bit, and compares all replicas of the weights. 0 disables this."""

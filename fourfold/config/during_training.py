@@ -70,7 +70,7 @@ class DPOConfig(Strict):
     """
 
     beta: float = Field(0.0, ge=0)
-    """DPO's β: how strongly the model is kept close to the reference model. A common value is 0.1. With 0 (default),
+    """DPO's β. Higher values keep the model closer to the reference model. A common value is 0.1. With 0 (default),
     DPO is off, and the run trains on next-token prediction."""
 
 

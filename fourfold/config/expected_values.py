@@ -34,8 +34,8 @@ class Key:
     annotation: Any
     metadata: list[Any]
     samples: list[Any]
-    """Example values, followed by the default. The default may be a value that the schema refuses, which means
-    "unset"."""
+    """Example values, followed by the default. The default may be a placeholder for "unset" that the schema refuses.
+    """
 
     def example(self, given: Any) -> Any:
         """Return a valid value as close to the ``given`` value as possible, or None if no valid value is known."""
@@ -133,7 +133,7 @@ def _respelled(given: Any, section: type[BaseModel] | None) -> Iterator[Any]:
     """Yield values that the user may have meant.
 
     - For text: the value without its quotes.
-    - For text that stands for a section: the section with the text under its only required key.
+    - For text instead of a section: a section that has the text as the value of its only required key.
     - For a whole float: an integer.
     - For a single value: a list with this value.
     """

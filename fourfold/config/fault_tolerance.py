@@ -32,7 +32,7 @@ class FaultToleranceConfig(Strict):
     def group_timeout(self) -> timedelta:
         """Return the timeout of collectives.
 
-        It is longer than the watchdog's timeout, so the watchdog reports a hang first. The watchdog's report says more
-        than an error of a collective. If the watchdog is off, the timeout is 600 s.
+        A collective times out later than the watchdog, so the watchdog reports a hang first. The watchdog's report says
+        more than the error of a collective. If the watchdog is off, collectives time out after 600 s.
         """
         return timedelta(seconds=1.2 * self.timeout + 60 if self.timeout else 600)

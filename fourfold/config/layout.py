@@ -52,8 +52,8 @@ def matmul_sizes(run: RunConfig) -> dict[str, MatmulSizes]:
 def check_layout(run: RunConfig) -> None:
     """Raise ``UserError`` if a run's grid or settings do not fit its model.
 
-    The run must satisfy all ``RULES``. For example, most sizes must be divisible over the grid. Also,
-    ``training.compile`` and ``training.tuned_products`` must work with the run's other settings.
+    The run must satisfy all ``RULES``. For example, the size of an axis must divide each number that the axis splits.
+    Also, ``training.compile`` and ``training.tuned_products`` must work with the run's other settings.
     """
     sizes = Sizes.of(run)
     for rule in RULES:
@@ -107,7 +107,7 @@ def attention_split(run: RunConfig) -> AttentionSplit:
     """Return what the ranks of the tensor axis y split in attention.
 
     Returns:
-        The first of these that can be divided equally:
+        The first of these that the ranks can divide equally:
 
         - "heads", if x·y divides the number of heads
         - "batch", if y divides the number of sequences in a micro-batch or batch part

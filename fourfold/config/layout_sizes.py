@@ -127,8 +127,8 @@ class Sizes:
     def sequences_per_part(self) -> Number:
         """Return the number of sequences that one matmul processes.
 
-        If ``batch_parts`` divides the number of sequences, it is the sequences of one batch part. Otherwise it is all
-        sequences of the micro-batch.
+        If ``batch_parts`` divides the number of sequences of the micro-batch, a matmul processes the sequences of one
+        batch part. Otherwise it processes all sequences of the micro-batch.
         """
         parts_are_sequences = (self.x * self.y > 1) & (self.micro_batch % self.batch_parts == 0)
         return self.micro_batch // (1 + (self.batch_parts - 1) * parts_are_sequences)
@@ -201,14 +201,14 @@ class Sizes:
 
     @cached_property
     def token_ranks(self) -> Number:
-        """Return the number of ranks that split the tokens of a step. Each group of ``ep`` neighbors among them shares
-        one copy of the experts."""
+        """Return the number of ranks that split the tokens of a step. Among these ranks, each group of ``ep``
+        consecutive ranks shares one copy of the experts."""
         return self.dp * self.cp * self.z
 
     @property
     def float8_sizes(self) -> dict[str, Number]:
-        """Return the sizes of one rank's matmuls that must be multiples of ``FLOAT8_MULTIPLE``. Each size is under the
-        run-file keys that determine it."""
+        """Return the sizes of one rank's matmuls that must be multiples of ``FLOAT8_MULTIPLE``. The dictionary's keys
+        say how each size follows from the run file."""
         return {
             "model.hidden_size / y": self.hidden // self.y,
             "model.num_attention_heads × head_dim / x": self.heads * self.head_dim // self.x,

@@ -31,7 +31,7 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Divides:
-    """A rule that a number must be divisible by the product of some axes. It has the same attributes as a ``Rule``."""
+    """A rule that the product of some axes' sizes must divide a number. The class has the attributes of a ``Rule``."""
 
     axes: tuple[str, ...]
     what: str
@@ -45,7 +45,7 @@ class Divides:
     """Text that says how run-file keys determine the number, with names from ``Sizes`` as placeholders. Empty if the
     number is the value of ``key``."""
     unit: str = ""
-    """Name in ``Sizes`` of a second number that must divide the number."""
+    """Name in ``Sizes`` of a second number that must divide ``number``. Empty if there is none."""
 
     @property
     def reason(self) -> str:
@@ -69,7 +69,7 @@ class Divides:
         )
 
     def _start(self, sizes: Sizes, axis: str) -> str:
-        """Suggest a size of the axis for which this rule holds. The run may break other rules too."""
+        """Suggest a size of the axis that satisfies this rule. The run may break other rules too."""
         number, others = getattr(sizes, self.number), self._ranks(sizes) // getattr(sizes, axis)
         most = next(n for n in range(getattr(sizes, axis), 0, -1) if number % (others * n) == 0 or n == 1)
         return f"{axis} = {most} works here, and other rules are broken too"
@@ -319,7 +319,7 @@ RULES: tuple[Divides | Rule, ...] = (
 
 
 def accepts(run: RunConfig, key: str, value: int) -> bool:
-    """Return whether a run stays legal if one key gets another value.
+    """Return whether a run stays legal if one key (``section.key``) gets another value.
 
     The user may or may not have set the sizes that fourfold derives from the key, such as head_dim. So the run must be
     legal in both cases: if the derived sizes keep their values, and if they are derived again.

@@ -30,8 +30,8 @@ class GoldfishConfig(Strict):
     start_step: int = Field(0, ge=0)
     """First optimizer step that uses the goldfish mask."""
     include_target: bool = True
-    """`hash-table` only: whether the h tokens that determine if a token is masked include this token itself, as in the
-    published code. With false, they are the h tokens before it."""
+    """`hash-table` only. With true, the hash reads the token itself and the h - 1 tokens before it, as in the published
+    code. With false, the hash reads the h tokens before the token."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the mask (hash, random)."""
     exempt: list[int] = Field([])

@@ -90,9 +90,10 @@ class ModelConfig(ModelKeys):
         return self
 
     def _fill_layer_types(self) -> None:
-        """Bring settings of single layers into one normal form, so that equal models have equal settings.
+        """Bring the settings of single layers into one normal form, so that equal models have equal settings.
 
-        Lists with one entry per layer are shortened to the pattern that repeats. Settings without effect are reset.
+        Shorten lists with one entry per layer to the pattern that repeats. Reset settings that have no effect to their
+        defaults.
         """
         self.no_rope_layers = pattern_of(self.no_rope_layers or [1], self.num_hidden_layers)
         if self.no_rope_layers == [1]:

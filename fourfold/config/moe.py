@@ -12,9 +12,10 @@ class MoEConfig(Strict):
     themselves."""
 
     capacity_factor: float = Field(0.0, ge=0)
-    """In training, each expert takes at most this multiple of an equal share of a sequence's tokens. Later tokens of
-    the sequence skip the expert. Padding does not count. 0 (default) sets no limit. Validation, audits, evaluation, and
-    exported models never have a limit."""
+    """Limit on the tokens of a sequence that an expert takes in training, as a multiple of the expert's equal share
+    (tokens of the sequence · num_experts_per_tok / num_experts). Later tokens of the sequence skip the expert. Padding
+    does not count. 0 (default) sets no limit. Validation, audits, evaluation, and exported models never have a
+    limit."""
     load_balancing_loss: float = Field(0.0, ge=0)
     """Coefficient of the [load-balancing loss](moe.md#load-balancing-loss), which is larger if some experts get more
     tokens than others. Raise it if a few experts get most tokens."""

@@ -86,6 +86,11 @@ def rule_of(name: str, dims: int, optimizer: UpdateRule) -> UpdateRule:
     With `muon`, Muon updates the matrices of the layers, and AdamW updates everything else. Routers, convolutions, and
     gates of shared experts also get AdamW: each of their rows is a vector that computes one output, and Muon's authors
     use AdamW for such weights.
+
+    Args:
+        name: Name of the parameter.
+        dims: Number of dimensions of the parameter.
+        optimizer: The value of `optimizer.name`.
     """
     if optimizer != "muon":
         return optimizer

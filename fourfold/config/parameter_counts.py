@@ -39,15 +39,15 @@ def _prediction_layer(model: ModelConfig, norm: int) -> int:
 
 
 def parameters_per_layer(model: ModelConfig) -> int:
-    """Return the number of parameters of one layer with ordinary (not linear) attention. In an MoE model, this is a
-    layer with experts."""
+    """Return the number of parameters of one layer with ordinary (not linear) attention. For an MoE model, return the
+    number for a layer with experts."""
     return _attention_and_norms(model) + (_mixture(model, model.num_experts) if model.num_experts else _mlp(model))
 
 
 def active_parameters_per_layer(model: ModelConfig) -> int:
-    """Return the number of parameters of one layer that each token uses.
+    """Return how many parameters of one layer each token uses.
 
-    In an MoE model, this is a layer with experts, and only the experts that a token is routed to count.
+    For an MoE model, return the number for a layer with experts, and count only the experts that a token is routed to.
     """
     return _attention_and_norms(model) + (
         _mixture(model, model.num_experts_per_tok) if model.num_experts else _mlp(model)

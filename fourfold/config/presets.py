@@ -23,9 +23,12 @@ PRESETS = _read()
 def with_preset(section: dict[str, Any], given_as: str = "model.preset =") -> dict[str, Any]:
     """Add the sizes of the preset that a ``[model]`` table names. Keys that the table already has stay unchanged.
 
+    Args:
+        section: The table.
+        given_as: The key or command-line option that named the preset. The error message begins with it.
+
     Raises:
-        UserError: if the preset is unknown. The message begins with ``given_as``, the key or command-line option that
-            named the preset.
+        UserError: The preset is unknown.
     """
     name = section.get("preset")
     if name is None:

@@ -32,7 +32,8 @@ class RopeScaling(Strict):
     beta_slow: float = Field(1.0, gt=0)
     """yarn: channels that make fewer full turns than this within the original context are scaled by the full factor."""
     truncate: bool = True
-    """yarn: round the channel numbers at which the scaling begins and ends to integers. GPT-OSS does not round them."""
+    """yarn: whether the channel numbers at which the scaling begins and ends are rounded to integers. GPT-OSS does not
+    round them."""
     attention_factor: float | None = Field(None, gt=0)
     """yarn: factor on the cosines and sines of the rotary embedding. Default: 0.1 ln(factor) + 1."""
     mscale: float | None = Field(None, gt=0)
@@ -66,9 +67,10 @@ def no_pairs(head_dim: int, is_derived: bool, share: float, channels: int) -> st
     pairs of channels.
 
     Args:
-        is_derived: whether head_dim is hidden_size / num_attention_heads.
-        share: the fraction of the head's channels that are rotated.
-        channels: the number of rotated channels.
+        head_dim: Number of channels per head.
+        is_derived: Whether head_dim is hidden_size / num_attention_heads.
+        share: Fraction of the head's channels that are rotated.
+        channels: Number of rotated channels.
     """
     of = " (hidden_size / num_attention_heads)" if is_derived else ""
     return (

@@ -134,8 +134,8 @@ class TrainingConfig(Strict):
     compile: bool = False
     """Compile each block with torch.compile."""
     mtp_loss_weight: float = Field(0.1, gt=0)
-    """Weight of the loss for multi-token prediction, which is the mean loss of the model.num_nextn_predict_layers extra
-    layers."""
+    """Weight of the loss for multi-token prediction. This loss is the mean loss of the extra layers that
+    model.num_nextn_predict_layers adds."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the initial weights and of the order of the samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

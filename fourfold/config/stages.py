@@ -64,7 +64,7 @@ def stage_layers(model: ModelConfig, grid: ParallelConfig) -> list[range]:
 
 @lru_cache
 def balanced(layers: int, stages: int, first: float, last: float) -> tuple[int, ...]:
-    """Return the number of layers of each stage, such that the busiest stage has as little work as possible.
+    """Return the number of layers of each stage. The busiest stage gets as little work as possible.
 
     The first stage also holds the embedding, which counts as ``first`` layers. The last stage also holds the head,
     which counts as ``last`` layers.

@@ -132,9 +132,9 @@ def new_folder(path: Path) -> Iterator[Path]:
 def temporary_folder(parent: Path | None = None, prefix: str = "fourfold-", suffix: str = "") -> Iterator[Path]:
     """Yield a new folder and remove it after the block.
 
-    This also removes folders with the same prefix and suffix that killed processes on this machine have left. The owner
-    of a folder holds a lock on the folder, and the kernel releases the lock when the owner dies. Folders of processes
-    on other machines are kept, because their locks may not be visible here.
+    The function also removes folders with the same prefix and suffix that killed processes on this machine left behind.
+    A process holds a lock on its folder, and the kernel releases the lock when the process dies. The function keeps
+    folders of processes on other machines, because it may not see their locks.
 
     Args:
         parent: Folder in which the new folder is created. None uses the system's folder for temporary files.
@@ -235,7 +235,7 @@ def _lock(descriptor: int, wait: bool, refusal: str) -> None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether an open file is still the file at `path`. It may have been removed or replaced."""
+    """Return whether `path` still leads to the open file. Another process may have removed or replaced the file."""
     try:
         return path.stat().st_ino == os.fstat(descriptor).st_ino
     except FileNotFoundError:

@@ -90,7 +90,7 @@ def copy_of(
         tokens: The canary [length].
         canary: Index of the canary.
         copy: Index of the copy.
-        canaries: Settings of the canaries. Noise, shift, and seed are used.
+        canaries: Settings of the canaries. The result depends on noise, shift, and seed.
         tokenizer: The vocabulary, for random tokens.
 
     Returns:
@@ -108,9 +108,14 @@ def copy_of(
 class CorpusPieces:
     """A corpus cut into pieces. Some pieces become canaries, and canaries are planted between pieces.
 
-    If at least `wanted` documents have `length` tokens of text, each document is a piece. Otherwise, longer documents
-    are cut into passages of at least `length` tokens (more in a huge corpus), and each passage is a piece. Shorter
-    documents stay whole.
+    If at least `wanted` documents have `length` tokens of text, each document is a piece. Otherwise, documents with
+    more text are cut into passages of at least `length` tokens (more in a huge corpus), and each passage is a piece.
+    Shorter documents stay whole.
+
+    Args:
+        corpus: The corpus.
+        length: Number of tokens per canary.
+        wanted: Number of pieces that will become canaries.
     """
 
     def __init__(self, corpus: IndexedDataset, length: int, wanted: int) -> None:

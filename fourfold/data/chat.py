@@ -28,11 +28,11 @@ _ALWAYS_USED = ("role", "content")
 class ChatTemplate:
     """A transformers tokenizer with its own chat template, or with your template.
 
-    The tokens are the same as from transformers' `apply_chat_template` for the whole conversation.
+    The tokens are the same as transformers' `apply_chat_template` returns for the whole conversation.
 
-    A template can mark the assistant's text with {% generation %}. In a template without these marks, an answer is the
-    text that the template adds after the rendered prompt, up to the token that ends the answer. A token then belongs to
-    the answer if its first character does.
+    A template can mark the assistant's text with {% generation %}. If a template has no such marks, this class renders
+    the conversation once without an answer and once with it. The answer is the text that the second rendering adds, up
+    to and including the token that ends it. A token belongs to the answer if the token's first character does.
 
     Keys of a message:
         - `weight`: 0 leaves an answer out of training.
@@ -176,7 +176,7 @@ class ChatTemplate:
                 continue
             where = [number for number, message in enumerate(messages, start=1) if key in message]
             if key == "name" and all(messages[number - 1]["role"] == "tool" for number in where):
-                # Do not refuse a tool's name if the template ignores it, because tool_call_id may be ignored too.
+                # A template may ignore the name of a tool's message, just as it may ignore the message's tool_call_id.
                 continue
             without = [{name: value for name, value in message.items() if name != key} for message in messages]
             if self._try_to_render(without, options) == text:
@@ -203,7 +203,8 @@ class ChatTemplate:
         return kept
 
     def _prepare_call(self, number: int, call: Any) -> Any:
-        """Return a tool call with its arguments as an object, or as JSON text if the template writes them verbatim."""
+        """Return a tool call with its arguments as an object, or as JSON text if the template prints the arguments
+        unchanged."""
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise ValueError(f"message {number} has a tool call that is not an object with a function")
@@ -225,8 +226,8 @@ class ChatTemplate:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Return whether the template iterates over a list of parts, instead of printing the list as Python or JSON
-        would."""
+        """Return whether the template iterates over a list of content parts. Some templates print the list itself
+        instead, in Python's or JSON's notation."""
         text = self._try_to_render([_user([_part(_PROBE)])]) or ""
         return _PROBE in text and "[{" not in text
 

@@ -31,7 +31,7 @@ class PackingStatistics:
     cut: int
     """Number of conversations that are longer than a window. Their ends are cut off."""
     left_out: int
-    """Number of conversations that are skipped, because none of their trained tokens is within a window."""
+    """Number of conversations that are skipped, because none of their trained tokens would remain in the window."""
 
 
 class ConversationCorpus:

@@ -118,10 +118,10 @@ class TokenWindows:
 class SourceMixture:
     """Several sources in fixed proportions.
 
-    Sample n depends only on n: n determines its source, and which of the source's samples it is. Samples come in blocks
-    of 10,000. In each block, the proportions are exact to 1 in 10,000, and a seeded arrangement spreads each source
-    evenly over the block. So the proportions are nearly right in shorter ranges too. When a source runs out, it starts
-    again in another order.
+    The number n alone determines sample n: which source it comes from, and its index in that source. Samples come in
+    blocks of 10,000. In each block, the proportions are exact to 1 in 10,000, and a seeded arrangement spreads each
+    source evenly over the block. So shorter ranges of samples have nearly the same proportions. When a source runs out,
+    it starts again in another order.
 
     Args:
         sources: (source, weight). Weights are relative.
@@ -175,7 +175,7 @@ def windows_of(
 
     Args:
         stream: Tokens [samples, look_back + seq_length + 1].
-        document_starts: For each row, the index in the row of each document's first token.
+        document_starts: For each row, the indices in that row at which documents start.
         missing: For each row, the number of positions before the first token of the corpus.
         numbers: Index of each sample [samples].
         look_back: Number of tokens before each window.
@@ -191,7 +191,7 @@ def documents_of(starts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np
     """Number the documents of each window, starting from 0.
 
     Args:
-        starts: For each window, the index of each document's first token, in any order. Repeats are allowed.
+        starts: For each window, the indices at which documents start, in any order. Repeats are allowed.
         length: Number of tokens per window.
 
     Returns:

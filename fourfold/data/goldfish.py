@@ -97,6 +97,12 @@ def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]
     that is dropped with 2k is also dropped with k. The first h tokens of a document are kept. Without look-back, the
     first h tokens of each window are kept too.
 
+    Args:
+        windows: The windows.
+        k: About one target in k is dropped.
+        h: Number of tokens to hash.
+        seed: Seed of the hash.
+
     Returns:
         True for each dropped target [samples, S].
     """
@@ -118,9 +124,10 @@ def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]
 def hash_table_drops(targets: NDArray[np.int64], k: int, h: int, include_target: bool = True) -> NDArray[np.bool_]:
     """Choose the dropped targets as the published code does (strategy "hash-table", commit 35d29f9).
 
-    The product of h tokens, wrapped to 64 bits, modulo 1,000,003, is an index into a table of uniform random numbers.
-    The target is dropped if the number at this index is below 1/k. A product ignores the order of its factors and
-    collapses to 0 for large h or with token 0, so prefer "hash".
+    The ids of h tokens are multiplied in 64-bit integers, which wrap around. The product modulo 1,000,003 is an index
+    into a table of uniform random numbers. The target is dropped if the number at this index is below 1/k. Prefer the
+    strategy "hash", because a product ignores the order of the tokens. A product is also 0 if a token has the id 0, and
+    nearly always if h is large.
 
     Args:
         targets: Target tokens [samples, S].
@@ -145,6 +152,12 @@ def hash_table_drops(targets: NDArray[np.int64], k: int, h: int, include_target:
 
 def random_drops(numbers: NDArray[np.int64], seq_length: int, k: int, seed: int) -> NDArray[np.bool_]:
     """Choose the dropped targets at random. The same text gets a different mask in each epoch.
+
+    Args:
+        numbers: Indices of the samples in the order of training [samples].
+        seq_length: Number of targets S per sample.
+        k: About one target in k is dropped.
+        seed: Seed of the choice.
 
     Returns:
         True for each dropped target [samples, S].

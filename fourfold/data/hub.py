@@ -79,8 +79,10 @@ class HubStream:
         self._name, self._dataset, self._part, self._text_key = name, dataset, (count, index), text_key
 
     def read(self, place: Any) -> Iterator[tuple[Any, str]]:
-        """Yield the text of each document, with a place at which reading can begin again. Begin at `place`, or at the
-        first document if `place` is None.
+        """Yield each document's place and text. A later call can begin again at any of these places.
+
+        Args:
+            place: Place of the document to begin with. None begins with the first document.
 
         Raises:
             UserError: A row lacks the text column, a value in it is not text, or no row has any text.

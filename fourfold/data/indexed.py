@@ -39,7 +39,7 @@ DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8:
 
 _HEADER = struct.Struct("<9sQBQQ")
 _CODES = {np.dtype(name): code for code, name in DTYPES.items()}
-_UINT16_VOCABULARY = 65_500  # Megatron stores tokens as uint16 below this size.
+_UINT16_VOCABULARY = 65_500  # Below this vocabulary size, Megatron stores tokens as uint16.
 _LONGEST_SEQUENCE = 2**31 - 1
 CHECKED_AT_ONCE = 1 << 20
 """Number of index entries to check at a time. Checking them all at once would need much memory for a huge index."""
@@ -115,8 +115,7 @@ class IndexedDataset:
 
     @property
     def document_offsets(self) -> NDArray[np.int64]:
-        """Return where each document starts in the stream, as token indices followed by the number of tokens,
-        [documents + 1]."""
+        """Return the token index at which each document starts, followed by the number of tokens [documents + 1]."""
         sequence_starts = np.append(self._starts // self.dtype.itemsize, self.tokens)
         document_starts: NDArray[np.int64] = sequence_starts[self._boundaries]
         return document_starts

@@ -144,8 +144,16 @@ class Loader:
 
 
 def shifted(values: NDArray[np.int64], documents: NDArray[np.int64], depths: int) -> NDArray[np.int64]:
-    """Return the values of the next `depths` tokens after each token, [B, S, depths], or IGNORE_INDEX after the end of
-    the token's document."""
+    """Return the values of the next `depths` tokens after each token.
+
+    Args:
+        values: A value for each token [B, S].
+        documents: Index of each token's document [B, S].
+        depths: Number of tokens to look ahead.
+
+    Returns:
+        The values [B, S, depths], with IGNORE_INDEX after the end of the token's document.
+    """
     found = np.full((*values.shape, depths), IGNORE_INDEX)
     for depth in range(1, depths + 1):
         is_same = documents[:, depth:] == documents[:, :-depth]

@@ -79,8 +79,8 @@ class PreviewedSample:
     def pieces(self, tokenizer: Tokenizer | None) -> list[str]:
         """Return the text of each token.
 
-        A token is shown by its id if the tokenizer is unknown, or if the token does not decode to complete characters.
-        Special tokens never do.
+        If the tokenizer is unknown, or if a token does not decode to complete characters, the text is the token's id.
+        Special tokens never decode to characters.
         """
         if tokenizer is None:
             return [f" {token}" for token in self.tokens.tolist()]

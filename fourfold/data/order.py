@@ -70,7 +70,7 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) ->
 
 
 def _round(half: NDArray[np.uint64], keys: NDArray[np.uint64], number: int) -> NDArray[np.uint64]:
-    # ``half`` has at most 32 bits, so the bits above are free for the number of the round.
+    # ``half`` has at most 32 bits, so the higher bits are free for the number of the round.
     return _mix((half + np.uint64(number << 40)) * _GOLDEN + keys)
 
 

@@ -117,8 +117,8 @@ def prepare(
         The manifests and the files of the corpus, and notes about how the input was read.
 
     Raises:
-        UserError: Input or options cannot work, another process is preparing the corpus, or a file cannot be written.
-            The message names the file, and the line if there is one.
+        UserError: The input or the options cannot work, another process is preparing the corpus, or a file cannot be
+            written. The message names the file, and the line if there is one.
     """
     began, prefix, ends = time.monotonic(), Path(output_prefix), (eos_token, bos_token)
     identity = _check_options(tokenizer, train_tokenizer_vocab, workers, validation_fraction, canaries, *ends)

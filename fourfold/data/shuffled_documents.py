@@ -30,10 +30,12 @@ class ShuffledDocuments:
         self._documents, self._size, self._seed = documents, size, seed
 
     def read(self, place: Any) -> Iterator[tuple[Any, str]]:
-        """Yield the text of each document, with a place at which reading can begin again. Begin at `place`, or at the
-        first document if `place` is None.
+        """Yield each document's place and text. A later call can begin again at any of these places.
 
-        One block is held in memory.
+        This method holds one block in memory.
+
+        Args:
+            place: Place of the document to begin with. None begins with the first document.
         """
         begin, number, first = (None, 0, 0) if place is None else (place["block"], place["number"], place["next"])
         for block in self._blocks(begin):

@@ -245,8 +245,8 @@ def _parse_text(line: bytes, key: str) -> str | None:
 
 
 def _first_key(key: str, names: Iterable[str]) -> str | None:
-    """Return `key` if it is among `names`, and otherwise the first of its comma-separated keys that is among them.
-    Return None if there is none."""
+    """Return `key` if `names` contains it. Otherwise, split `key` at its commas, and return the first part that `names`
+    contains, or None."""
     known = set(names)
     return next((each for each in (key, *key.split(",")) if each in known), None)
 

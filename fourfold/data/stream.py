@@ -19,7 +19,7 @@ from fourfold.data.dataset import Windows, windows_of
 from fourfold.data.tokenizer import Tokenizer, as_document
 from fourfold.errors import UserError
 
-_GLANCE = 0.1  # Seconds between two checks whether the thread must stop.
+_GLANCE = 0.1  # Seconds after which a waiting thread checks again whether it must stop.
 _PATIENCE = 2.0  # Seconds to wait for threads to end. Threads may never end if the network is down.
 # Number of steps whose end positions are kept. The loader is at most one step ahead, so this is more than enough.
 _KEPT = 8
@@ -29,8 +29,11 @@ class DocumentStream(Protocol):
     """An endless sequence of documents. Reading can begin at any document."""
 
     def read(self, place: Any) -> Iterator[tuple[Any, str]]:
-        """Yield the text of each document, with a place (a JSON value) at which reading can begin again. Begin at
-        `place`, or at the first document if `place` is None."""
+        """Yield each document's place (a JSON value) and text. A later call can begin again at any of these places.
+
+        Args:
+            place: Place of the document to begin with. None begins with the first document.
+        """
         ...
 
 

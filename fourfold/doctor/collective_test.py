@@ -47,8 +47,8 @@ class AllReduceTimes:
 
 
 def examine_collective(place: Place | None) -> Iterator[Finding]:
-    """Run an all-reduce over the launcher's processes. If there is no launcher, run it over all GPUs of this machine.
-    If the machine has no GPU, run it over two processes."""
+    """Run an all-reduce over the launcher's processes. Without a launcher, run it over all GPUs of this machine, or
+    over two processes if the machine has no GPU."""
     world_size = place.world_size if place is not None else torch.cuda.device_count() or 2
     with temporary_folder() as folder:
         log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": f"{folder}/nccl.%h.%p"}

@@ -26,7 +26,8 @@ SLOWED = {
 (Idleness and the power cap are no problem.)"""
 
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""Names of nvidia-smi's field with these reasons, in newer drivers and in older drivers."""
+"""Names of the field with these reasons in nvidia-smi. Newer drivers use the first name, and older drivers the second
+name."""
 
 FIELDS = (
     "uuid", "driver_version", "memory.used", "memory.total", "clocks.sm", "clocks.max.sm", "temperature.gpu",
@@ -70,8 +71,14 @@ def query_gpus(*fields: str) -> list[dict[str, str]]:
 
 
 def gpu_state(subject: str, name: str, memory: float, reported: Mapping[str, str]) -> Finding:
-    """Judge a GPU by nvidia-smi's report. The report is empty if nvidia-smi does not know the GPU, for example an AMD
-    GPU."""
+    """Judge a GPU by nvidia-smi's report.
+
+    Args:
+        subject: What to call the GPU in the finding.
+        name: The GPU's model.
+        memory: The GPU's memory in bytes.
+        reported: nvidia-smi's fields. Empty if nvidia-smi does not know the GPU, for example an AMD GPU.
+    """
     text = f"{name}, {format_bytes(memory)}"
     if not reported:
         return ok(subject, text, name=name, memory=memory)

@@ -17,7 +17,7 @@ from fourfold.environment import read_environment
 
 
 def examine(folder: Path) -> Iterator[Finding]:
-    """Yield findings as soon as they are available. ``folder`` is the folder to which runs are written.
+    """Yield findings as soon as they are available. Runs write to ``folder``.
 
     Under torchrun or srun, the first process of every machine examines its machine. All processes take part in the
     collective test, and the job's first process reports it.

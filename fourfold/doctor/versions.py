@@ -29,7 +29,15 @@ def examine_versions() -> Iterator[Finding]:
 
 
 def torch_build(version: str, cuda: str | None, rocm: str | None, visible: int, makers: list[str]) -> Finding:
-    """Compare torch's build with the machine's GPUs. ``makers`` lists the GPU makers whose drivers are installed."""
+    """Compare torch's build with the machine's GPUs.
+
+    Args:
+        version: torch's version.
+        cuda: The version of CUDA that torch was built for, or None.
+        rocm: The version of ROCm that torch was built for, or None.
+        visible: Number of GPUs that torch sees.
+        makers: The GPU makers whose drivers are installed.
+    """
     build = f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else "the CPU alone"
     text = f"{version}, built for {build}"
     found = re.match(r"(\d+)\.(\d+)", version)
@@ -47,7 +55,7 @@ def torch_build(version: str, cuda: str | None, rocm: str | None, visible: int, 
 
 
 def _backend() -> Finding:
-    """Return the library that fourfold will use: NCCL (RCCL on AMD) between GPUs, gloo between CPUs."""
+    """Check the library that fourfold will use: NCCL (RCCL on AMD) between GPUs, gloo between CPUs."""
     if torch.cuda.device_count() == 0:
         if not dist.is_gloo_available():
             return error("backend", "torch was built without gloo", "install a build of torch with gloo")

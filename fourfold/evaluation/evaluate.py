@@ -61,10 +61,16 @@ class EvaluationRequest(ScoringRequest):
 
 
 def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredModel) -> dict[str, Any] | None:
-    """Evaluate the model. Every process of the grid of ``subject`` calls this. Return the record on rank 0, and None on
-    all other ranks.
+    """Evaluate the model. Every process of the grid calls this.
 
-    Failed tasks are in the record under "failed", each with its reason.
+    Args:
+        place: The rank of this process, and the size of the job.
+        request: What to measure.
+        subject: The model to evaluate.
+
+    Returns:
+        The record on rank 0, and None on all other ranks. If tasks have failed, the record's "failed" maps them to the
+        reasons.
 
     Raises:
         UserError: The tokenizer is unknown or does not fit the model, a text cannot be read or is empty, a task is
@@ -97,9 +103,9 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
 def prefix_token(tokenizer: AnyTokenizer, name: str, source: Path | None = None) -> int:
     """Return the token that the first token of a text is predicted from.
 
-    This is the beginning-of-text token if there is one, and otherwise the end-of-text token. fourfold's own tokenizers
-    have a beginning-of-text token only if documents begin with it. If the model comes from Hugging Face, the original
-    tokenizer may also name a beginning-of-text token.
+    This is the beginning-of-text token if there is one, and otherwise the end-of-text token. A tokenizer that fourfold
+    opens has a beginning-of-text token only if the corpus's documents begin with it. So if there is none, also look in
+    the folder of the original Hugging Face model, whose tokenizer may name one.
 
     Args:
         tokenizer: The tokenizer of the texts.

@@ -33,6 +33,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     in one pass.
 
     Args:
+        model: Scores the requests on the grid.
+        tokenizer: The tokenizer of the model.
         prefix: The token that comes before a text.
         context: Maximum number of input tokens per forward pass.
         max_new_tokens: Number of tokens to generate if the task does not say.
@@ -54,6 +56,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
         If a task fails, the scores of all other tasks are kept.
 
+        Args:
+            tasks: Names of the tasks.
+            folder: A folder with the user's own tasks, or None.
+            limit: Maximum number of documents per task. None uses all.
+            num_fewshot: Number of examples in the prompt. None uses each task's own number.
+
         Returns:
             The metrics by task, as in ``run_tasks``, and the reasons of failures by task.
 
@@ -73,11 +81,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def run_task(
         self, task: str, folder: Path | None = None, limit: int | None = None, num_fewshot: int | None = None
     ) -> dict[str, dict[str, float]]:
-        """Run a task, or a group of tasks, on all processes, as ``run_tasks`` does.
+        """Run a task, or a group of tasks, on all processes, as ``run_tasks`` does. The arguments are the same as for
+        ``run_each``.
 
         Raises:
-            TaskFailed: The task failed on at least one process, outside the model's own passes. All processes raise
-                this error.
+            TaskFailed: The task failed on at least one process, but not during the model's forward pass. All processes
+                raise this error.
         """
         failure = None
         try:
@@ -86,7 +95,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             # The task failed on another process. This process learned of the failure at the beginning of a pass.
             raise
         except Exception as error:  # Tasks are third-party code, templates, and data, and can raise anything.
-            # If the model's own pass failed, the processes may have left it at different points and cannot continue.
+            # If the model's forward pass failed, the processes may have stopped at different points of the pass. Then
+            # they cannot continue together.
             if self._is_scoring:
                 raise
             why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"

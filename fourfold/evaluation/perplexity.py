@@ -22,10 +22,14 @@ class ScoredWindow:
 def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overlap: int) -> list[ScoredWindow]:
     """Return windows that together predict every token exactly once.
 
-    The first window starts with the token ``before``, and each later window repeats ``overlap`` tokens. A window has at
-    most ``context`` inputs. Each window has as many inputs as possible, so the last window may repeat more than
-    ``overlap`` tokens. lm-eval's ``get_rolling_token_windows`` returns the same windows, if its argument
-    ``context_len`` is ``overlap``.
+    Each window has as many inputs as possible, so the last window may repeat more than ``overlap`` tokens. lm-eval's
+    ``get_rolling_token_windows`` returns the same windows if its argument ``context_len`` is ``overlap``.
+
+    Args:
+        tokens: Token ids of the text [T].
+        before: The token that the first token of the text is predicted from. The first window starts with it.
+        context: Maximum number of inputs of a window.
+        overlap: Number of tokens that each window repeats from the previous window.
     """
     stream = np.concatenate([[before], tokens])
     windows: list[ScoredWindow] = []
@@ -42,6 +46,13 @@ def loss_of_text(model: Scorer, tokens: NDArray[np.int64], before: int, context:
     """Return the sum of the losses of a text's tokens, in nats. Each token is predicted once.
 
     All processes of the grid call this. Only the first process gets the result, and all other processes get None.
+
+    Args:
+        model: Scores the windows.
+        tokens: Token ids of the text [T].
+        before: The token that the first token of the text is predicted from.
+        context: Maximum number of input tokens per forward pass.
+        overlap: Number of tokens that each window repeats from the previous window.
     """
     windows = rolling_windows(tokens, before, context, overlap)
     scores = model.score([window.tokens for window in windows])

@@ -72,6 +72,11 @@ class Adapted:
 def write_adapter(folder: Path, saved: SavedWeights, pretrained: Pretrained) -> dict[str, int]:
     """Write a folder for ``peft.PeftModel.from_pretrained``. Return the size of its weight file in bytes, by name.
 
+    Args:
+        folder: The folder to write to.
+        saved: The checkpoint with the adapters.
+        pretrained: The base model.
+
     Raises:
         UserError: The adapters are in the MLP of an MoE model, which peft cannot read.
     """

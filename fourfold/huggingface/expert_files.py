@@ -14,7 +14,8 @@ from torch import Tensor
 from fourfold.parallel.other_models.plan_styles import saved_buffers
 
 RowRanges = dict[str, range]
-"""Maps each tensor in files to the rows of a parameter that it holds. Rows are numbered across all stacked experts."""
+"""For one parameter, maps the name of each tensor in files to the parameter's rows that this tensor holds. Rows are
+numbered across all stacked experts."""
 
 
 def rows_in_files(model: Any) -> dict[str, RowRanges]:
@@ -24,8 +25,11 @@ def rows_in_files(model: Any) -> dict[str, RowRanges]:
     name in files. If files hold a parameter's elements in another order, or join it with other parameters, the result
     has the parameter's own name instead of names in files.
 
+    Args:
+        model: A transformers model.
+
     Returns:
-        The tensors in files by name of the parameter. A parameter with several names has several entries.
+        For each parameter, by name, the tensors in files. A parameter with several names has several entries.
     """
     found: dict[str, RowRanges] = {}
     for name, parameter in (*model.named_parameters(remove_duplicate=False), *saved_buffers(model).items()):

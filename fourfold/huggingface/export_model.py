@@ -182,8 +182,8 @@ def _newest(path: Path) -> Path:
 
 
 def _config(model: ModelConfig, source: Path | None, kind: str | None) -> dict[str, Any]:
-    """Return the config.json to write. If the original one still describes the model, use it without its quantization.
-    Otherwise create a new one."""
+    """Return the config.json to write. If the original model's config.json still describes the model, return it without
+    its quantization. Otherwise create a new one."""
     if source is None:
         return config_of(model, kind)
     original = {key: value for key, value in read_config(source).items() if key != QUANTIZED}

@@ -30,7 +30,13 @@ class ScaledMatrix:
     """The names of the matrix and of its factors."""
 
     def read_into(self, out_OI: Tensor, expert: int | None, rows: slice, columns: slice) -> None:
-        """Copy part of the matrix to ``out_OI``. ``expert`` is None, because each expert has its own matrix.
+        """Copy part of the matrix to ``out_OI``.
+
+        Args:
+            out_OI: The tensor to fill.
+            expert: Always None, because each expert has its own matrix.
+            rows: Rows of the matrix to copy.
+            columns: Columns of the matrix to copy.
 
         Raises:
             UserError: A value is NaN or infinite in the dtype of ``out_OI``.
@@ -51,6 +57,11 @@ class ScaledMatrix:
 
 def scaled_in(files: TensorFiles, names: Sequence[str], shape: tuple[int, ...]) -> ScaledMatrix | None:
     """Return the matrix that files store in FP8 under one of these names, or None.
+
+    Args:
+        files: The files.
+        names: Names that the matrix may have.
+        shape: Shape that the matrix must have [out, in].
 
     Raises:
         UserError: A tensor is missing, or has another shape or dtype.

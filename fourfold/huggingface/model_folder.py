@@ -53,7 +53,13 @@ class Transferred:
 
 
 def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES) -> None:
-    """Copy the named files that a Hugging Face model has. By default, copy its configuration and tokenizer files.
+    """Copy small files of a Hugging Face model.
+
+    Args:
+        folder: The model's folder.
+        out: The folder to copy to. It is created if it does not exist.
+        names: Names of the files (default: the configuration and tokenizer files). Files that the model does not have
+            are skipped.
 
     Raises:
         UserError: A link leads out of the folder, or a .json file is not valid JSON.

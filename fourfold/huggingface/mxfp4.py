@@ -39,6 +39,12 @@ class PackedMatrices:
     def read_into(self, out_OI: Tensor, expert: int | None, rows: slice, columns: slice) -> None:
         """Copy part of one expert's matrix to ``out_OI``.
 
+        Args:
+            out_OI: The tensor to fill.
+            expert: Index of the expert.
+            rows: Rows of the matrix [out, in] to copy.
+            columns: Columns of the matrix to copy.
+
         Raises:
             UserError: A value is too large for the dtype of ``out_OI``.
         """
@@ -53,6 +59,11 @@ class PackedMatrices:
 
 def packed_in(files: TensorFiles, names: Sequence[str], shape: tuple[int, ...]) -> PackedMatrices | None:
     """Return the matrices [E, in, out] that files store in MXFP4 under one of these names, or None.
+
+    Args:
+        files: The files.
+        names: Names that the matrices may have, without the suffixes ``_blocks`` and ``_scales``.
+        shape: Shape that the matrices must have [E, in, out].
 
     Raises:
         UserError: A tensor is missing, has another shape, or does not hold bytes, or rows do not divide into blocks.

@@ -140,7 +140,7 @@ def _check_saved_buffers(model: nn.Module) -> None:
 
 
 def _make_buffers(model: nn.Module) -> None:
-    """Compute the values of buffers on the meta device with transformers' ``_init_weights``.
+    """Give values to the buffers that are on the meta device, with transformers' ``_init_weights``.
 
     Buffers that are saved with the weights are read from files later.
 

@@ -41,7 +41,7 @@ class Parallelized(nn.Module):
     torch's function, and ``save`` and ``load`` replace ``state_dict``.
 
     Attributes:
-        module: The model, with the grid's layers in place of its own.
+        module: The model. Layers of the grid have replaced its own layers.
         grid: The grid.
         shards: This process's part of every parameter.
         shapes: The shape of every parameter before the model was put on the grid.
@@ -291,7 +291,7 @@ class Parallelized(nn.Module):
 
         Raises:
             UserError: ``folder`` is not a checkpoint or cannot be written, or the optimizer keeps a tensor that has
-                neither the weight's shape nor one element. Every process raises it.
+                neither the weight's shape nor one element. Every process raises this error.
         """
         write_checkpoint(self._saved(), self.grid, Path(folder), optimizer)
 
@@ -337,7 +337,7 @@ class Parallelized(nn.Module):
             self.on_grid.free_gathered()
 
     def _guard(self, output: Tensor) -> Tensor:
-        """Make ``output`` refuse ``loss.backward()``, which would leave gradients unsummed."""
+        """Make ``loss.backward()`` raise an error, because it would leave the gradients unsummed."""
         if output.requires_grad:
             output.register_hook(self._check_in_backward)
         return output

@@ -45,17 +45,25 @@ two dims."""
 
 @dataclass(frozen=True)
 class ParallelizedTensors:
-    """How the parameters of a model are stored in files. This is determined before the model is put on the grid."""
+    """How the parameters of a model are stored in files. ``parallelize`` determines this before it puts the model on
+    the grid."""
 
     shapes: Shapes
     rows: Mapping[str, RowRanges]
-    """For each name of a parameter, the tensors in files that it consists of, and the rows that each tensor fills."""
+    """For each name of a parameter, the tensors in files that make up the parameter, and the rows that each tensor
+    fills."""
     tied: Sequence[Sequence[str]]
     """For each parameter that has more than one name, its names."""
 
 
 def read_weights(model: nn.Module, shards: Sequence[LocalShard], layout: ParallelizedTensors, folder: Path) -> None:
     """Fill the shards from a folder of safetensors. Names in files may lack the prefix of the base model.
+
+    Args:
+        model: The model.
+        shards: This process's part of every parameter.
+        layout: How the parameters are stored in files.
+        folder: The folder.
 
     Raises:
         UserError: A tensor is missing, or files have different tensors for one tied weight.
@@ -108,8 +116,17 @@ def _read_experts(files: TensorFiles, shard: LocalShard, matrices: Mapping[str, 
 
 
 def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: ParallelizedTensors, folder: Path) -> None:
-    """Write a folder for ``from_pretrained``, one tensor at a time through rank 0. Raise ``UserError`` on every process
-    if the folder exists or cannot be written."""
+    """Write a folder for ``from_pretrained``. Rank 0 gathers and writes one tensor at a time.
+
+    Args:
+        model: The model.
+        shards: This process's part of every parameter.
+        layout: How the parameters are stored in files.
+        folder: The folder to write. It must not exist.
+
+    Raises:
+        UserError: ``folder`` exists or cannot be written. Every process raises this error.
+    """
     waiting = list(shards)
     last: list[tuple[str, Tensor]] = []
 
@@ -153,7 +170,17 @@ def _entries(shard: LocalShard, layout: ParallelizedTensors, gather: Callable[[L
 def write_checkpoint(
     shards: Sequence[LocalShard], grid: Grid, folder: Path, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Write a checkpoint that any grid can load. It replaces an earlier checkpoint in ``folder``."""
+    """Write a checkpoint that any grid can load. It replaces an earlier checkpoint in ``folder``.
+
+    Args:
+        shards: This process's part of every parameter, and the buffers that are saved with them.
+        grid: The grid.
+        folder: The checkpoint's folder.
+        optimizer: If given, its state is saved too.
+
+    Raises:
+        UserError: ``folder`` exists and is not a checkpoint of a parallelized model, or it cannot be written.
+    """
     partial = folder.with_name(f".{folder.name}.partial")
     parts, numbers = _parts(shards, optimizer)
     layout = layout_of(parts, grid)
@@ -194,7 +221,14 @@ def read_numbers(folder: Path, with_optimizer: bool) -> Numbers:
 def read_checkpoint(
     shards: Sequence[LocalShard], folder: Path, optimizer: torch.optim.Optimizer | None, numbers: Numbers
 ) -> None:
-    """Fill the shards from a checkpoint that any grid has written. If an optimizer is given, fill its state too."""
+    """Fill the shards from a checkpoint that any grid has written.
+
+    Args:
+        shards: This process's part of every parameter, and the buffers that are saved with them.
+        folder: The checkpoint's folder.
+        optimizer: If given, its state is filled too.
+        numbers: The result of ``read_numbers``.
+    """
     if optimizer is not None:
         _make_state(shards, optimizer, numbers)
     parts, _ = _parts(shards, optimizer)

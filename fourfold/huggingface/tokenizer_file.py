@@ -83,8 +83,17 @@ def _opened(file: Path) -> Tokenizer:
 
 
 def write_tokenizer(folder: Path, tokenizer: AnyTokenizer | None, model: ModelConfig) -> dict[str, Any]:
-    """Write a tokenizer in the form that transformers reads (the bytes tokenizer has no such form). Return the keys
-    to add to config.json."""
+    """Write a tokenizer in the form that transformers reads. The bytes tokenizer has no such form, so only its special
+    token ids are written.
+
+    Args:
+        folder: The folder to write to.
+        tokenizer: The tokenizer. If it is None, nothing is written.
+        model: The model.
+
+    Returns:
+        The keys to add to config.json.
+    """
     if tokenizer is None:
         return {}
     begin = next(iter(begin_of(tokenizer)), None)
@@ -105,10 +114,17 @@ def write_tokenizer(folder: Path, tokenizer: AnyTokenizer | None, model: ModelCo
 
 
 def add_end_token(folder: Path, config: dict[str, Any], end: int) -> dict[str, Any]:
-    """Add ``end``, the token that ended documents in training, to the ids that end a generated text. ``end`` comes
-    before the original model's own ids.
+    """Add a token to the ids that end a generated text. The token comes before the original model's own ids.
 
-    Changes the folder's generation_config.json, and returns the changed keys of config.json.
+    The function changes the folder's generation_config.json.
+
+    Args:
+        folder: The model's folder.
+        config: The content of config.json.
+        end: The token that ended documents in training.
+
+    Returns:
+        The content of config.json with the token.
     """
     file = folder / GENERATION_FILE
     settings = parse_json(file.read_bytes()) if file.is_file() else None

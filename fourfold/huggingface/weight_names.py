@@ -17,11 +17,11 @@ from fourfold.models.transformer import parameter_shapes
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """The rows of a Hugging Face tensor that belong to one of the decoder's parameters: ``rows`` rows, in ``groups`` of
-    equal size.
+    """The rows of a Hugging Face tensor that belong to one of the decoder's parameters. There are ``rows`` rows, in
+    ``groups`` groups of equal size.
 
-    The first group begins at row ``first``, and each following group begins ``stride`` rows later. Any remaining rows
-    of the decoder's parameter are padding.
+    The first group begins at row ``first`` of the tensor, and each following group begins ``stride`` rows later. If the
+    decoder's parameter has more rows, these are padding.
     """
 
     name: str
@@ -104,8 +104,13 @@ def head_of(kind: str) -> str:
 
 
 def name_map(kind: str, model: ModelConfig, files: Format | None = None) -> list[TheirTensor]:
-    """Return the tensors of a Hugging Face model of the family ``kind``, layer by layer. The default format is the
-    format that transformers writes."""
+    """Return the tensors of a Hugging Face model, layer by layer.
+
+    Args:
+        kind: The family, as the ``model_type`` in config.json.
+        model: The model.
+        files: The format of the files. The default is the format that transformers writes.
+    """
     files = files or FORMATS[kind]
     shapes = parameter_shapes(model)
     found: list[TheirTensor] = []

@@ -26,8 +26,8 @@ class Pretrained:
     except to compare a tied head with the embedding.
 
     Raises:
-        UserError: A file or tensor is missing, a shape is wrong, the model does not use a tensor, or weights exist only
-            as pickles. The message names the file and the tensor.
+        UserError: A file or tensor is missing, a shape is wrong, the files have a tensor that the model does not use,
+            or weights exist only as pickles. The message names the file and the tensor.
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
@@ -38,8 +38,8 @@ class Pretrained:
         is_stacked = any(name.endswith(".experts.gate_up_proj") for name in self.files.shapes)
         self.tensors = name_map(self.kind, model, WITH_STACKED_EXPERTS.get(self.kind) if is_stacked else None)
         self._places: dict[str, list[tuple[TheirTensor, TensorPiece]]] = {}
-        """Where each of the decoder's parameters is in the files. A parameter that stacks experts has one entry per
-        expert, in order, unless the files stack the experts too."""
+        """Maps each of the decoder's parameters to its pieces in the files. A parameter that stacks experts has one
+        piece per expert, in order, unless the files stack the experts too."""
         for tensor in self.tensors:
             for piece in tensor.pieces:
                 self._places.setdefault(piece.name, []).append((tensor, piece))
@@ -77,7 +77,13 @@ class Pretrained:
 
     @torch.no_grad()
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
-        """Copy the part ``slices`` of a parameter into ``out``. Rows of vocabulary padding are zero."""
+        """Copy a part of a parameter into ``out``. Rows of vocabulary padding are zero.
+
+        Args:
+            out: The tensor to fill.
+            name: The parameter.
+            slices: The part, as one slice per dim of the full parameter.
+        """
         places = self._places[name]
         if places[0][0].is_stacked:
             for one, expert in zip(out, range(slices[0].start, slices[0].stop), strict=True):

@@ -38,7 +38,7 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings for choosing the next token. Raises ``UserError`` for invalid values."""
+    """Settings for choosing the next token. The constructor raises ``UserError`` for invalid values."""
 
     temperature: float = 0.0
     """Temperature of the softmax. 0 always takes the most likely token."""
@@ -188,7 +188,7 @@ def _continued(
             eos_token_id=ends,
             **{key: value for key, value in settings.items() if key != "stop_strings"},
         )
-        # Replace the model's generation configuration too. transformers takes values from it that are missing in `own`.
+        # Replace the model's generation configuration too, because transformers takes missing values from it.
         model.generation_config = own
         return model.generate(
             tokens,
@@ -245,8 +245,8 @@ def _check_length(model: Any, prompt: int, new: int) -> None:
 
 
 def _ends(model: Any, tokenizer: AnyTokenizer) -> list[int] | None:
-    """Return the ids that end a text: the ids that the model names or, if the model names none, the tokenizer's ids.
-    Skip ids outside the model's vocabulary. Return None if there are none."""
+    """Return the ids that end a text. They come from the model, or from the tokenizer if the model names none. Skip ids
+    outside the model's vocabulary. Return None if no id is left."""
     own = model.generation_config.eos_token_id
     own = tokenizer.eod_id if own is None else own
     ids = own if isinstance(own, list) else [own]

@@ -60,8 +60,7 @@ def find_tasks(tasks: Sequence[str], folder: Path | None = None) -> TaskManager:
 
 @cache
 def _tasks_in(folder: Path | None) -> TaskManager:
-    """Return the tasks of lm-eval and of a folder. lm-eval's tasks are thousands of files, so reading them takes
-    seconds."""
+    """Return the tasks of lm-eval and of a folder. This takes seconds, because lm-eval has thousands of task files."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=None if folder is None else str(folder))

@@ -26,7 +26,8 @@ def token_windows(
         tokenizer: The tokenizer.
         files: The text files.
         length: Number of tokens in a window.
-        max_tokens: Largest number of tokens in all windows together, but at least one window. None means no limit.
+        max_tokens: Largest number of tokens in all windows together. None means no limit. The result always has at
+            least one window.
 
     Raises:
         UserError: ``length`` is below ``MIN_WINDOW``, a file cannot be read, or no file fills a window.

@@ -127,7 +127,7 @@ def run_in_group(
             failed = False
             return result
         except SystemExit as end:
-            # A library raised this exception, so its exit code does not describe the job.
+            # A library called sys.exit, so the exit code does not describe the job.
             raise RuntimeError(f"something called sys.exit({end.code!r}) before the job had finished") from end
         finally:
             end_process_group(failed)
@@ -135,8 +135,8 @@ def run_in_group(
 
 @contextlib.contextmanager
 def _no_silent_exit() -> Iterator[None]:
-    """Make `os._exit(0)` in this process exit with a crash's code. With code 0, a launcher would think that the job is
-    done."""
+    """If something calls `os._exit(0)` in this process, exit with the code of a crash instead. With code 0, a launcher
+    would think that the job is done."""
     leave, process_id = os._exit, os.getpid()
 
     def leave_as_crashed(status: int) -> NoReturn:

@@ -55,8 +55,8 @@ class WorkerEnd:
     rank: int
     outcome: Literal["returned", "refused", "died", "failed"]
     value: Any
-    """The return value of rank 0 (returned), the message of the UserError (refused), the exit code (died), or the
-    traceback (failed)."""
+    """Depends on ``outcome``: the return value of rank 0 ("returned"), the message of the UserError ("refused"), the
+    exit code ("died"), or the traceback ("failed")."""
     time: float = field(default_factory=time.monotonic)
     """Time at which the worker ended, as `time.monotonic()` returns it. All processes of a machine share this clock."""
 
@@ -121,7 +121,7 @@ def run_workers(
 
 
 def _show_cursor() -> None:
-    """Show the terminal's cursor. The progress display of rank 0 hides it, and rank 0 may have been killed."""
+    """Show the terminal's cursor. The progress display of rank 0 hides it, and a killed rank 0 cannot show it again."""
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)
 
@@ -175,8 +175,9 @@ def _receive(workers: WorkerProcesses, rank: int) -> WorkerEnd:
 def _return_or_raise(reports: Sequence[WorkerEnd], world_size: int, received: Sequence[int]) -> Any:
     """Return rank 0's value, or raise the failure that is most likely the cause.
 
-    The first UserError counts as the cause. If there is none, the first worker that died counts as the cause, or else
-    the first exception. All other failures may be consequences, because a worker fails if another worker is gone.
+    The first UserError counts as the cause. If there is none, the first worker that died counts as the cause. If no
+    worker died, the first exception counts. All other failures may be consequences, because a worker fails if another
+    worker is gone.
     """
     for outcome in ("refused", "died", "failed"):
         for report in reports:
@@ -211,8 +212,8 @@ def _make_failure(report: WorkerEnd, world_size: int, received: Sequence[int]) -
 def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[int]]:
     """Relay stop signals to the workers, so that they can save. Yield the list of received signals.
 
-    A signal may arrive before all workers exist. With `heeded`, it is recorded, and the caller sends it later.
-    Without `heeded`, it ends the job immediately.
+    A signal may arrive before all workers exist. With `heeded`, this function records the signal, and the caller sends
+    it to the workers later. Without `heeded`, the signal ends the job immediately.
 
     Raises:
         KeyboardInterrupt: A Ctrl-C ends the job immediately, or follows another stop signal. The caller must end the

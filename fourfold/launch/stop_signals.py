@@ -93,8 +93,8 @@ def stop_request(announce: bool = True, launched: bool = False, seconds: float =
 
 @contextmanager
 def held_stop_signals() -> Iterator[None]:
-    """Hold back stop signals in this `with` block. `stop_request` receives them later. Without this, a signal would end
-    the program silently."""
+    """Hold back stop signals in this `with` block, until `stop_request` receives them. Otherwise a signal would end the
+    program silently."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -2,7 +2,8 @@
 
 A watchdog is a separate process (`watchdog_process`). It reads the heartbeats of its training process, and the signals
 that the training process receives. The training process cannot watch itself: it may be stopped, or it may wait forever
-inside a collective. Python handles signals only between two instructions, so it cannot handle them there.
+inside a collective. Python runs signal handlers only between two bytecode instructions, and waiting for a collective is
+one instruction.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _start_watching(
 
 
 def _memory() -> str | None:
-    """Return a folder that is in memory, or None if the machine has no such folder."""
+    """Return a folder whose files are in memory, or None if the machine has no such folder."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 

@@ -1,4 +1,4 @@
-"""Run the watchdog process of a rank. If the rank's heartbeats stop, it writes a report and ends the rank.
+"""Run the watchdog process of a rank. If the rank's heartbeats stop, the watchdog writes a report and ends the rank.
 
 This module imports only the standard library and a few small modules of fourfold. So the watchdog starts quickly and
 needs little memory.
@@ -27,16 +27,16 @@ STACK_SIGNAL = signal.SIGQUIT
 """Signal that makes a rank write its stack traces. No scheduler sends this signal."""
 
 DONE = 0
-"""The rank sends this instead of a signal's number when its watchdog is no longer needed."""
+"""The rank sends this number, instead of the number of a signal, when it no longer needs its watchdog."""
 
 SAME_STOP_SECONDS = 1.0
 """A second stop signal within this many seconds is ignored, because a launcher may deliver one signal twice."""
 
 UNWIND_SECONDS = 5.0
-"""Number of seconds that a rank gets to exit by itself."""
+"""Number of seconds that a rank gets to exit by itself before its watchdog kills it."""
 
 REPORT_SECONDS = 20.0
-"""Number of seconds to wait for the reports of all ranks. After this time, the available reports must be enough."""
+"""Number of seconds to wait for the reports of all ranks. After this time, the watchdog uses the reports that exist."""
 
 STOPPED = "Tt"
 """Letters that the kernel uses for the states of stopped processes."""
@@ -45,7 +45,7 @@ FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class Watch(NamedTuple):
-    """What a watchdog must know about its rank: file descriptors, the number of the rank, and limits in seconds."""
+    """What a watchdog must know about its rank: file descriptors, the rank's number, and time limits in seconds."""
 
     heartbeat: int
     stacks: int
@@ -153,8 +153,8 @@ def end_rank(watch: Watch, code: int) -> None:
 def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
     """Write this rank's report, and make sure that hang.txt exists. hang.txt names the rank that went silent.
 
-    Usually rank 0 writes hang.txt when it has the reports of all ranks. All other ranks wait for this file. If it does
-    not appear in time, one of them writes it.
+    Usually the watchdog of rank 0 writes hang.txt when it has the reports of all ranks. All other watchdogs wait for
+    this file. If the file does not appear in time, one of them writes it.
     """
     folder = Path(watch.folder)
     verdict = folder / "hang.txt"
@@ -218,8 +218,9 @@ def find_awaited(reports: list[HangingRank]) -> HangingRank:
     4. all ranks
 
     If any rank is behind, keep only the candidates with the fewest heartbeats in the current step. Of the remaining
-    candidates, return the rank that has been silent longest. To find it, take the rank with the oldest heartbeat on
-    each machine. Then compare the lengths of the silence, because the clocks of different machines differ.
+    candidates, return the rank that has been silent longest. First find the rank with the oldest heartbeat on each
+    machine. Then compare how long each of these ranks has been silent. The times of heartbeats on different machines
+    cannot be compared, because the machines' clocks differ.
     """
     stopped = [report for report in reports if report.state in STOPPED]
     behind = [one for one in reports if any(_is_behind(one, other) for other in reports)]

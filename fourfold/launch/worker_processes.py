@@ -38,13 +38,13 @@ class WorkerProcesses:
         """The process id of each worker by rank. `take_ids` adds the ids, and `exit_code` removes them."""
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(world_size)]
         self.reports: list[Connection] = [receiver for receiver, _ in pipes]
-        """The pipe on which each worker reports. It closes when the worker ends."""
+        """The pipe through which each worker sends its report, by rank. The pipe closes when the worker ends."""
         self._senders = [sender for _, sender in pipes]
         self._control, self._starters_control = multiprocessing.Pipe()
         self._starter: BaseProcess | None = None
 
     def start(self, work: Work, args: Sequence[tuple[object, ...]], modules: Sequence[str]) -> None:
-        """Start the starter, which then starts the workers. They all inherit the signals that this process blocks.
+        """Start the starter, which then starts the workers. All of them block the signals that this process blocks.
 
         Args:
             work: The function that each worker runs.
@@ -73,8 +73,8 @@ class WorkerProcesses:
     def send(self, signum: int) -> None:
         """Send a signal to all workers.
 
-        Every id still belongs to its worker, because the system can reuse an id only after `exit_code` has waited for
-        the worker.
+        The ids are safe to use, because the system can give a worker's id to another process only after `exit_code` has
+        waited for the worker.
         """
         for process_id in self.ids.values():
             with contextlib.suppress(ProcessLookupError):

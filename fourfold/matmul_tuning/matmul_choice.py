@@ -56,8 +56,8 @@ def _layouts(run: RunConfig, device: torch.device) -> Layouts:
 def tuned_layers(
     run: RunConfig, dtype: torch.dtype, device: torch.device, again: bool = False
 ) -> dict[MatmulSizes, TunedLayer]:
-    """Return the tuned layers for the matmul sizes of a run. Sizes that are not in the machine's table are measured and
-    added to it.
+    """Return the tuned layers for the matmul sizes of a run. Measure sizes that are not in the machine's table, and add
+    the results to the table.
 
     Args:
         run: The run.

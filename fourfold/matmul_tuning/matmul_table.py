@@ -23,7 +23,7 @@ PRODUCTS = tuple(name for name in LayerLayout.model_fields if name != "turned")
 
 
 class Gain(Strict):
-    """The measured time of one matmul, and how much faster its chosen layout is than the default layout."""
+    """The measured time of one matmul, and how much faster the chosen layout is than the default layout."""
 
     seconds: float = Field(gt=0)
     """Seconds with the default layout."""
@@ -41,7 +41,7 @@ class TunedLayer(Strict):
     layout: LayerLayout
     gains: dict[str, Gain]
     other_order: float = Field(gt=0)
-    """The combined gain of the three matmuls if the weight were stored in the memory order that was not chosen."""
+    """The combined gain of the three matmuls in the other memory order of the weight, which was not chosen."""
 
     @field_validator("gains")
     @classmethod

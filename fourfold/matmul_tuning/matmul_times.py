@@ -28,8 +28,8 @@ LEAST_GAIN = 1.02
 of the rounds (the lower quartile of the ratios)."""
 
 HOPELESS = 1.1
-"""A layout that copies operands is not timed further if it is slower than the default by this factor in the first
-round."""
+"""If a layout that copies operands is slower than the default by this factor in the first round, it is not timed
+again."""
 
 NOMINATING_ROUNDS = 3
 DECIDING_SECONDS, FEWEST_ROUNDS, MOST_ROUNDS = 1.0, 7, 21
@@ -94,7 +94,8 @@ def tune_layer(sizes: MatmulSizes, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _turning_pays(seconds: dict[str, float], by_matmul: dict[str, dict[bool, Chosen]]) -> bool:
-    """Return whether the layer is faster with a transposed weight, both with and without recomputing the output."""
+    """Return whether the layer is faster with a transposed weight. This must be true if a step computes the output
+    once, and also if recompute makes it compute the output twice."""
 
     def layer_seconds(turned: bool, outputs: int, quartile: int) -> float:
         times = {matmul: seconds[matmul] / both[turned].ratios[quartile] for matmul, both in by_matmul.items()}
@@ -106,8 +107,12 @@ def _turning_pays(seconds: dict[str, float], by_matmul: dict[str, dict[bool, Cho
 def _tune_matmul(
     matmul: str, sizes: MatmulSizes, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, dict[bool, Chosen]]:
-    """Return the seconds with the default layout. Also return the best copies of operands for each memory order of the
-    weight, with the key True for a transposed weight."""
+    """Time one matmul with all layouts.
+
+    Returns:
+        The seconds with the default layout, and the best way to copy the operands for each memory order of the weight.
+        The key True stands for a transposed weight.
+    """
     candidates = [Candidate(turned, copies) for turned in (False, True) for copies in COPIES_TO_TRY[matmul]]
     calls = matmul_calls(matmul, candidates, sizes, dtype, device)
     times = seconds_in_rounds(calls, 1, device)
@@ -199,7 +204,7 @@ def _cpu_seconds(call: Callable[[], object], repetitions: int) -> float:
 
 
 def gpu_seconds(call: Callable[[], object], repetitions: int) -> float:
-    """Return the seconds of several calls. CUDA events measure them on the GPU, so they exclude the time that the host
+    """Return the seconds of several calls, measured on the GPU with CUDA events. So they exclude the time that the host
     takes to wait for the result."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()

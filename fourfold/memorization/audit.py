@@ -87,6 +87,11 @@ class AuditRequest(ScoringRequest):
 def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[str, Any] | None:
     """Audit a model. Every process of the model's grid must call this.
 
+    Args:
+        place: The rank of this process, and the size of the job.
+        request: The documents, and the options of the audit.
+        model: The model to audit.
+
     Returns:
         The record on rank 0, and None on all other ranks.
 
@@ -122,7 +127,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
         reference = _scores(_reference_scorer(request, other_model, device, inputs), inputs, request.offset)
     if scores is None:
         return None
-    # Get the text from the tokens, because long documents have been cut off.
+    # Long documents have been cut off, so decode the tokens that are left.
     if tokenizer is not None:
         documents = [replace(document, text=tokenizer.decode(document.tokens.tolist())) for document in documents]
     special = () if tokenizer is None else tokenizer.special_ids

@@ -38,11 +38,11 @@ class Extraction:
         2410.19482).
 
         n = ln(1 - p) / ln(1 - p_z), where p_z is the probability that one sample is the suffix. The result is
-        infinite if the sampling scheme never draws the suffix.
+        infinite if p_z is 0 or below e^-700.
         """
         if self.log_p > -1e-12:
             return 1.0
-        # e^700 is close to the largest float, so n is infinite or would overflow.
+        # n is about 1 / p_z, and e^700 is close to the largest float.
         if self.log_p < -700:
             return math.inf
         # If p_z is below e^-30, then 1 - p_z rounds to 1, so use ln(1 - p_z) ≈ -p_z.

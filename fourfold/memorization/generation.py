@@ -22,7 +22,12 @@ def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], su
     """Generate ``suffix`` tokens greedily in place of the last tokens of each document, and return the new tokens.
 
     Every process of the model's grid must call this. Each new token takes one forward pass over the whole text. There
-    is no cache, so this works on any grid.
+    is no cache, so the function works on any grid.
+
+    Args:
+        scorer: The model.
+        documents: Token ids of each document [T].
+        suffix: Number of tokens to generate.
     """
     texts = [document[:-suffix] for document in documents]
     for _ in range(suffix):
@@ -41,11 +46,16 @@ def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], su
 def text_likeness(
     generated: Sequence[NDArray[np.int64]], true: Sequence[NDArray[np.int64]], edits: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the means over documents of ROUGE-L (F1), edit similarity, longest common span, exact match, and
-    approximate match of token ids, with intervals. ``edits`` has the ``edit_distance`` of each document.
+    """Compare generated texts with the true texts, by their token ids. Return means over documents, with intervals.
 
-    ROUGE-L uses the longest common subsequence (Lin 2004). Edit similarity is 1 - Levenshtein distance / length. A
-    document matches approximately if its distance is at most 10 % of the length (``APPROXIMATE``).
+    The measures are ROUGE-L (F1), edit similarity, longest common span, exact match, and approximate match. ROUGE-L
+    uses the longest common subsequence (Lin 2004). Edit similarity is 1 - Levenshtein distance / length. A document
+    matches approximately if its distance is at most 10 % of the length (``APPROXIMATE``).
+
+    Args:
+        generated: Token ids of each generated text.
+        true: Token ids of each true text.
+        edits: The ``edit_distance`` of each document.
     """
     pairs = list(zip(generated, true, strict=True))
     edited = [distance / max(len(a), len(b)) for distance, (a, b) in zip(edits, pairs, strict=True)]
@@ -74,6 +84,12 @@ def passage(prefix: NDArray[np.int64], true: NDArray[np.int64], written: NDArray
     """Return the end of a prefix, the true continuation, and the model's continuation, for a record.
 
     Both continuations are lists of pieces. A piece is a text, and a flag that is True if both continuations have it.
+
+    Args:
+        prefix: Token ids before the continuations.
+        true: Token ids of the true continuation.
+        written: Token ids of the model's continuation.
+        tokenizer: Decodes the tokens.
     """
     sides: tuple[list[Any], list[Any]] = ([], [])
     for kind, *ends in SequenceMatcher(None, true.tolist(), written.tolist(), autojunk=False).get_opcodes():
@@ -87,7 +103,7 @@ def common_subsequence(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     """Return the length of the longest common subsequence."""
     row = np.zeros(len(b) + 1, dtype=np.int64)
     for token in a:
-        # best[j] = max(row[j], row[j-1] + match). The running maximum in the next line takes best[j-1] into account.
+        # best[j] = max(row[j], row[j-1] + match, best[j-1]). The running maximum below adds the last of these terms.
         best = row.copy()
         best[1:] = np.maximum(row[1:], row[:-1] + (b == token))
         row = np.maximum.accumulate(best)
@@ -107,5 +123,5 @@ def edit_distance(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
         cost = np.empty_like(row)
         cost[0] = number
         cost[1:] = np.minimum(row[1:] + 1, row[:-1] + (b != token))
-        row = np.minimum.accumulate(cost - places) + places  # Each step to the right is one insertion.
+        row = np.minimum.accumulate(cost - places) + places  # Each step to the right in a row is one insertion.
     return int(row[-1])

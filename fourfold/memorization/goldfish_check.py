@@ -65,9 +65,12 @@ def replay_mask(config: GoldfishConfig, exempt: tuple[int, ...], tokens: Tokens,
     """Return the mask of a document.
 
     The first h tokens of a document are special. The strategy "hash" drops none of them. With "hash-table", the
-    document before this one determines which of them are dropped, so their mask is unknown.
+    previous document in the training sequence determines which of them are dropped, so their mask is unknown.
 
     Args:
+        config: The goldfish mask.
+        exempt: Token ids that the mask never drops.
+        tokens: Token ids of the document [T].
         shift: The largest number of tokens that were cut off the start of a copy. In a cut copy, the first h tokens
             that remain are special. So the mask of the document's first ``shift`` + h tokens is unknown.
     """
@@ -93,9 +96,18 @@ def goldfish_check(
 
     Two of the results need an explanation:
 
-    - ``first_divergence_at_dropped``: of the documents whose suffix is not extracted, the fraction whose first wrong
-      token was dropped by the mask. If the mask had no effect, it would equal ``suffix_drop_rate``.
+    - ``first_divergence_at_dropped``: among the documents whose suffix is not extracted, the fraction whose first wrong
+      token is a token that the mask dropped. If the mask had no effect, this fraction would equal
+      ``suffix_drop_rate``.
     - ``suffix_kept_whole``: the fraction of suffixes without a dropped token. The mask does not protect these.
+
+    Args:
+        config: The goldfish mask.
+        exempt: Token ids that the mask never drops.
+        documents: The members.
+        scores: The scores of each member.
+        suffix: Number of tokens at the end of a document that count as its suffix.
+        tokenizer: The model's tokenizer, for the noise of canaries. None if unknown.
 
     Raises:
         UserError: The mask cannot be replayed.
@@ -138,8 +150,14 @@ def near_duplicates(
     """Measure how often a noisy copy of a document trains a token that the document's own mask drops, and compare this
     with ``near_duplicate_law``.
 
-    A copy counts only at tokens that the noise left unchanged. To find these tokens, the noise is drawn again, which
-    needs the tokenizer's vocabulary. Return None without a tokenizer or without noisy canaries.
+    A copy counts only at tokens that the noise left unchanged. To find these tokens, the function draws the noise
+    again, which needs the tokenizer's vocabulary. Without a tokenizer or without noisy canaries, it returns None.
+
+    Args:
+        config: The goldfish mask.
+        exempt: Token ids that the mask never drops.
+        documents: The members.
+        tokenizer: The model's tokenizer, or None.
     """
     if tokenizer is None:
         return None
@@ -171,7 +189,7 @@ def near_duplicates(
 
 
 def _mean_at(where: Sequence[NDArray[np.bool_]], values: Sequence[NDArray[Any]]) -> dict[str, Any] | None:
-    """Return the mean of ``values`` over the tokens that ``where`` selects, with its interval over documents, or None
-    if it selects none."""
+    """Return the mean of ``values`` over the tokens that ``where`` selects, with its interval over documents. Return
+    None if ``where`` selects no token."""
     pairs = [(each[at].sum(), at.sum()) for at, each in zip(where, values, strict=True) if at.any()]
     return pooled_ratio(pairs) if pairs else None

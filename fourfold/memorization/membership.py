@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fourfold.memorization.intervals import auc, auc_interval, true_positive_rate
 
-if TYPE_CHECKING:  # This imports torch. Reports import ATTACKS from this module and must not wait for torch.
+if TYPE_CHECKING:  # ``scores`` imports torch. Reports import ATTACKS from this module, and must not wait for torch.
     from fourfold.memorization.scores import TokenScores
 
 LOWEST_SHARE = 0.2
@@ -37,7 +37,10 @@ ATTACKS = {
 def membership_scores(scores: TokenScores, text: str | None, reference: TokenScores | None = None) -> dict[str, float]:
     """Return each attack's score for one document.
 
-    Skip attacks that need the document's text or a reference model if the text or the model is missing.
+    Args:
+        scores: The audited model's scores of the document.
+        text: The document's text. Without it, the attack "zlib" is skipped.
+        reference: The reference model's scores of the document. Without them, the attack "reference" is skipped.
 
     Sources: loss, Yeom et al. 2018. zlib and reference, Carlini et al. 2021. min-k %, Shi et al. 2024 (arXiv
     2310.16789). min-k %++, Zhang et al. 2024 (arXiv 2404.02936).
@@ -103,9 +106,9 @@ def bag_of_words_guard(
     """Test whether word counts alone separate members from controls, without any model. Return None if there are too
     few distinct documents.
 
-    This cross-validates a naive Bayes classifier over token counts. If its AUC is higher than for 95 % of random
-    permutations of the labels, members and controls have different distributions. A membership attack may then only
-    detect this difference (Das et al. 2024, "Blind baselines", arXiv 2406.16201).
+    The function cross-validates a naive Bayes classifier over token counts. If the classifier's AUC is higher than for
+    95 % of random permutations of the labels, members and controls have different distributions. A membership attack
+    may then only detect this difference (Das et al. 2024, "Blind baselines", arXiv 2406.16201).
     """
     members, controls = _different(members), _different(controls)
     if min(len(members), len(controls)) < FEWEST:

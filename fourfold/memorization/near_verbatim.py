@@ -103,8 +103,15 @@ class _Search:
         return best
 
     def _nearest(self, rows: Tokens, more: int = 0) -> Tokens:
-        """Return the smallest distance that texts with these rows can still reach. If a text has n tokens more (or
-        fewer) left than the suffix, it needs at least n more edits."""
+        """Return the smallest edit distance to the whole suffix that each text can still reach.
+
+        A row has the edit distances between the text so far and each beginning of the suffix. If the text has n tokens
+        more (or fewer) left to write than the suffix has after this beginning, the text needs at least n more edits.
+
+        Args:
+            rows: Rows of the edit-distance table [..., S + 1].
+            more: Number of tokens that each text has in addition to ``texts_BI``.
+        """
         nearest: Tokens = (rows + np.abs(self.places - (self.texts_BI.shape[1] + more))).min(-1)
         return nearest
 

@@ -55,7 +55,7 @@ class ScoredModel:
     run: RunConfig | None = None
     """Run with the model's sizes and grid. None for a Hugging Face model."""
     knows_data: bool = False
-    """Whether the run file of the checkpoint was found. It names the training data."""
+    """Whether the run file of the checkpoint was found. The run file names the training data."""
 
 
 def find_model(name: str, request: ScoringRequest, option: str = "--model") -> ScoredModel:
@@ -120,7 +120,11 @@ def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> R
 
 
 def run_on_model_grid(function: str, request: ScoringRequest) -> Any:
-    """Call ``"module:name"`` with (place, request, model) on every process of the model's grid.
+    """Call a function with (place, request, model) on every process of the model's grid.
+
+    Args:
+        function: Name of the function, as ``"module:name"``.
+        request: The request. It names the model.
 
     Returns:
         The value that rank 0 returned.
@@ -135,6 +139,8 @@ def find_tokenizer(request: ScoringRequest, model: ScoredModel, special_tokens: 
     """Return the tokenizer that the request names, or else the model's own. Return None if the tokenizer is unknown.
 
     Args:
+        request: The request.
+        model: The model.
         special_tokens: Whether a Hugging Face tokenizer adds its usual special tokens to a text. fourfold's tokenizers
             never add any.
     """

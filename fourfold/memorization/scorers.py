@@ -169,7 +169,7 @@ class HuggingFaceScorer:
 def scoring_head(job: Job, fields: Fields) -> Iterator[None]:
     """Make the last stage return the fields [F, B, S] of its targets instead of a loss.
 
-    It replaces only the head's ``forward``, not the head, because FSDP2 must still gather the head's weights.
+    The function replaces only the head's ``forward``, not the head, because FSDP2 must still gather the head's weights.
     """
     heads = [stage.model.lm_head for stage in job.stages.values() if stage.model.lm_head is not None]
     for head in heads:

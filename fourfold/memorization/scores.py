@@ -64,10 +64,14 @@ class TokenScores:
 
 
 def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling) -> Tensor:
-    """Return the scores of m tokens in float32, [5, m]: a row for each name in ``FIELDS``. The logits may be
-    overwritten.
+    """Return the scores of m tokens in float32, [5, m]: a row for each name in ``FIELDS``.
 
     The row ``predicted`` has token ids, which float32 represents exactly up to 2^24.
+
+    Args:
+        logits_mV: The logits before each token. The function may overwrite them.
+        targets_m: The token ids.
+        sampling: The attacker's sampling scheme, for the row ``sampled``.
     """
     logits_mV = logits_mV.float()
     sampled_m = None
@@ -89,9 +93,15 @@ def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling)
 
 def likely_tokens(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling, count: int) -> Tensor:
     """Return the most likely tokens in float32, [2 * count, m]: their ids, and then ln p of each under the sampling
-    scheme. The targets are not used.
+    scheme.
 
-    ln p is -inf for tokens that top-k or top-p excludes. ``count`` is at most V.
+    ln p is -inf for tokens that top-k or top-p excludes.
+
+    Args:
+        logits_mV: The logits.
+        targets_m: Not used. The argument is there because every ``scorers.Fields`` function has it.
+        sampling: The sampling scheme.
+        count: Number of tokens to return, at most V.
     """
     scaled_mV = logits_mV.float() / sampling.temperature
     top_mK, ids_mK = scaled_mV.topk(count, dim=1)

@@ -1,4 +1,4 @@
-"""Base classes for autograd functions with type annotations, which torch's classes lack."""
+"""Base classes for autograd functions. They have type annotations, and torch's own classes do not."""
 
 from __future__ import annotations
 

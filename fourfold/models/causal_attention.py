@@ -25,7 +25,8 @@ class AttentionCore(nn.Module):
     q_norm: nn.Module | None
     k_norm: nn.Module | None
     sinks: nn.Parameter | None
-    """One learned logit per query head. The softmax over the head's scores includes it, but it has no value vector."""
+    """One learned logit per query head. The softmax over the head's scores includes this logit, but the logit has no
+    value vector."""
     is_for_gpu = False
     """Whether to run the operations that a GPU would run, on any device. ``fourfold trace`` sets this for GPU runs."""
 
@@ -77,8 +78,8 @@ class AttentionCore(nn.Module):
         mask = self.mask_of(q_BSND, k_BSKD, context)
         is_float32_on_gpu = q_BSND.dtype == torch.float32 and (q_BSND.is_cuda or self.is_for_gpu)
         if mask is not None or (is_float32_on_gpu and k_BSKD.shape[2] != q_BSND.shape[2]):
-            # Kernels with a mask, and the float32 kernel on a GPU, need as many key-value heads as query heads. Repeat
-            # the key-value heads for them. Otherwise torch would use no fused kernel, and would keep all scores in
+            # Kernels with a mask, and the float32 kernel on a GPU, need as many key-value heads as query heads. So
+            # repeat the key-value heads. Otherwise torch would use no fused kernel, and would keep all scores in
             # memory.
             k_BSKD, v_BSKD = (t.repeat_interleave(q_BSND.shape[2] // t.shape[2], dim=2) for t in (k_BSKD, v_BSKD))
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))

@@ -77,7 +77,20 @@ class DeltaCore(nn.Module):
     def compute(
         self, q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, a: Tensor, context: AttentionContext
     ) -> Tensor:
-        """Return the gated outputs of the heads, [B, S, N·E], from the outputs of the layers in ``DeltaNet.inputs``."""
+        """Compute the gated outputs of the heads. All inputs except ``context`` are outputs of ``DeltaNet.inputs``.
+
+        Args:
+            q: the queries, [B, S, C].
+            k: the keys, [B, S, C].
+            v: the values, [B, S, N·E].
+            z: the gate of the outputs, before SiLU, [B, S, N·E].
+            b: the logits of beta (``gated_delta_rule``), [B, S, N].
+            a: the inputs that the decays are computed from, [B, S, N].
+            context: the ends of the documents.
+
+        Returns:
+            The gated outputs, [B, S, N·E].
+        """
         out_BSNE = self.mix(q, k, v, b, a, context, *(getattr(self, name) for name in self.CHANNELS))
         gate_BSNE = F.silu(z.float()).unflatten(-1, (-1, self.value_width))
         gated_BSNE: Tensor = self.norm(out_BSNE) * gate_BSNE
@@ -89,6 +102,12 @@ class DeltaCore(nn.Module):
         """Run the convolutions and the delta rule, and return the outputs of the heads, [B, S, N, E].
 
         Args:
+            q: as in ``compute``.
+            k: as in ``compute``.
+            v: as in ``compute``.
+            b: as in ``compute``.
+            a: as in ``compute``.
+            context: as in ``compute``.
             parameters: the parameters that ``CHANNELS`` names, in this order.
         """
         *convolutions, A_log_N, dt_bias_N = (parameter.float() for parameter in parameters)
@@ -141,7 +160,7 @@ def gated_delta_rule(
     beta_BSN: Tensor,
     documents_BS: Tensor | None = None,
 ) -> Tensor:
-    """Run the recurrence of each head (eq. 10), and return the outputs q·state of all tokens, [B, S, N, E].
+    """Run the recurrence of each head (eq. 10).
 
     A token first multiplies the state [D, E] by its decay. Then its key reads the value k·state. The token changes the
     state so that this value moves towards v, by the fraction beta:
@@ -151,6 +170,17 @@ def gated_delta_rule(
 
     The state is zero at the start of each document. Matmuls compute all tokens of a chunk at once (section 3.3). A loop
     passes the state from chunk to chunk.
+
+    Args:
+        q_BSND: the queries.
+        k_BSND: the keys, scaled to length 1.
+        v_BSNE: the values.
+        log_decay_BSN: the logarithm of each token's decay.
+        beta_BSN: the fraction beta of each token.
+        documents_BS: the index of each token's document. None if each sequence is one document.
+
+    Returns:
+        The outputs q·state of all tokens, [B, S, N, E].
     """
     length = q_BSND.shape[1]
     q, k, v = (_chunks(t) for t in (q_BSND, k_BSND, v_BSNE))  # [B, N, n, c, ·]
@@ -182,7 +212,7 @@ def _chunks(t_BSN: Tensor) -> Tensor:
 
 
 def _decays(decay_BNnc: Tensor, documents_BS: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the fraction of a token's write to the state that is left when a later token reads the state.
+    """Return how much of a token's write to the state is left when a later token reads the state, as a factor.
 
     Args:
         decay_BNnc: The logarithm of the total decay from the beginning of the chunk up to and including each token.

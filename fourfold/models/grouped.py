@@ -48,8 +48,8 @@ class HostNumbers:
 class Groups:
     """Divides rows into consecutive groups of given sizes.
 
-    Matmuls leave results for rows after the last group undefined. torch's grouped kernel reads the sizes on the device.
-    Without this kernel, each group is a separate matmul, and the host waits for the sizes.
+    For rows after the last group, the results of matmuls are undefined. torch's grouped kernel reads the sizes on the
+    device. Without this kernel, each group is a separate matmul, and the host waits for the sizes.
 
     Args:
         sizes_E: the number of rows in each group, on the device.
@@ -104,7 +104,7 @@ def grouped_matmul(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tens
 
 
 def add_biases(rows_NO: Tensor, biases_EO: Tensor | None, groups: Groups) -> Tensor:
-    """Add its group's bias to each row. Return the rows unchanged if there are no biases."""
+    """Add to each row the bias of its group. Return the rows unchanged if there are no biases."""
     if biases_EO is None:
         return rows_NO
     group_N = groups.of_rows(len(rows_NO))

@@ -1,7 +1,8 @@
-"""Initialize weights. Each weight depends only on the seed, the parameter's name, and its row and column.
+"""Initialize weights. Each value depends only on the seed, the name of the parameter, and the value's row and column.
 
 So all grids start from bit-identical weights. A matrix is drawn in blocks of rows, each with its own random generator.
-A process draws only the blocks that contain its rows, and keeps its part of them. So no process needs a full parameter.
+A process draws only the blocks that contain its rows, and keeps its part of these blocks. So no process needs memory
+for a full parameter.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def join_channels(
 
 
 def without_padding(out_BSf: Tensor, widths: tuple[int, int, int]) -> Tensor:
-    """Remove the padding that ``join_channels`` adds to the values from the heads' outputs, [B, S, N·v]."""
+    """Return the heads' outputs [B, S, N·v], without the padding that ``join_channels`` has added to the values."""
     rope, nope, values = widths
     heads_BSNv: Tensor = out_BSf.unflatten(-1, (-1, rope + nope))[..., :values]
     return heads_BSNv.flatten(-2)

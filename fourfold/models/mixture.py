@@ -76,8 +76,8 @@ BIAS = "e_score_correction_bias"
 
 
 class BiasInFloat32(nn.Module):
-    """A base class for routers. It keeps ``e_score_correction_bias`` in float32 when the model is converted to a 16-bit
-    dtype.
+    """A base class for routers. When the model is converted to a 16-bit dtype, ``e_score_correction_bias`` stays in
+    float32.
 
     The router adds this bias to the scores before it chooses experts. Training changes the bias in steps that are too
     small for bf16.
@@ -86,7 +86,7 @@ class BiasInFloat32(nn.Module):
     e_score_correction_bias: nn.Parameter | None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's has no annotations
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's _apply has no annotations
         bias = self.e_score_correction_bias
         if bias is not None and bias.dtype in (torch.bfloat16, torch.float16):
             self.register_parameter(BIAS, nn.Parameter(bias.detach().float(), requires_grad=False))
@@ -265,7 +265,7 @@ def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: 
     if missing:
         rows_NH = F.pad(rows_NH, (0, 0, 0, missing))
     rows_NH = rows_NH[inverse_N]
-    # The rows of dropped tokens come last. No expert writes them, so set them to 0.
+    # Dropped rows come last. No expert writes their outputs, so set them to 0.
     if given is not None and not missing:
         rows_NH.masked_fill_((inverse_N >= given)[:, None], 0)
     rows_TKH: Tensor = rows_NH.unflatten(0, (-1, chosen))

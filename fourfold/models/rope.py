@@ -46,7 +46,7 @@ def rope_frequencies(
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide low frequencies by ``factor`` and keep high frequencies. Interpolate between the two."""
+    """Divide low frequencies by ``factor``, keep high frequencies, and interpolate for frequencies in between."""
     assert scaling.original_max_position_embeddings is not None
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -55,7 +55,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: RopeScaling, config: ModelConfig) -> Tensor:
-    """Keep high frequencies, divide low frequencies by ``factor``, and interpolate between the two.
+    """Keep high frequencies, divide low frequencies by ``factor``, and interpolate for frequencies in between.
 
     A channel's frequency is high if the channel makes more than ``beta_fast`` rotations within the original context,
     and low if it makes fewer than ``beta_slow``.

@@ -1,4 +1,4 @@
-"""Read and write a model's safetensors files, with at most one tensor in memory.
+"""Read and write a model's safetensors files. At most one tensor is in memory at a time.
 
 A folder has either one file, model.safetensors, or several files and model.safetensors.index.json. The index says which
 file has which tensor.
@@ -55,7 +55,7 @@ class TensorFiles:
         listed = self._listed()
         for file in sorted(set(listed.values())) if listed else [folder / SINGLE_FILE]:
             with opened_tensors(file) as opened:
-                for name in opened.keys():  # noqa: SIM118 (no dictionary)
+                for name in opened.keys():  # noqa: SIM118 (this is not a dictionary)
                     view = opened.get_slice(name)
                     self.file_of[name], self.shapes[name] = file, tuple(view.get_shape())
                     self._stored[name] = view.get_dtype()
@@ -64,7 +64,7 @@ class TensorFiles:
                 raise UserError(f"{file} does not hold the tensor {name}, which {folder / INDEX_FILE} says is there")
 
     def find(self, names: Sequence[str], shape: tuple[int, ...]) -> str:
-        """Return the first of several possible names of a tensor that is in a file.
+        """A tensor can have one of several names. Return the first of these names that a file contains.
 
         Raises:
             UserError: no file has a tensor with any of these names, or the tensor has a shape other than ``shape``.

@@ -28,9 +28,10 @@ from fourfold.models.softcap import softcapped
 class Transformer(nn.Module):
     """The decoder, or one pipeline stage of it.
 
-    The first stage also has the embeddings. The last stage also has the final norm, the head, and the prediction
-    layers, with a copy of the token embedding for them. Modules of a stage keep the names they have in the full model.
-    Build the model under ``torch.device("meta")``. ``initialize`` fills its weights after their memory is allocated.
+    The first stage also has the embeddings. The last stage also has the final norm, the head, and the layers for
+    multi-token prediction (prediction layers), with a copy of the token embedding for them. Modules of a stage keep the
+    names they have in the full model. Build the model under ``torch.device("meta")``. Then allocate memory for the
+    weights, and call ``initialize`` to fill them.
 
     Args:
         layers: the indices of the stage's layers, by default all layers.
@@ -126,7 +127,7 @@ class Transformer(nn.Module):
         return torch.stack([self.lm_head(normal_BSH, labels_BS, scales[0]), *later])
 
     def _for_head(self, x_BSH: Tensor) -> Tensor:
-        """Scale the head's inputs, so that no head needs to know the factor on logits."""
+        """Divide the head's inputs by ``logits_scaling``, so that no head needs to know this factor."""
         return x_BSH if self.config.logits_scaling == 1 else x_BSH / self.config.logits_scaling
 
     @property

@@ -44,7 +44,13 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts:
     """Replace the model's layers with layers that hold only this process's tiles. The model stays on the meta device.
 
     Args:
+        model: the decoder, or one of its pipeline stages, on the meta device.
+        grid: the grid.
+        run: the run file.
         layouts: the memory layouts of the matmuls in the blocks. Every process must pass the same layouts.
+
+    Returns:
+        The model, with its weights sharded or replicated over the ranks of dp·cp·z.
     """
     tied = tied_names(model)
     apply_rules(model, tensor_rules(grid, run, own_matmuls=bool(layouts)))
@@ -101,7 +107,8 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
             "layers.*.self_attn.kv": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "keys and values", overlap),
         }
     attention: Rules = {"layers.*.self_attn.core": lambda name, m: _shared_core(m, grid, run)}
-    # If the ranks of y split the queries of a sequence, attention needs a mask, and DocumentTables does not create one.
+    # If the ranks of y split the queries of a sequence, attention needs a mask. DocumentTables does not create masks,
+    # so keep the model's own tables.
     if split != "sequence":
         attention["attention_tables"] = lambda name, m: DocumentTables(m)
     outputs: Rules = {
@@ -135,7 +142,13 @@ def _shared_core(core: nn.Module, grid: Grid, run: RunConfig) -> nn.Module:
 
 
 def apply_rules(model: nn.Module, rules: Rules, prefix: str = "") -> None:
-    """Replace every module whose name matches a rule. Modules inside a replaced module are not searched."""
+    """Replace every module whose name matches a rule. Modules inside a replaced module are not searched.
+
+    Args:
+        model: the module to search.
+        rules: the rules. The first rule that matches a name applies.
+        prefix: the text before the names of the model's children: the name of ``model`` and a dot, or "" at the root.
+    """
     for name, module in list(model.named_children()):
         full_name = prefix + name
         pattern = next((p for p in rules if fnmatch.fnmatchcase(full_name, p)), None)
@@ -148,7 +161,7 @@ def apply_rules(model: nn.Module, rules: Rules, prefix: str = "") -> None:
 def assert_nothing_serial(model: nn.Module) -> None:
     """Assert that every module with parameters is now a parallel layer.
 
-    The gradients of any other module would be summed wrongly.
+    If a module were not replaced, the sums over x and y would leave out its gradients.
     """
     for name, module in model.named_modules():
         has_parameters = any(True for _ in module.parameters(recurse=False))

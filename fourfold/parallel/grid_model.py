@@ -39,8 +39,8 @@ def replicate_or_shard(
         prefetch: Number of blocks whose weights are gathered ahead of time.
         per_node: Number of ranks per node in a shard group.
         working_copies: Whether the model's parameters may be copies of the stored weights, in the dtype that the step
-            computes in. Pass False if the optimizer updates the model's own parameters. FSDP2 is then used even if
-            nothing is sharded, unless the two dtypes are the same.
+            computes in. Pass False if the optimizer updates the model's own parameters. Then FSDP2 is used even if
+            nothing is sharded, unless the step computes in the dtype of the stored weights.
     """
     is_whole = grid.z.size == 1 and (grid.sizes.zero == 0 or grid.replicas.size == 1)
     if is_whole and (working_copies or types.working == types.stored):
@@ -65,8 +65,8 @@ class GridModel:
     def finish_gradients(self) -> None:
         """Complete the gradients after the last backward pass of a step.
 
-        Sum them over micro-batches, over ranks that computed only a part of them, and over the two copies of an
-        embedding in a pipeline.
+        Sum each gradient over micro-batches and over the ranks that each computed a part of it. In a pipeline, also sum
+        over the two copies of an embedding.
         """
         for stage in self.stages.values():
             stage.finish_gradients()

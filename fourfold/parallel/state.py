@@ -41,7 +41,7 @@ class LocalShard:
 
     @property
     def current(self) -> Tensor:
-        """Return the local tensor that the parameter has now. The optimizer asserts that this is the memory of
+        """Return the local tensor that the parameter has now. The optimizer asserts that it uses the same memory as
         ``local``."""
         return self.tile.as_tile(self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter)
 
@@ -101,7 +101,7 @@ def clip_gradients(shards: Sequence[LocalShard], max_norm: float, loss_scale: fl
     grads = [shard.grad for shard in shards if shard.grad is not None]
     weights = [1.0 / shard.replicas for shard in shards if shard.grad is not None]
     squares = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double().square()
-    # Multiply by Python floats. For a tensor of factors, the host would have to wait until it is copied to the device.
+    # Multiply by Python floats. If the factors were a tensor, the host would wait for its copy to the device.
     square = torch.stack(torch._foreach_mul(squares.unbind(), weights)).sum()
     with purpose("gradient norm"):
         dist.all_reduce(square)

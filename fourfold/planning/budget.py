@@ -91,7 +91,13 @@ def checkpoint_seconds(saved: float, gpus: int, machine: Machine) -> tuple[float
 
 
 def checkpoint_interval(writing: float, mtbf: float) -> float:
-    """Return the interval between checkpoints that loses the least time, √(2 · writing · MTBF) seconds (Young 1974,
-    Daly 2006). ``writing`` is the time to write a checkpoint and ``mtbf`` is the mean time between failures of the job,
-    both in seconds."""
+    """Return the interval between checkpoints that loses the least time, √(2 · writing · MTBF) (Young 1974, Daly 2006).
+
+    Args:
+        writing: Seconds to write a checkpoint.
+        mtbf: Mean time between failures of the job, in seconds.
+
+    Returns:
+        The interval in seconds.
+    """
     return math.sqrt(2 * writing * mtbf)

@@ -127,8 +127,8 @@ class ModelShape(ArrayFields):
 
     @property
     def read_by_heads(self) -> Number:
-        """Return the total input width of the projections to queries, keys, and values. With latent attention, they
-        read latents, and the hidden states if queries have no latent."""
+        """Return the total input width of the projections to queries, keys, and values. With latent attention, these
+        projections read latents. If queries have no latent, the projection to queries reads the hidden states."""
         hidden = np.where(np.greater(self.q_latent, 0), 0, self.hidden_size)
         return np.where(self.has_latents, self.q_latent + self.kv_latent + hidden, self.hidden_size)
 
@@ -158,8 +158,8 @@ class ModelShape(ArrayFields):
 
     @property
     def dense_first(self) -> Number:
-        """Return the number of blocks with a dense MLP in an MoE model. These are the first blocks. Return 0 for dense
-        models."""
+        """Return the number of blocks of an MoE model that have a dense MLP. They are the first blocks. Return 0 for
+        dense models."""
         return np.where(np.greater(self.sparse, 0), np.rint(self.num_hidden_layers * (1 - self.sparse)), 0)
 
     def keys_seen(self, seq: Number) -> Number:

@@ -51,7 +51,7 @@ class PlanRecord:
     """Factors on predicted seconds that give the 5th and the 95th percentile of measured seconds. None on a machine
     that the user calibrated, because the factors come from fourfold's calibration."""
     within_error: WithinError
-    """The layouts that are too close to the best one to tell apart, given the planner's error."""
+    """The layouts whose predicted times are too close to the best layout's time, given the planner's error."""
 
     def labeled(self) -> list[tuple[str, Prediction]]:
         """Return the ranked layouts with their ranks as labels, followed by the run file's layout if it has a
@@ -75,7 +75,7 @@ class PlanRecord:
     def is_own_drawn(self) -> bool:
         """Return whether charts show the run file's layout.
 
-        They show it if it has a prediction for the requested number of GPUs, unless its step takes more than
+        Charts show this layout if it has a prediction for the requested number of GPUs, unless its step takes more than
         ``TALLEST`` times as long as the best layout's step. A longer bar would make all other bars too small to read.
         """
         own = self.own

@@ -24,8 +24,8 @@ def planned_run(request: Request, layout: Prediction, tokens: float | None = Non
     """Return a run with a planned layout, and with the batch and the sequence length that it was planned for. If
     ``tokens`` is given, the run trains on this number of tokens, rounded to whole steps.
 
-    Precision and optimizer come from the request, if it sets them. All other keys come from the request's run file.
-    Without a run file, they have their defaults, and the data is built-in text.
+    If the request sets a precision or an optimizer, the run uses them. All other keys come from the request's run file.
+    Without a run file, these keys have their defaults, and the data is built-in text.
     """
     table: dict[str, Any] = {
         "name": request.name,
@@ -59,10 +59,10 @@ def planned_run(request: Request, layout: Prediction, tokens: float | None = Non
 
 
 def write_run(path: Path, request: Request, layout: Prediction, tokens: float | None = None) -> None:
-    """Write the run file of a planned layout. Its comments tell the user what is left to choose.
+    """Write the run file of a planned layout. Comments in the file tell the user what is left to choose.
 
-    The written file also gets the checkpoint interval that loses the least time to failures and checkpoints. This needs
-    a machine file with ``mtbf_gpu_hours``, and it is skipped if the user's run file sets an interval.
+    If the machine file has ``mtbf_gpu_hours`` and the user's run file sets no checkpoint interval, the written file
+    gets the interval that loses the least time to failures and checkpoints.
     """
     comment = f"# Planned for {request.gpus} GPUs of {layout.machine.name}: {layout.seconds:.3g} s a step.\n"
     if request.run is None:

@@ -172,7 +172,7 @@ def _load_model(name: str, precision: str) -> tuple[ModelConfig, str, str | None
         return ModelConfig.model_validate(with_preset({"preset": name}, "--model")), name, None
     folder = path if path.is_dir() else path.parent
     config, note = read_config(path), None
-    # The key says how the weights are stored, which does not change the model to train.
+    # This key says how the weights are stored. The model to train does not depend on it.
     if config.pop(QUANTIZED, None):
         note = f"{name} has quantized weights ({QUANTIZED}), but the plan trains in {precision} (--precision)"
     return model_of(config, name), folder.resolve().name, note

@@ -28,8 +28,8 @@ class ScalingPoint:
 
     @property
     def pflops(self) -> tuple[float, float]:
-        """Return the PFLOP/s of all GPUs, counted in two ways. The first value counts model FLOPs, as MFU does. The
-        second value counts FLOPs as Megatron-LM and most publications do. ``best`` must not be None."""
+        """Return the PFLOP/s of all GPUs as two values. The first value counts model FLOPs, as MFU does. The second
+        value counts FLOPs as Megatron-LM and most publications do. ``best`` must not be None."""
         assert self.best is not None
         return self.best.pflops(self.best.work.model_flops()), self.best.pflops(self.best.work.megatron_flops())
 

@@ -72,8 +72,8 @@ class Layout(ArrayFields):
 
     @property
     def shards(self) -> Number:
-        """Return the number of shards of a weight's tile, which is the part of the weight for one position of x and y.
-        It is z, or z · dp · cp if ``zero`` also shards weights or optimizer states."""
+        """Return the number of shards of a tile, which is the part of a weight for one position of x and y. The number
+        is z, or z · dp · cp if ``zero`` also shards weights or optimizer states."""
         return self.z * np.where(self.zero > 0, self.dp * self.cp, 1)
 
     @property
@@ -160,7 +160,7 @@ class Workload(ArrayFields):
     def micro_batches(self) -> Number:
         """Return the number of micro-batches that one rank runs in a step."""
         layout = self.layout
-        # Divide in two steps, because the product of all three sizes can overflow 32 bits.
+        # Divide twice, because the product of the three divisors can overflow 32 bits.
         return self.step.global_batch_size / layout.micro_batch_size / (layout.z * layout.dp)
 
     @property
@@ -204,8 +204,9 @@ class Workload(ArrayFields):
 
     @property
     def table_weights(self) -> Number:
-        """Return the number of weight entries of the embedding and the head, on a rank that holds one or both, before x
-        and y split them. If the two are tied or if pp > 1, the rank holds one weight matrix. Otherwise it holds two."""
+        """Return the number of weight entries of the embedding and the head on a rank that has at least one of them,
+        before x and y split the weights. If embedding and head are tied or if pp > 1, this is one matrix, and otherwise
+        two."""
         both = np.equal(self.layout.pp, 1) & ~np.asarray(self.model.tie_word_embeddings, bool)
         return self.model.padded_vocab_size * self.model.hidden_size * np.where(both, 2, 1)
 

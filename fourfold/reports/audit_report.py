@@ -62,7 +62,7 @@ def audit_tables(record: Record) -> None:
 
 
 def _parts(record: Record) -> Iterator[Part]:
-    """Yield the parts of an audit that it has results for."""
+    """Yield a table for each part of the audit that the record has results for."""
     yield f"Exact match of the last {record['suffix']} tokens, {record['model']}", COUNT_HEADER, _count_rows(record), ""
     if record["generation"]:
         yield "Greedy continuations", FACTS, _generation_facts(record["generation"]), ""

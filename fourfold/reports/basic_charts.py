@@ -11,8 +11,14 @@ _AT_END = {"show": True, "position": "right", "color": "--ink", "fontWeight": 60
 
 
 def line_chart(title: str, lines: Mapping[str, Sequence[tuple[float, float]]], *, x_label: str, y_label: str) -> str:
-    """Return a figure with a line for each entry of ``lines``. An entry maps a name to its points (x, y), which have
-    dots. The y axis starts at 0."""
+    """Return a figure with lines, and a dot at each of their points. The y axis starts at 0.
+
+    Args:
+        title: The caption.
+        lines: For each line, its name and its points (x, y).
+        x_label: Label of the x axis.
+        y_label: Label of the y axis.
+    """
     places = [x for points in lines.values() for x, _ in points]
     if not places:
         return empty_chart(title)
@@ -31,10 +37,12 @@ def line_chart(title: str, lines: Mapping[str, Sequence[tuple[float, float]]], *
 
 
 def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, x_label: str) -> str:
-    """Return a figure with a horizontal bar for each entry of ``bars``, the first on top. An entry maps parts to values
-    ≥ 0.
+    """Return a figure with stacked horizontal bars, the first on top. The sum is written at the end of each bar.
 
-    A part has the same color in all bars. The sum is written at the end of each bar.
+    Args:
+        title: The caption.
+        bars: For each bar, its name and the values (≥ 0) of its parts. A part has the same color in all bars.
+        x_label: Label of the x axis.
     """
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
     totals = [sum(bar.values()) for bar in bars.values()]

@@ -20,15 +20,26 @@ NOTHING = "nothing recorded"
 
 
 def chart(title: str, option: Option, *, height: int = 260, zoom: Literal["", "x", "xy"] = "") -> str:
-    """Return an HTML figure with a caption, a legend, and the chart that ``option`` describes, ``height`` pixels high.
+    """Return an HTML figure with a caption, a legend, and a chart. Values that are not finite become gaps.
 
-    ``zoom`` lists the axes that the reader can zoom by dragging a box. Values that are not finite become gaps.
+    Args:
+        title: The caption.
+        option: The ECharts option that describes the chart.
+        height: Height of the chart in pixels.
+        zoom: The axes that the reader can zoom by dragging a box.
     """
     return figure(title, {"option": option}, height, zoom)
 
 
 def figure(title: str, spec: Mapping[str, Any], height: int, zoom: Literal["", "x", "xy"] = "") -> str:
-    """Return an HTML figure with the data ``spec`` that the page's script draws."""
+    """Return an HTML figure.
+
+    Args:
+        title: The caption.
+        spec: The data that the page's script draws.
+        height: Height in pixels.
+        zoom: The axes that the reader can zoom by dragging a box.
+    """
     reset = '<button type="button" class="reset" hidden>whole range</button>' if zoom else ""
     return (
         f'<figure class="chart"><figcaption><b>{escape(title)}</b>{reset}<span class="legend"></span></figcaption>'

@@ -70,8 +70,13 @@ def text_block(heading: str, text: str, wrap: bool = False) -> str:
 
 
 def comparison(before: str, sides: Mapping[str, Sequence[tuple[str, bool]]]) -> str:
-    """Return the start of a text with two or more continuations below each other. Each continuation is a list of
-    pieces, and pieces that the continuations share are highlighted."""
+    """Return HTML with the start of a text, and below it two or more continuations of the text.
+
+    Args:
+        before: The start of the text.
+        sides: For each continuation, its label and its pieces. A piece is a text, and a flag that is True if the
+            continuations have this text in common. Such pieces are highlighted.
+    """
     blocks = [f"<p>{escape(before)}</p>"]
     for label, pieces in sides.items():
         text = "".join(f"<mark>{escape(piece)}</mark>" if shared else escape(piece) for piece, shared in pieces)

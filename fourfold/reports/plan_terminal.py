@@ -45,7 +45,8 @@ FLOP_NOTE = (
     "always count full recompute and the full attention matrix. Most published speeds are Megatron PFLOP/s."
 )
 CURVE = ("s/step", "GB", "MFU", "tokens/s/GPU")
-"""Columns of a scaling curve with numbers. With more columns, the table would be wider than 80 characters."""
+"""Columns with numbers in the table of a scaling curve. With more columns, the table would be wider than 80 characters.
+"""
 
 
 def plan_tables(result: PlanRecord, explained: bool) -> None:
@@ -106,7 +107,8 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
     shared = [header for header in CHOICES if header != "also" and len(set(columns.get(header, []))) == 1]
     numbers = ("tokens/s/GPU", "HFU", "90 % interval", f"of {gigabytes(float(result.plan.machine.memory))}", "MFU")
     for place, header in enumerate([*shared, *(header for header in numbers if header in columns)]):
-        # Keep the last three columns if the table fits with line breaks inside cells.
+        # From the third name in ``numbers`` on, remove a column only if the table is too wide even with line breaks in
+        # the columns ``WORDS``.
         if least_width(columns, () if place < len(shared) + 2 else WORDS) <= width:
             break
         cells = columns.pop(header)

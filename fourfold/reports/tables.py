@@ -20,6 +20,12 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     The first column, columns without a name, and columns named in ``words`` are text. All other columns are numbers,
     aligned right. Text wraps between words, and numbers never wrap. If the table is too wide, it is printed without
     lines and padding. If it is still too wide, it is split into several tables that all repeat the first column.
+
+    Args:
+        title: The title.
+        header: Names of the columns.
+        rows: The cells of each row.
+        words: Names of more columns that are text.
     """
     console = Console()
     columns = [[name, *(row[number] for row in rows)] for number, name in enumerate(header)]
@@ -86,8 +92,11 @@ def _longest_word(cells: Iterable[str]) -> int:
 def _fitted(widths: list[int], stages: Sequence[Sequence[int]], room: int) -> list[int]:
     """Shrink the widest columns until all columns together have at most ``room`` characters.
 
-    ``stages`` has lists of minimum widths. They are tried one after another, until the columns fit. If none of them is
-    narrow enough, columns shrink to one character.
+    Args:
+        widths: The width of each column.
+        stages: Lists of minimum widths of the columns. The function tries one list after another, until the columns
+            fit. If they fit with none of the lists, columns shrink to one character.
+        room: Number of characters that are available.
     """
     for least in (*stages, [1] * len(widths)):
         while sum(widths) > room and any(width > low for width, low in zip(widths, least, strict=True)):

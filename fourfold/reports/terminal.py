@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def parity_table(report: ParityReport) -> None:
-    """Print a parity report. For each quantity, it shows the tensor with the largest ratio: the grid's deviation from
-    float64, divided by the deviation of one process in float32."""
+    """Print a parity report. For each quantity, the table shows the tensor with the largest ratio. The ratio is the
+    grid's deviation from float64, divided by the deviation of one process in float32."""
     rows = []
     shown = [(quantity, report.worst(quantity), report.limit) for quantity in report.deviations]
     shown += [("own types", each, report.own_types_limit) for each in report.own_types]
@@ -47,8 +47,8 @@ def _ok(good: bool) -> str:
 
 
 def trace_tables(report: TraceReport) -> None:
-    """Print a trace. The first table has the memory of one rank by kind, or of each pipeline rank. The other tables
-    have the collectives by axis and purpose."""
+    """Print a trace. The first table has the memory of one rank by kind, or the memory of each pipeline rank. The other
+    tables have the collectives by axis and purpose."""
     if report.pipeline:
         _pipeline_memory(report)
     else:

@@ -63,6 +63,11 @@ def read_table(path: Path) -> dict[str, Any]:
 def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequence[str] = ()) -> RunConfig:
     """Validate a run given as nested tables, and return it.
 
+    Args:
+        table: The tables. Overrides have been applied already.
+        where: Where the tables come from, for error messages.
+        overrides: The applied overrides, for error messages.
+
     Raises:
         UserError: A key or value is wrong. The message names the override that sets it, or ``where`` if no override
             does.

@@ -149,7 +149,15 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
 def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, Tokenizer | None]:
     """Preview which tokens the run's loss masks leave out at the beginning of its training data.
 
-    This needs only one process, and no model. Returns the preview, and the tokenizer if there is one.
+    One process is enough, and no model is needed.
+
+    Args:
+        run: The run.
+        samples: Number of training sequences to return.
+        tokens: Approximate number of tokens for the statistics.
+
+    Returns:
+        The preview, and the tokenizer if there is one.
     """
     train, _ = _prefixes(run)
     for prefix, _ in train:
@@ -179,7 +187,16 @@ def micro_batches(
     batches: Sequence[MicroBatch[NDArray[Any]]], run: RunConfig, cp: Axis, device: torch.device
 ) -> list[MicroBatch[Tensor]]:
     """Copy a loader's micro-batches to the device, and take this rank's share of each sequence (context parallelism).
-    Raises ``UserError`` for a token outside the model's vocabulary."""
+
+    Args:
+        batches: The micro-batches.
+        run: The run.
+        cp: The context axis.
+        device: The device.
+
+    Raises:
+        UserError: A token is outside the model's vocabulary.
+    """
 
     def tensor(array: NDArray[Any]) -> Tensor:
         found = torch.from_numpy(array)
@@ -225,7 +242,15 @@ def _prefixes(run: RunConfig) -> tuple[list[Source], list[Source]]:
 
 
 def make_loader(run: RunConfig, dataset: Samples, batch: Axis, masks: Sequence[LossMask], *, prefetch: bool) -> Loader:
-    """Return a loader that reads this process's share of each batch."""
+    """Return a loader that reads this process's share of each batch.
+
+    Args:
+        run: The run.
+        dataset: The samples.
+        batch: The axis that splits the global batch.
+        masks: Masks of the loss. A token is in the loss if all masks keep it.
+        prefetch: Whether a thread assembles the next step's micro-batches ahead.
+    """
     training = run.training
     sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
     depths = run.model.num_nextn_predict_layers

@@ -44,7 +44,7 @@ class StepResult:
     """The results of one step, over all ranks."""
 
     loss: Tensor
-    """The mean over the tokens in the loss. With [dpo], the mean over pairs."""
+    """The mean loss over the tokens that all masks keep. With [dpo], the mean loss over pairs."""
 
     grad_norm: Tensor
     """The global gradient norm before clipping."""
@@ -167,8 +167,10 @@ class Job(TrainingState):
             loss_scale: Factor on the gradient of the loss. The backward pass will multiply by it.
 
         Returns:
-            The sum of the token losses. Without labels, the logits. With [dpo], the sum of the pairs' losses. With
-            [dpo] but without ``reference`` in the micro-batch, the log-probability of each answer [B].
+            - With labels: the sum of the token losses, or with [dpo] the sum of the pairs' losses.
+            - With [dpo] and labels, but without ``reference`` in the micro-batch: the log-probability of each answer
+              [B].
+            - Without labels: the logits.
         """
         doing("forward and backward of a micro-batch")
         inputs = (micro_batch.tokens, micro_batch.labels, micro_batch.positions, micro_batch.document_ends)
@@ -214,8 +216,8 @@ class Job(TrainingState):
         return False
 
     def evaluate(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> Tensor:
-        """Compute the mean loss without gradients, over the tokens in the loss on all ranks. With [dpo], compute the
-        mean over pairs."""
+        """Compute the mean loss of the micro-batches of all ranks, without gradients. The mean is over the tokens that
+        all masks keep, or with [dpo] over pairs."""
         kept = self.count_kept(micro_batches)
         return self.mean_loss(self.outputs(micro_batches), kept)
 

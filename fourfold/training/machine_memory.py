@@ -42,7 +42,7 @@ def _bytes_per_parameter(run: RunConfig) -> int:
     """Return the number of bytes per parameter: its weight, gradient, and optimizer moments. With LoRA, only the weight
     counts.
 
-    Muon counts one moment, because most of its parameters have only one.
+    With Muon, one moment counts, because most parameters have only one.
     """
     training, size = run.training, {"fp32": 4, "bf16": 2, "fp16": 2}
     if run.lora.rank:

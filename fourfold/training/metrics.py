@@ -94,7 +94,7 @@ def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = 
 
     Args:
         path: The file.
-        check: Called with each object. It raises a ValueError if the object is wrong.
+        check: Function that is called with each object. It raises a ValueError if the object is wrong.
 
     Raises:
         UserError: There is no such file, or a line is not a JSON object with an integer "step", or `check` refuses it.
@@ -150,7 +150,7 @@ def peak_memory_bytes(device: "torch.device") -> int:
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    # Import resource only here. It exists only on POSIX systems, and reports import this file on every system.
+    # Import resource only here. The module exists only on POSIX, but reports import this file on every system.
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

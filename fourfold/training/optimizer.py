@@ -36,6 +36,11 @@ def treatment(name: str, dims: int, config: OptimizerConfig) -> Treatment:
 
     The settings come from the first entry of ``optimizer.groups`` that names the parameter, or from [optimizer] if no
     entry names it. Only matrices have weight decay, unless an entry sets it.
+
+    Args:
+        name: Name of the parameter.
+        dims: Number of dimensions of the parameter.
+        config: The section [optimizer].
     """
     decay = config.weight_decay if is_matrix(name, dims) else 0.0
     for group in config.groups:
@@ -75,6 +80,11 @@ class ShardedOptimizer:
     The class updates the plain local tensors behind FSDP2's parameters. The parameters themselves are DTensors, and
     updating these would be slow. Python would dispatch each operation, and each operation would need a sharding
     strategy in the first step.
+
+    Args:
+        shards: The shards to update.
+        run: The run. It has the optimizer's settings, the seed, and the precision.
+        grid: The grid.
     """
 
     def __init__(self, shards: Sequence[LocalShard], run: RunConfig, grid: Grid) -> None:
@@ -198,7 +208,7 @@ class ShardedOptimizer:
     def _step_and_round(self, lr: float) -> None:
         """Update bfloat16 weights with AdamW and stochastic rounding.
 
-        This updates a float32 copy of one weight at a time, and rounds the result to bfloat16.
+        The method updates a float32 copy of one weight at a time, and rounds the result to bfloat16.
         """
         beta1, beta2 = self.config.betas
         for index in self._of_rule("adamw"):

@@ -15,9 +15,9 @@ class Outcome:
     steps: int
     """Number of optimizer steps taken, including steps before this job."""
     loss: float | None
-    """Loss of the last good step of this job. None if there was none."""
+    """Loss of the last good step of this job. None if no step was good."""
     checkpoint: str | None
-    """The newest checkpoint in the run's folder. None if there is none."""
+    """The newest checkpoint in the run's folder. None if the folder has no checkpoint."""
     sample: str | None
     """Sample text that the model generated. None if the run file has no ``sample.prompt``, or if the job was
     stopped."""

@@ -45,8 +45,10 @@ class Matrix(NamedTuple):
 class Round:
     """What one rank sends, receives, and owns in a round.
 
-    Each list of sizes has the number of elements to send to or receive from each rank. A part is a pair: the index of
-    an owned matrix, and the part's bounds in this matrix.
+    In the first all-to-all, the rank sends its parts of the matrices ``sent``, and receives the parts ``arriving`` of
+    the matrices that it owns. In the second all-to-all, it sends the parts ``returned`` of its results, and receives
+    its parts of the results for the matrices ``held``. A part is a pair: the index of an owned matrix, and the part's
+    bounds in this matrix. Each list of sizes has the number of elements to send to or receive from each rank.
     """
 
     shape: tuple[int, int]
@@ -148,8 +150,8 @@ class OwnedMatrices:
         return whole_BMN
 
     def _spread(self, each: Round, back: Tensor, take: Callable[[Matrix, Tensor], None]) -> None:
-        """Give the results of a round to ``take``. The parts of ``back`` are freed when this method returns, before the
-        next round needs memory."""
+        """Call ``take`` with this rank's part of each result of a round. When this method returns, its views of
+        ``back`` are freed, before the next round needs memory."""
         for matrix, part in zip(each.held, back.split(self._sizes(each.held)), strict=True):
             take(matrix, part.view(part_shape(self.shards[matrix.shard])))
 

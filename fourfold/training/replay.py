@@ -43,7 +43,12 @@ class Replay:
         """Seconds that the check added to the last step: the comparison of replicas and one extra pass."""
 
     def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> Tensor:
-        """Run ``Job.forward_backward`` once, or twice if this step (the first step is 0) is due for a check.
+        """Run ``Job.forward_backward`` once, or twice if this step is due for a check.
+
+        Args:
+            step: Index of the step. The first step is 0.
+            micro_batches: This rank's micro-batches.
+            kept: Number of tokens in the loss over all ranks (see ``Job.forward_backward``).
 
         Raises:
             UserError: Results or replicas differ, or the GPU has no deterministic kernel for an operation.

@@ -87,8 +87,8 @@ class RunRecord:
             step: Index of the step. The first step is 0.
             figures: Results of the step over all ranks.
             seconds: Duration of the step.
-            more: Metrics that only some runs or steps have, such as the validation loss. If the weights were left
-                unchanged, it has the key "skipped".
+            more: Metrics that only some runs or steps have, such as the validation loss. The key "skipped" means that
+                the step left the weights unchanged.
         """
         # If no token is in the loss (for example, because the batch was left out), a rate has no meaning.
         tokens_per_second = self.tokens_per_step / seconds if figures.kept else 0.0

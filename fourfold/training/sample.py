@@ -19,6 +19,11 @@ def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
     Generation stops early at an end-of-document token. Each new token takes a forward pass over a full sequence, as in
     training. This is slow, but it works on any grid, because it needs no key-value cache.
 
+    Args:
+        job: The model on the grid. Its run file has the section [sample].
+        text: The text to continue.
+        tokenizer: The tokenizer.
+
     Raises:
         UserError: The logits are not finite.
     """

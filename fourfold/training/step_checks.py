@@ -135,7 +135,7 @@ class StepChecks:
         recent, window, sigmas = self.job.recent, self.config.spike_window, self.config.spike_sigma
         for name, value, before in (("loss", loss, recent.losses), ("gradient norm", grad_norm, recent.grad_norms)):
             if len(before) >= window:
-                # These functions sum exactly, so all processes get the same result.
+                # ``fmean`` and ``pstdev`` sum exactly, so all processes get the same result.
                 mean, deviation = fmean(before[-window:]), pstdev(before[-window:])
                 if value > mean + sigmas * deviation:
                     return (
@@ -218,10 +218,10 @@ def _not_finite(loss: float, grad_norm: float) -> str | None:
 
 
 def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> SharedFigures:
-    """Combine the results of a step over all ranks. This waits for the device.
+    """Combine the results of a step over all ranks. The function waits for the device.
 
-    All ranks should have the same loss and the same gradient norm. Then the mean over the ranks is exactly this value.
-    If any rank has NaN, the mean is NaN.
+    All ranks should have the same loss and the same gradient norm. The function returns the mean over the ranks, which
+    is then exactly the value of each rank. If any rank has NaN, the mean is NaN.
 
     Args:
         result: This rank's result of the step.

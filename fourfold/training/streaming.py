@@ -36,7 +36,7 @@ def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
 def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> None:
     """Continue a streamed dataset at the position that a checkpoint has stored. Every process calls this.
 
-    This does nothing if the data is not streamed, or if there is no checkpoint.
+    The function does nothing if the data is not streamed, or if there is no checkpoint.
 
     Args:
         corpora: The data.

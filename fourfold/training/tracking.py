@@ -106,8 +106,8 @@ CLIENTS: Mapping[str, Callable[[RunConfig, Path, int], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
 }
-"""The client class for each key of [metrics] that turns a tracker on. The tracker's library and fourfold's extra have
-the same name as the key."""
+"""The client class for each key of [metrics] that turns a tracker on. A key is also the name of the tracker's library,
+and of the extra (optional dependencies) that installs the library with fourfold."""
 
 
 def check_trackers(run: RunConfig) -> None:
@@ -151,7 +151,8 @@ class InBackground:
     def __init__(self, name: str, client: Callable[[int], Tracker], first_step: int) -> None:
         self.name, self._client = name, client
         self._given_up = threading.Event()
-        # An entry is a call on the tracker, the step after which to start a new tracker, or None at the end.
+        # An entry is usually a function to call with the tracker. A number means: start a new tracker for a run that
+        # has taken this many steps. None means: end the thread.
         self._waiting: Queue[Callable[[Tracker], None] | int | None] = Queue(MOST_WAITING)
         # A daemon thread cannot keep the process alive, even if the client hangs.
         self._thread = threading.Thread(target=self._work, args=(first_step,), name=f"tracker-{name}", daemon=True)

@@ -128,7 +128,15 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker] = ())
 def prepare(
     place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker], stop: StopRequest, stack: ExitStack
 ) -> Trainer:
-    """Build everything that the first step needs. ``stack`` closes it all at the end of the run."""
+    """Build everything that the first step needs.
+
+    Args:
+        place: The rank of this process, and the size of the job.
+        run: The run.
+        callbacks: Functions that create the callbacks.
+        stop: Says whether the job has been asked to stop.
+        stack: Closes everything at the end of the run.
+    """
     device = choose_device(place, run.training.device)
     if run.training.float8 != "none":
         require_float8(device)

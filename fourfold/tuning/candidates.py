@@ -19,10 +19,10 @@ from fourfold.planning.workload import Workload
 
 KNOBS = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch_size", "schedule", "stages_per_rank", "cp_method", "zero",
          "recompute", "recompute_every", "offload", "batch_parts")  # fmt: skip
-"""Fields of a layout that the tuner varies."""
+"""Fields of a layout that the tuner varies. We call these fields knobs."""
 SIZES = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch_size", "stages_per_rank", "recompute_every", "batch_parts")
-"""Knobs that are sizes. ``Candidates.features`` compares two sizes by their ratio. For all other knobs, it only tells
-whether two values are equal."""
+"""Knobs that are sizes. ``Candidates.features`` compares two sizes by their ratio. Values of any other knob are either
+equal or different."""
 MOST = 4096
 """Largest number of candidates. If there are more legal layouts, only the layouts with the fastest predictions are
 kept. The limit saves time, because all predictions are updated after each trial."""
@@ -31,8 +31,8 @@ MOST_LIKELY_OUT = 0.5
 this."""
 
 DOUBT_ON_CPU = 2.5
-"""Value of ``Candidates.doubt`` on a CPU. Predictions are less certain there, because processes share cores, and the
-planner does not model this."""
+"""Value of ``Candidates.doubt`` on a CPU. Predictions are less certain on a CPU, because processes share cores, and the
+planner does not model this sharing."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Candidates:
         """Return each layout as a point [n, features]. The Euclidean distance between two points measures how different
         the layouts are.
 
-        If two layouts differ only in one size, by a factor of two, their distance is 1. If they differ only in one
-        other knob, their distance is also 1.
+        If two layouts differ only in one size, and by a factor of two, their distance is 1. If they differ only in one
+        knob that is not a size, their distance is also 1.
         """
         columns = []
         for name, values in self.knobs.items():

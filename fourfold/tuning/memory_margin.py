@@ -17,12 +17,13 @@ SHIFTS = np.linspace(-1.5, 1.5, 301)
 """The values that log(needed bytes / predicted bytes) may have. The model assumes one value for all layouts of a
 search."""
 APART = 0.03
-"""Standard deviation of the difference between the value of a single layout and the value that all layouts share."""
+"""Standard deviation of the difference between a layout's own value of log(needed bytes / predicted bytes) and the
+value that all layouts share."""
 RARELY, FAR_OFF = 0.02, 8
 """With the probability ``RARELY``, the planner's memory prediction is far off, and the standard deviation of its error
 is ``FAR_OFF`` times as large."""
 NEVER = 1e-9
-"""Lower bound on the probability of a trial's outcome. It limits the damage of a trial that failed for a reason other
+"""Lower bound on the probability of a trial's outcome. It limits the effect of a trial that failed for a reason other
 than memory."""
 
 MORE_IS_MORE = ("micro_batch_size", "recompute_every")
@@ -81,9 +82,9 @@ def needs_as_much(candidates: Candidates, index: int) -> np.ndarray:
     """Return an array [n] that is True for layouts that certainly need at least as much memory as the layout at
     ``index``.
 
-    Compared with the layout at ``index``, such a layout has no knob with a value that saves memory. Its micro-batches
-    are not smaller. Its axes that divide weights or activations are not larger. It does not shard, recompute, or
-    offload more.
+    No knob of such a layout has a value that saves memory, compared with the layout at ``index``. Its micro-batches are
+    not smaller. The axes that divide weights or activations are not larger. It does not shard, recompute, or offload
+    more.
     """
     knobs = candidates.knobs
     found = np.ones(candidates.count, dtype=bool)

@@ -48,8 +48,10 @@ class MeasuredRates:
 
 
 def microbenchmark(processes: int | None) -> dict[str, Any] | None:
-    """Run the microbenchmark on the processes of a launcher. Without a launcher, run it on ``processes`` local
-    processes (default: one per GPU, or 2 without GPUs).
+    """Run the microbenchmark on the processes of a launcher, or on local processes if there is no launcher.
+
+    Args:
+        processes: Number of local processes. Default: one per GPU, or 2 without GPUs.
 
     Returns:
         The measured rates. Under a launcher, None on every process except the first.

@@ -21,7 +21,7 @@ from fourfold.tuning.residual import Posterior, posterior
 from fourfold.tuning.trial_result import Trial
 
 BOUND = 1.0
-"""The lower bound is this many standard deviations below the expected log seconds."""
+"""The lower bound on a step time is this many standard deviations below the expected logarithm of the seconds."""
 BETTER, UNLIKELY = 0.02, 0.05
 """A layout is *better* if it saves at least the fraction ``BETTER`` of the best layout's step time. The search ends
 when the probability that any layout is better falls below ``UNLIKELY``."""
@@ -30,8 +30,8 @@ MOST_LIKELY_OUT = 0.2
 MOST_TRIALS_OF_ONE = 3
 """Largest number of trials of one layout. Repeated trials show whether a difference is noise."""
 NOISE, NOISE_WEIGHT = 0.02, 2
-"""``NOISE`` is the assumed standard deviation of the logarithm of the step time between equal runs. When repeated
-trials measure this standard deviation, the assumption has the weight of ``NOISE_WEIGHT`` repetitions."""
+"""``NOISE`` is the assumed standard deviation of the logarithm of the step time between equal runs. Repeated trials
+measure this standard deviation too. In the estimate, the assumption has the weight of ``NOISE_WEIGHT`` repetitions."""
 CRASHES = 2
 """A knob value that has never worked is dropped after this many crashes."""
 DRAWN = 256
@@ -130,7 +130,7 @@ def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
     Such a layout meets these conditions:
 
     - It probably fits into memory.
-    - No other layout that certainly needs at most as much memory has run out of memory.
+    - No trial has run out of memory with a layout that certainly needs no more memory than this layout.
     - None of its trials has failed, and it has had fewer than ``MOST_TRIALS_OF_ONE`` trials.
     - None of its knob values is known to crash.
     """
@@ -158,8 +158,15 @@ def p_out(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
 
 
 def chance_of_better(belief: Posterior, bound: np.ndarray, best: int, seed: int = 0) -> float:
-    """Return the probability that some layout is better (see ``BETTER``) than the layout ``best``. Only layouts with a
-    finite bound are considered."""
+    """Return the probability that some layout is better (see ``BETTER``) than the layout ``best``.
+
+    Args:
+        belief: The joint distribution of the step times of all layouts.
+        bound: The lower bound on each layout's step time [n]. Only the ``DRAWN`` layouts with the lowest bounds are
+            considered, and no layout with an infinite bound.
+        best: Index of the best layout.
+        seed: Seed of the random draws.
+    """
     lowest = np.argsort(bound, kind="stable")[:DRAWN]
     others = lowest[np.isfinite(bound[lowest]) & (lowest != best)]
     if not len(others):

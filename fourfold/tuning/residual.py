@@ -4,8 +4,9 @@ logarithm of measured seconds / predicted seconds.
 The covariance has three terms:
 
 - A factor that all layouts share.
-- An error of each part of the step, such as the communication over the axis x. The error's weight is the part's share
-  of the predicted step. So a trial that mostly communicates over x also corrects the time for x in all other layouts.
+- An error for each part of the step, such as the communication over the axis x. The weight of this error is the part's
+  share of the predicted step. So a trial that mostly communicates over x also corrects the time for x in all other
+  layouts.
 - A remainder, for effects that the cost model omits. Similar layouts have similar remainders.
 """
 

@@ -18,7 +18,7 @@ from fourfold.tuning.trial_run import hopeless, measured, memory_used, step_seco
 RAN_OUT = re.compile(rb"OutOfMemoryError|out of memory|Cannot allocate memory|can't allocate memory|oom[-_]kill", re.I)
 """Matches the messages that PyTorch, memory allocators, and SLURM print when memory runs out."""
 KEPT_OF_LOG = 1 << 16
-"""Number of bytes at the end of a log that are searched."""
+"""Number of bytes at the end of a log in which to search for such messages."""
 TIMES_AS_LONG, AT_LEAST = 5.0, 60.0
 """A trial counts as hung after ``TIMES_AS_LONG`` * t + ``AT_LEAST`` seconds. Here t is the wall time of the longest
 finished trial, in seconds."""
@@ -102,9 +102,9 @@ class RunningTrial:
 
 
 def reason_in(log: Path) -> str:
-    """Return the last message in a trial's log, at most 300 characters. If fourfold itself printed a message, return
-    its last one. Otherwise return the last line, such as the end of a traceback. Return an empty text if there is no
-    log."""
+    """Return why a trial ended, according to its log, in at most 300 characters. If fourfold itself printed messages,
+    return the last of these. Otherwise return the last line of the log, such as the end of a traceback. Return an empty
+    text if there is no log."""
     lines = [line.strip() for line in _end_of(log).decode("utf-8", "replace").splitlines() if line.strip()]
     ours = [line.removeprefix("fourfold: ") for line in lines if line.startswith("fourfold: ")]
     return (ours or lines or [""])[-1][:300]

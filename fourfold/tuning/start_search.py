@@ -38,8 +38,8 @@ def search_for(
     job: SlurmJob | None = None,
     report: Callable[[str], None],
 ) -> tuple[Search, Machine]:
-    """Build a search. Also return the machine as its file describes it, because --memory-limit changes the search's own
-    machine.
+    """Build a search. Also return the machine as its file describes it, because --memory-limit changes the memory of
+    the machine in the search.
 
     If ``settings.at_once`` is 0, as many trials run at once as the GPUs of this machine allow. On a CPU or with SLURM,
     one trial runs at a time.
@@ -105,8 +105,8 @@ def _machine_name(given: str | None, run: RunConfig, on_gpu: bool) -> str:
 
 
 def _locally(gpus: int) -> Start:
-    """Return a function that starts trials on this machine. If ``gpus`` > 0, each of the concurrent trials gets its own
-    ``gpus`` GPUs."""
+    """Return a function that starts trials on this machine. If ``gpus`` > 0, each concurrent trial gets its own GPUs,
+    and ``gpus`` is their number."""
     visible = next((os.environ[name] for name in VISIBLE if os.environ.get(name)), "")
 
     def start(run_file: Path, folder: Path, slot: int) -> LocalTrial:

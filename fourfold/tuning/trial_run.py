@@ -88,7 +88,8 @@ def hopeless(folder: Path, best: float | None) -> TrialResult | None:
 def error_of_median(seconds: Sequence[float]) -> float:
     """Return the standard error of the logarithm of the median step time.
 
-    For a normal distribution, it is 1.25 times the standard error of the mean. With fewer than two steps, assume 0.1.
+    We assume normally distributed step times. Then the standard error of the median is 1.25 times the standard error of
+    the mean. With fewer than two steps, assume 0.1.
     """
     if len(seconds) < 2:
         return 0.1

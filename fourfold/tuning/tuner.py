@@ -1,4 +1,5 @@
-"""Run a search: propose a layout, run it as a trial, and record the result, until a better layout is unlikely."""
+"""Run a search: propose a layout, run it as a trial, and record the result. Repeat this until a better layout is
+unlikely."""
 
 from __future__ import annotations
 

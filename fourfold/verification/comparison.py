@@ -120,9 +120,15 @@ class Comparison:
 
     def resumed(self, run: RunConfig, other: ParallelConfig, place: Place, overflows: bool) -> None:
         """Train a run with the trainer itself, resume it on another grid, and compare the recorded metrics and the
-        weights with the references. If ``overflows`` is True, one of the steps overflows.
+        weights with the references.
 
         If the trainer stops with an error after parity has found a deviation, report the error as a deviation.
+
+        Args:
+            run: The run.
+            other: The other grid.
+            place: The rank of this process, and the size of the job.
+            overflows: Whether the gradients of one step overflow on purpose.
 
         Raises:
             UserError: The trainer stopped with an error, and parity has found no deviation so far.

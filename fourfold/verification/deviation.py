@@ -59,8 +59,11 @@ def deviations(
     A tensor that is missing on the grid or in the reference has an infinite deviation.
 
     Args:
-        amplification: See the function ``amplification``.
+        grid: The grid's results by tensor name, on the CPU.
+        one_process: The results of one process in float32.
+        exact: The results of one process in float64.
         noise: Lower bounds for the deviation of one process, by tensor name. Tensors without an entry have no bound.
+        amplification: See the function ``amplification``.
     """
     missing = [Deviation(name, math.inf, 0.0) for name in sorted(grid.keys() ^ exact.keys())]
     least = noise or {}

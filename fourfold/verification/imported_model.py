@@ -1,5 +1,5 @@
 """Compare a model that fourfold has imported with the same model in the transformers library. Both libraries open the
-same folder, so this tests how fourfold reads config.json, the weights, and the tokenizer."""
+same folder, so the comparison tests how fourfold reads config.json, the weights, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def compare_import(job: Job) -> list[Deviation]:
 
     Returns:
         On rank 0, the deviations of the losses on random batches. If the folder has a tokenizer, the deviation "tokens"
-        follows. It is infinite if fourfold and transformers tokenize a text differently, and otherwise 0. Empty on
-        other ranks.
+        follows. This deviation is infinite if fourfold and transformers tokenize a text differently, and otherwise 0.
+        On other ranks, the list is empty.
 
     Raises:
         UserError: The folder cannot be opened. Every process raises it.

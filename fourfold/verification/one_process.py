@@ -104,7 +104,13 @@ class Reference:
             return self.logits(self.parameters(), batch).to(self.dtype)[0]
 
     def step(self, step: int, batch: Sequences, max_grad_norm: float) -> Figures:
-        """Take one training step on a batch, and return its results."""
+        """Take one training step on a batch, and return its results.
+
+        Args:
+            step: Index of the step. It determines the learning rate.
+            batch: All sequences of the step.
+            max_grad_norm: The clipping limit of the gradient norm.
+        """
         size = self.run.training.micro_batch_size
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
         with self._precision():

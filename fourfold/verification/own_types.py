@@ -93,6 +93,12 @@ def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: 
 
     With fp16, one additional step overflows on purpose. This step must not change any weight.
 
+    Args:
+        run: The run.
+        grid: The grid.
+        device: This process's device.
+        gather: Joins shards to full tensors (``Comparison.gather``).
+
     Returns:
         On rank 0, a list of deviations. The result on other ranks has no meaning. The list has:
 
@@ -147,7 +153,7 @@ def _errors(one: Parameters, grid: Parameters, exact: Parameters, negligible: fl
 
 
 def _negligible(run: RunConfig) -> float:
-    """Return the smallest norm of a gradient that is compared, as a fraction of the norm of all gradients.
+    """Return the norm below which a gradient is not compared, as a fraction of the norm of all gradients together.
 
     In low precision, attention kernels compute small gradients of queries and keys as differences of large numbers. The
     errors of these gradients depend on the kernel, so they say nothing about the grid.

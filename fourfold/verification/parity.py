@@ -45,7 +45,7 @@ LION_EPS = 1e-4
 than eps. With eps = 0, noise would flip signs."""
 
 WARMUP_STEPS = 2
-"""Largest number of warm-up steps in parity. It is the smallest number with which a warm-up has an effect."""
+"""Parity shortens longer warm-ups to this many steps. A still shorter warm-up would have no effect."""
 
 MAX_GRAD_NORM = 0.1
 """Clipping limit. It is below the initial gradient norm of any model, so clipping has an effect."""

@@ -27,8 +27,8 @@ SAMPLES = 4
 
 
 class RandomRounding(TorchDispatchMode):
-    """Multiplies every float64 result by 1 + u. u is drawn uniformly between -eps and eps, the machine epsilon of
-    float32.
+    """Multiplies every float64 result by 1 + u. The random number u is uniform between -eps and eps, and eps is the
+    machine epsilon of float32.
 
     Results of in-place operations are not rounded.
     """

@@ -99,7 +99,7 @@ class Recorder(TorchDispatchMode):
         ("late").
 
         In the early part, the activations of all layers are in memory. In the late part, gradients accumulate. Each
-        peak alone is linear in the number of layers, so it can be extrapolated. The larger of the two is not linear.
+        peak alone is linear in the number of layers, so it can be extrapolated. The maximum of both is not linear.
         """
 
         def enter(window: Literal["early", "late"]) -> None:
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
         def enter_late_in_the_backward(
             module: torch.nn.Module, inputs: tuple[Any, ...], out: Tensor | list[Tensor]
         ) -> None:
-            first = out if isinstance(out, Tensor) else out[0]  # Of all parts, the first runs backward last.
+            first = out if isinstance(out, Tensor) else out[0]  # The backward of the first batch part runs last.
             first.register_hook(lambda _: enter("late"))
 
         if len(layers) > 1:
@@ -311,10 +311,10 @@ def workspace_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> i
 
     Return 0 for any other operation.
 
-    On Hopper, torch uses cuDNN unless sequences are packed or windowed. cuDNN reports its workspace only at run time,
-    so this assumes FlashAttention's workspace. Attention under a mask or in float32 uses torch's memory-efficient
-    kernel. The workspace of this kernel's backward pass is not counted, because it is small: at most about one float32
-    copy of the queries of one block.
+    On Hopper, torch uses cuDNN unless sequences are packed or windowed. cuDNN reports the size of its workspace only at
+    run time, so this function returns the size of FlashAttention's workspace instead. Attention under a mask or in
+    float32 uses torch's memory-efficient kernel. The workspace of this kernel's backward pass is not counted, because
+    it is small: at most about one float32 copy of the queries of one block.
     """
     if options.get("attn_mask") is not None:
         return 0

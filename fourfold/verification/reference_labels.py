@@ -41,8 +41,18 @@ def kept_tokens(windows: Windows, goldfish: GoldfishConfig, is_masked: Sequence[
 def later_tokens(
     tokens_BS: Tensor, targets_BS: Tensor, kept_BS: Tensor, documents_BS: Tensor, depths: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the layers for multi-token prediction read and predict, as three tensors [B, S, D]: tokens (-1 if
-    there is none), targets, and flags for the targets that are in the loss."""
+    """Return what the layers for multi-token prediction read and predict.
+
+    Args:
+        tokens_BS: The tokens.
+        targets_BS: The target of each token: the next token.
+        kept_BS: Whether each target is in the loss.
+        documents_BS: Index of each token's document.
+        depths: Number of layers D.
+
+    Returns:
+        Three tensors [B, S, D]: tokens (-1 if there is none), targets, and flags for the targets that are in the loss.
+    """
     shape = (*tokens_BS.shape, depths)
     tokens, targets, kept = torch.full(shape, -1), torch.zeros(shape, dtype=torch.long), torch.zeros(shape) > 0
     for row, documents in enumerate(documents_BS.tolist()):

@@ -96,7 +96,7 @@ def _orthogonal(matrix: Tensor) -> Tensor:
 
 
 def is_for_muon(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon updates a parameter, if it is the run's optimizer."""
+    """Return whether Muon updates a parameter in a run whose optimizer is Muon."""
     return parameter.ndim > 1 and name.startswith("layers.") and NOT_OF_MUON.search(name) is None
 
 

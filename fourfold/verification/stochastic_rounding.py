@@ -47,7 +47,7 @@ def rounding_error(
     for name, weight in exact.items():
         if name in optimizer.own and run.optimizer.name == "muon":
             continue
-        # The upper half of a float32 is the bfloat16 below it.
+        # The upper half of a float32's bits is the next bfloat16 toward zero.
         upper_half = weight.detach().float().view(torch.int32) & -(1 << 16)
         low, high = (bits.view(torch.float32).double() for bits in (upper_half, upper_half + (1 << 16)))
         share, is_high = ((each.detach() - low) / (high - low) for each in (weight, after[name].double()))

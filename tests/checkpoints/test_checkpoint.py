@@ -47,8 +47,8 @@ def resume_on_the_same_grid(rank: int, world_size: int, run: RunConfig, folder: 
     """Resume on the same grid, and check the losses.
 
     Returns:
-        Whether the tensors equal the interrupted job's after loading, whether they equal an uninterrupted job's at the
-        end, and the number of empty shards.
+        Whether the loaded tensors equal the interrupted job's tensors, whether the final tensors equal an uninterrupted
+        job's tensors, and the number of empty shards.
     """
     straight = new_job(run)
     losses = train(straight, range(4))
@@ -90,7 +90,7 @@ def test_resume_on_the_same_grid_is_bit_identical(
     if parallel.get("z") == 3:
         assert answers[2][2] > 0  # the test needs a process with empty shards
     files = sorted(path.suffix for path in (tmp_path / "step_2").rglob("*"))
-    assert set(files) == {".json", ".safetensors"}  # no pickle
+    assert set(files) == {".json", ".safetensors"}  # there are no pickle files
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
 
 
@@ -258,7 +258,7 @@ def test_resume_finds_the_right_checkpoint(tmp_path: Path) -> None:
     for path in (tmp_path, folder, folder / "step_10"):
         assert find_checkpoint(str(path), tmp_path / "elsewhere") == folder / "step_10"
     assert find_checkpoint(str(folder / "step_9"), folder) == folder / "step_9"
-    (folder / "step_100").mkdir()  # an incomplete copy of a checkpoint must be noticed
+    (folder / "step_100").mkdir()  # like an incomplete copy of a checkpoint
     assert find_checkpoint("auto", folder) == folder / "step_100"
     for wrong in (folder / "step_1000", tmp_path / "none", folder / "step_9" / STATE_FILE):
         with pytest.raises(UserError, match="there is no checkpoint"):

@@ -216,7 +216,7 @@ def test_prepare_refuses(
     if content is not None:
         (tmp_path / "a.jsonl").write_bytes(content)
     assert message in one_sentence(cli("prepare", tmp_path / "a.jsonl", "--out", tmp_path / "out" / "a", *arguments))
-    assert not list(tmp_path.glob("out/a.*[nx]"))  # no .bin, no .idx, no .json
+    assert not list(tmp_path.glob("out/a.*[nx]"))  # there is no .bin, .idx, or .json file
 
 
 def test_generate_refuses_loki_without_a_basis(cli: Cli) -> None:

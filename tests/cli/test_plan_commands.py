@@ -75,7 +75,7 @@ def test_tables_and_explanation(cli: Cli) -> None:
         assert text in out, text
     assert "runner_up" not in out
     (command,) = (line for line in out.splitlines() if line.startswith("fourfold tune RUN.toml"))
-    assert "batch_parts=" in command and len(command) > 80  # one long line, which users can paste
+    assert "batch_parts=" in command and len(command) > 80  # users can paste one long line
     parts = out.split("Seconds of a step")[1].split("│ all")[0]
     assert parts.count("\n│ ") == PARTS_NAMED
 
@@ -270,8 +270,8 @@ def test_a_scaling_curve_is_readable_in_80_columns(cli: Cli, monkeypatch: pytest
 
 
 def test_the_flops_of_a_scaling_curve_are_those_of_mfu(cli: Cli) -> None:
-    """This must also hold if the layout recomputes nothing, although Megatron-LM's count always includes a full
-    recompute."""
+    """The FLOPs must be right even if the layout recomputes nothing, although Megatron-LM's count always includes a
+    full recompute."""
     command = ("plan", "scaling", "--model", "llama3-8b", "--machine", "dgx-h100", "--gpus", "16:32", "--seq", 8192,
                "--global-batch", 64, "--limit", "recompute=none,selective", "--limit", "pp=1", "--limit", "y=1",
                "--limit", "batch_parts=1")  # fmt: skip

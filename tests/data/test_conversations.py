@@ -107,7 +107,7 @@ def test_prompts_are_masked_and_whole_conversations_share_a_window(tmp_path: Pat
             text = bytes(t if t < 256 else ord("|") for t in windows.tokens[row][here]).decode()
             kept = labels[row][here[1:]]
             if set(text) == {"|"} and (kept == IGNORE_INDEX).all():
-                continue  # padding
+                continue  # this document is padding
             seen.append(text)
             trained = kept[kept != IGNORE_INDEX]
             assert bytes(t if t < 256 else ord("|") for t in trained).decode() == text.lstrip("abcdefghij")

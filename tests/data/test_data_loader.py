@@ -70,7 +70,7 @@ def test_without_masks_every_token_counts(windows: TokenWindows) -> None:
 def test_prefetch_changes_nothing_and_ends(windows: TokenWindows) -> None:
     plain = Loader(windows, SEQ_LENGTH, 8, 2, 1, 2)
     with closing(Loader(windows, SEQ_LENGTH, 8, 2, 1, 2, prefetch=True)) as ahead:
-        for step in (0, 1, 2, 7, 8, 3):  # also after jumps
+        for step in (0, 1, 2, 7, 8, 3):  # in order, and after jumps
             assert all(map(same, plain.step(step), ahead.step(step)))
     assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
     assert all(map(same, plain.step(4), ahead.step(4)))
@@ -97,7 +97,7 @@ def calls_of_a_batch(prefix: Path, seq_length: int) -> int:
 
 
 def test_a_batch_takes_no_more_calls_when_sequences_are_longer(tmp_path: Path) -> None:
-    """This shows that every loop over tokens runs in NumPy. `benchmarks/loader.py` measures the time."""
+    """Equal numbers of calls show that all loops over tokens run in NumPy. `benchmarks/loader.py` measures the time."""
     with IndexedWriter(tmp_path / "c", 50_000) as writer:
         writer.add_documents(np.arange(2_000_000) % 50_000, np.full(400, 5000))
     assert calls_of_a_batch(tmp_path / "c", 4096) == pytest.approx(calls_of_a_batch(tmp_path / "c", 64), rel=0.2)

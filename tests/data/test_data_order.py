@@ -25,7 +25,7 @@ def test_seeds_and_epochs_differ() -> None:
     images = [sample_permutation(np.arange(1000), 1000, seed, epoch) for seed in range(3) for epoch in range(3)]
     for number, image in enumerate(images):
         for other in images[:number]:
-            # Two random orders agree in one place on average, so 10 are very unlikely.
+            # Two random orders agree in one place on average, and hardly ever in 10 places.
             assert (image == other).sum() < 10
 
 
@@ -41,7 +41,7 @@ def test_the_order_is_well_spread() -> None:
     first, second = (sample_permutation(np.full(4000, index), 1000, 3, epochs) for index in (0, 1))
     for values in (first, (second - first) % 1000):
         bins = np.bincount(values // 100, minlength=10)
-        assert ((bins - 400) ** 2 / 400).sum() < 28  # chi-squared with 9 degrees of freedom, p = 0.001
+        assert ((bins - 400) ** 2 / 400).sum() < 28  # the chi-squared test at p = 0.001, 9 degrees of freedom
 
 
 def test_huge_sizes_need_no_memory() -> None:

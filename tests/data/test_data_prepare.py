@@ -99,7 +99,7 @@ def test_validation_split_partitions_the_documents(tmp_path: Path, inputs: Path)
     assert documents(validation_prefix(tmp_path / "c")) != held_out
     assert not other.reused
     prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1)
-    # The old validation split is gone, because it would repeat the corpus.
+    # The old validation split is gone, because all of its documents are in the new corpus.
     assert names(tmp_path) == ["c.bin", "c.idx", "c.json"]
 
 
@@ -133,7 +133,7 @@ def test_restart_after_an_interruption(tmp_path: Path, inputs: Path, monkeypatch
             prepare([inputs], tmp_path / "c", train_tokenizer_vocab=300, workers=1)
     assert not (tmp_path / "c.json").exists()
     all_shards = len(seen)
-    (tmp_path / "c.parts" / f"{seen[0].key}.npy").unlink()  # as if this shard had not been finished
+    (tmp_path / "c.parts" / f"{seen[0].key}.npy").unlink()  # act as if it was not finished
     (tmp_path / "c.parts" / ".half.bin.1.tmp").write_bytes(b"half")
     seen.clear()
     prepare([inputs], tmp_path / "c", train_tokenizer_vocab=300, workers=1)

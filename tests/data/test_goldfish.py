@@ -98,8 +98,8 @@ def test_random_masks_differ_for_every_sample_and_epoch(text: np.ndarray) -> Non
     other_seed = ~Goldfish(GoldfishConfig(strategy="random", seed=1))(windows_of(text))
     assert (one == again).all()
     for other in (next_epoch, other_seed, one[::-1]):
-        assert (one & other).mean() == pytest.approx(1 / 16, rel=0.15)  # independent masks overlap this much
-    assert not (one[1:, :-1] == one[:-1, 1:]).all(axis=1).any()  # no mask is the neighbor's, shifted by one
+        assert (one & other).mean() == pytest.approx(1 / 16, rel=0.15)  # k = 4, so 1/4²
+    assert not (one[1:, :-1] == one[:-1, 1:]).all(axis=1).any()  # not the next sample's mask, shifted
 
 
 def test_hash_depends_only_on_the_preceding_tokens_and_their_order(text: np.ndarray) -> None:

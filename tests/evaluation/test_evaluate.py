@@ -1,4 +1,4 @@
-"""Perplexity compared with a computation by hand, on grids, and with lm-eval's own numbers."""
+"""Compare perplexities with a computation by hand, between grids, and with lm-eval's own numbers."""
 
 from __future__ import annotations
 

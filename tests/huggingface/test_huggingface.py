@@ -131,7 +131,7 @@ def test_every_preset_has_a_hugging_face_config(preset: str) -> None:
 
 
 def test_the_preset_of_gpt_oss_is_its_config_json() -> None:
-    """These are the keys of openai/gpt-oss-20b, as published for transformers 4."""
+    """The test has the keys of openai/gpt-oss-20b, as published for transformers 4."""
     rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     published = {
         "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880,
@@ -154,8 +154,8 @@ def test_published_files_may_name_the_class_of_their_own_code(name: str, tmp_pat
 
 
 def test_other_cuts_of_the_files_are_read(tmp_path: Path) -> None:
-    """The model has a single file. Its names lack the prefix, as in base models, and it has buffers, as in older
-    files."""
+    """The model has a single file. The names in the file lack the prefix, as in base models, and the file has buffers,
+    as older files do."""
     folder = make_model(tmp_path / "hf", "gpt2")
     weights = {name.removeprefix("transformer."): tensor for name, tensor in weights_of(folder).items()}
     weights["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)

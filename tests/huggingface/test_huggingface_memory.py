@@ -97,7 +97,7 @@ def test_loading_needs_a_process_its_own_part_and_little_more(
         print(
             f"{parallel}: added {added:,}, own {own:,}, largest {largest:,}: own + {(added - own) / largest:.2f} × it"
         )
-        # Allow for freed pages that the allocator keeps. The whole model would take 4 × own.
+        # The allocator may keep freed pages, so allow for some. The whole model would take 4 × own.
         assert added <= own + 3 * largest
 
 

@@ -174,7 +174,7 @@ def test_a_family_that_cannot_stretch_so_is_not_written() -> None:
 
 
 def test_helium_is_not_written_with_heads_wider_than_the_residual_stream() -> None:
-    """Its output projection has hidden_size inputs, whatever head_dim is."""
+    """Helium's output projection has hidden_size inputs, whatever head_dim is."""
     sizes = PRESETS["llama-tiny"]
     assert config_of(ModelConfig(**sizes), "helium")["head_dim"] == ModelConfig(**sizes).head_dim
     with pytest.raises(UserError, match="no Hugging Face model of model_type 'helium'"):

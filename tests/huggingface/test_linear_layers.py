@@ -118,7 +118,7 @@ def test_the_text_model_beside_a_model_for_images_is_read(kind: str, stacks: boo
 
 
 def test_the_preset_of_qwen3_5_is_its_config_json(tmp_path: Path) -> None:
-    """These are the keys of Qwen/Qwen3.5-35B-A3B."""
+    """The test has the keys of Qwen/Qwen3.5-35B-A3B."""
     rope = {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}
     text = {
         "model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,

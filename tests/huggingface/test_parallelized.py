@@ -301,7 +301,7 @@ def filled_body(rank: int, world_size: int, grid: dict[str, int], folder: Path) 
         found.append(model(tokens).logits)
         model.fill_from(folder / "doubled")
         found.append(model(tokens).logits)
-    model(tokens)  # gathers weights, and no backward pass frees them
+    model(tokens)  # this gathers weights, and no backward pass frees them
     model.fill(original)
     with torch.no_grad():
         found.append(model(tokens).logits)

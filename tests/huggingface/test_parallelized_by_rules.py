@@ -1,4 +1,4 @@
-"""Test your own models with a table of rules, and modules without a rule."""
+"""Test users' own models with a table of rules, and modules without a rule."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_weights_inside_a_sharded_group_need_a_place(pool: Pool) -> None:
     """Each rank has only a part of the gradients of such weights. Qwen3's plan names its head norms. A Llama has no
     such norms."""
     assert "'replicated_with_grad_allreduce' sums it" in pool.run(2, refused, {"x": 2}, "qwen3", {}, HEAD_NORMS)[0]
-    # Without the refusal, the gradients of the head norms would be wrong, and no others.
+    # Without the refusal, only the gradients of the head norms would be wrong.
     gradients = pool.run(8, wrong_rule_body, HEAD_NORMS)[0]
     wrong = {n for n, g in gradients.items() if (g - reference("qwen3")[2][n]).norm() > 1e-3 * g.norm()}
     assert wrong == {n for n in gradients if "q_norm" in n or "k_norm" in n}, "the comparison sees it"

@@ -118,8 +118,8 @@ def decayed_body(rank: int, world_size: int, sizes: dict[str, int]) -> dict[str,
 
 @pytest.mark.parametrize("sizes", [{"x": 2}, {"z": 2}])
 def test_decay_by_the_dims_of_the_untouched_model(pool: Pool, sizes: dict[str, int]) -> None:
-    """Weight decay as in docs/parallelize.md depends on the original parameters' dims. Local parameters have other
-    dims, so biases in parts would decay too."""
+    """Weight decay as in docs/parallelize.md depends on the number of dimensions of the original parameters. On the
+    grid, a bias may have two dimensions, and would have weight decay if its local dimensions were counted."""
     found = pool.run(2, decayed_body, sizes)[0]
     model, (tokens, labels) = make("gpt2"), make_batch()
     model(input_ids=tokens, labels=labels).loss.backward()

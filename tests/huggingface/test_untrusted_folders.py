@@ -86,7 +86,7 @@ def test_links_in_the_folder_and_of_the_cache_of_the_hub_are_followed(folder: Pa
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
     (snapshot / "tokenizer_config.json").symlink_to("config.json")
     assert import_huggingface(str(snapshot), folder.parent / "ours").kind == "llama"
-    # A link among the blobs leads out of the folder.
+    # A link in the folder ``blobs`` leads out of it.
     (blobs / "out").symlink_to("../../secret.json")
     (snapshot / "vocab.json").symlink_to("../../blobs/out")
     with pytest.raises(UserError, match=r"vocab\.json is a link"):

@@ -44,7 +44,7 @@ def step(
     batch: int = 1,
     group: int = 4,
     width: int = 32,
-    d: int = 8,
+    d: int = 16,
     dtype: torch.dtype = torch.float32,
     visible: Tensor | None = None,
     scale: float = 1.0,
@@ -81,7 +81,7 @@ def left_padded(batch: int, length: int) -> Tensor:
 @pytest.mark.parametrize(
     ("length", "k", "group", "width", "d"),
     [
-        (300, 40, 4, 32, 8),
+        (300, 40, 4, 32, 12),
         (1024 + 117, 200, 8, 64, 16),  # long enough for three splits
         (700, 1, 1, 24, 24),  # a width that is not a power of two, and a single key
         (700, 699, 4, 16, 7),  # the last byte of codes is not full
@@ -115,7 +115,7 @@ def test_more_parts_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     k = 16 * triton_kernels.MERGED_BLOCK + 50
     # In the second case, the last splits hold no visible key.
     for visible in (None, left_padded(2, k + 100)[1:]):
-        ours, torchs = step("triton", LokiConfig(k=k, min_seq=0), k + 100, group=1, width=16, d=4, visible=visible)
+        ours, torchs = step("triton", LokiConfig(k=k, min_seq=0), k + 100, group=1, width=16, d=16, visible=visible)
         torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
 
 

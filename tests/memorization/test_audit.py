@@ -208,7 +208,7 @@ def test_other_documents_before_each(trained: Path, record: dict[str, Any], pool
 
 
 def test_documents_that_training_kept_apart_get_no_others_before_them(trained: Path, pool: Pool) -> None:
-    """This holds for the audited model and for the reference."""
+    """An offset is refused if document masking was on when the audited model or the reference model was trained."""
     apart = "data.mask_documents=true"
     assert pool.run(1, on_grid, request_of(trained, apart))[0]["offset"] == 0
     with pytest.raises(UserError, match=r"--offset 17 .* data\.mask_documents never sees other documents; leave"):
@@ -326,7 +326,7 @@ def test_masks_command(trained: Path, cli: Cli) -> None:
 
 def test_gate(trained: Path, cli: Cli) -> None:
     arguments = [*audit_of_run(trained), "--prefix", 10]
-    # The model repeats one token by chance, but not twenty.
+    # By chance, the model gets one token right, but not twenty.
     assert cli(*arguments, "--suffix", 1, "--max-exact-match", 0.01, "--json")[0] == 4
     assert cli(*arguments, "--suffix", 1, "--max-exact-match", 1, "--json")[0] == 0
 

@@ -74,7 +74,7 @@ def test_hugging_face_model(hugging_face: tuple[Path, list[str]], tmp_path: Path
 
 
 def test_an_imported_model_has_the_scores_of_its_folder(tmp_path: Path) -> None:
-    """Its tokenizer puts a beginning-of-text token before a text, and the model was trained with that token."""
+    """The model's tokenizer puts a beginning-of-text token before a text, and the model was trained with that token."""
     transformers = pytest.importorskip("transformers")
     folder, documents = tmp_path / "model", tmp_path / "documents.jsonl"
     tokenizer = Tokenizer(models.BPE())
@@ -103,8 +103,8 @@ def test_an_imported_model_has_the_scores_of_its_folder(tmp_path: Path) -> None:
 
 
 def test_canaries_of_a_hugging_face_tokenizer(hugging_face: tuple[Path, list[str]], tmp_path: Path, cli: Cli) -> None:
-    """The audit recognizes the ledger by the tokenizer.json, and accepts unusual line separators in texts. It refuses
-    --set."""
+    """The audit recognizes the ledger by the tokenizer.json, and accepts unusual line separators in texts. The audit
+    refuses --set."""
     folder, texts = hugging_face
     (tmp_path / "text.jsonl").write_text("".join(line(text=f"{text}\u2028{text}") for text in texts))
     options = {"workers": 1, "canaries": Canaries(4, (0, 2), length=30)}
@@ -228,8 +228,8 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_a_score_does_not_depend_on_longer_documents(kind: str, tmp_path: Path) -> None:
-    """The rotary frequencies of these types follow the longest sequence of a batch, and in one type also of earlier
-    batches."""
+    """The rotary frequencies of these types depend on the longest sequence of a batch. In one type, they also depend on
+    earlier batches."""
     folder = small_model(tmp_path, max_position_embeddings=16, rope_parameters=ROPES[kind])
     lengths = (9, 20, 30, 12)
     documents = [np.random.default_rng(length).integers(201, size=length) for length in lengths]
@@ -241,7 +241,7 @@ def test_a_score_does_not_depend_on_longer_documents(kind: str, tmp_path: Path) 
 
 
 def test_a_model_that_attends_to_later_tokens_is_refused(tmp_path: Path, cli: Cli) -> None:
-    """Its loss would be small, because it sees the tokens that it should predict."""
+    """The model's loss would be small, because the model sees the tokens that it should predict."""
     folder = small_model(tmp_path / "encoder", is_causal=False)
     (tmp_path / "text.txt").write_text("some words " * 9)
     evaluate = ("evaluate", "--tokenizer", "bytes", "--text", tmp_path / "text.txt", "--context", 16, "--model")

@@ -180,7 +180,7 @@ def test_membership_scores() -> None:
     reference = TokenScores(np.arange(11), np.full(10, -1.0), *(np.zeros(10) for _ in range(4)))
     found = membership_scores(scores, "abc", reference)
     assert found["loss"] == -4.5
-    assert found["min_k"] == -8.5  # the mean of the lowest two of ten
+    assert found["min_k"] == -8.5  # the mean of the two lowest of ten numbers
     assert found["min_k_plus_plus"] == (-8.5 + 2) / 2
     assert found["zlib"] == pytest.approx(-4.5 / 11)
     assert found["reference"] == -3.5

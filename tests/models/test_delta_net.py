@@ -1,4 +1,5 @@
-"""Gated DeltaNet: the rule in chunks equals a recurrence token by token, and no token reads another document."""
+"""Gated DeltaNet: computing the delta rule in chunks equals a recurrence token by token, and no token reads another
+document."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def heads(length: int, sequences: int = 2, dtype: torch.dtype = torch.float64) -> Inputs:
-    """Return queries and keys of length 1, values, slow and fast decays, and fractions."""
+    """Return queries and keys scaled to length 1, values, logarithms of slow and fast decays, and fractions beta."""
     draw = torch.Generator().manual_seed(length)
     q, k, v = (torch.randn(sequences, length, 3, width, generator=draw, dtype=dtype) for width in (4, 4, 6))
     decays = -torch.rand(sequences, length, 3, generator=draw, dtype=dtype) * torch.tensor([0.02, 0.5, 8.0])
@@ -73,7 +74,7 @@ def test_chunks_compute_the_recurrence_of_each_document(row: int) -> None:
 
 
 def test_gradients_of_fast_decays_keep_their_precision() -> None:
-    """The gradients of fast decays are tiny, and must not drown in the rounding errors of larger numbers."""
+    """The gradients of fast decays are tiny. The rounding errors of larger numbers must not hide them."""
     q, k, v, decays, fractions = heads(130)
     gradients = []
     for dtype in (torch.float64, torch.float32):
@@ -127,7 +128,7 @@ def test_fast_decays_leave_numbers_finite() -> None:
 
 
 def convolved(x_BSC: Tensor, weight_CT: Tensor) -> Tensor:
-    """Convolve with torch, as if T - 1 zeros came before the sequence."""
+    """Convolve with torch. T - 1 zeros pad the beginning of the sequence."""
     padded_BCS = F.pad(x_BSC.mT, (weight_CT.shape[1] - 1, 0))
     return F.silu(F.conv1d(padded_BCS, weight_CT[:, None], groups=len(weight_CT)).mT)
 

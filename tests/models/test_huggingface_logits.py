@@ -35,7 +35,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def filled(**sizes: Any) -> Transformer:
-    """Return a model, and make every parameter matter: biases are not zero, and norm weights are not one."""
+    """Return a model whose every parameter affects the output: biases are not zero, and norm weights are not one."""
     config = ModelConfig(**{**SIZES, "initializer_range": 0.2, **sizes})
     model = Transformer(config)
     initialize(model, config, seed=1)
@@ -82,8 +82,8 @@ def llama_weights(model: Transformer) -> dict[str, Tensor]:
 
 
 def gpt2_weights(model: Transformer) -> dict[str, Tensor]:
-    """Return the weights with GPT-2's names. GPT-2's linear layers are [in, out], and join queries, keys, and
-    values."""
+    """Return the weights with GPT-2's names. GPT-2 stores linear layers as [in, out], and has one layer for queries,
+    keys, and values."""
     ours = model.state_dict()
     vocab = model.config.vocab_size
     weights = {
@@ -153,7 +153,7 @@ def test_norms_round_where_those_of_transformers_round(kind: str) -> None:
 
 @pytest.mark.parametrize("rope", [LLAMA3, YARN], ids=["llama3", "yarn"])
 def test_stretched_frequencies(rope: dict[str, Any]) -> None:
-    """Use the real head size, so that there are channels in every frequency range."""
+    """With the real head size, there are channels in every range of frequencies that the scaling distinguishes."""
     model = filled(head_dim=128, rope_theta=500000.0, rope_scaling={**rope, "original_max_position_embeddings": 8192})
     frequencies, factor = rope_frequencies(model.config)
     theirs = transformers.LlamaForCausalLM(hf_config("LlamaConfig", model)).model.rotary_emb

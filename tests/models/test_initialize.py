@@ -1,4 +1,5 @@
-"""Initial weights: a slice that is drawn alone equals the slice of the whole, and the spread is as published."""
+"""Initial weights: if a process draws only a slice of a parameter, it gets the same values as in the full parameter.
+Standard deviations are as published."""
 
 from __future__ import annotations
 

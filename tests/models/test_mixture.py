@@ -1,5 +1,5 @@
-"""Test a mixture of experts without a grid: compared with a loop over tokens, with a capacity, and with grouped
-matmuls."""
+"""Test a mixture of experts without a grid: compare the layer with a loop over tokens, limit the capacity of experts,
+and compare grouped matmuls with a loop over groups."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_an_expert_without_rows_has_a_gradient_of_zero() -> None:
 
 @pytest.fixture
 def nan_in_new_memory() -> Iterator[None]:
-    """Fill memory that nothing has written with NaN."""
+    """Fill newly allocated memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -205,7 +205,7 @@ NEEDS_THE_KERNEL = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torc
 
 
 def grouped_by(by_kernel: bool, sizes: list[int], device: str, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Return a grouped matmul in bf16 and its gradients, from one kernel or from the loop."""
+    """Return the output and the gradients of a grouped matmul in bf16, computed by one kernel or by a loop."""
     monkeypatch.setattr(grouped, "has_kernel", lambda *operands: by_kernel)
     generator = torch.Generator().manual_seed(0)
     shapes = ((sum(sizes), 16), (len(sizes), 32, 16))

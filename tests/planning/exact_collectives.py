@@ -158,7 +158,13 @@ def _head_lines_of(run: RunConfig, once: int, forward: int, gathers: int) -> Ite
 
 
 def _norms(run: RunConfig, inputs: int, outputs: int) -> int:
-    """Return how often a block's norms run, given how often its input norms and its output norms run."""
+    """Return how often the norms of a block run, as a sum over these norms.
+
+    Args:
+        run: The run.
+        inputs: How often each norm on the inputs of attention and MLP runs.
+        outputs: How often each norm on the outputs of attention and MLP runs.
+    """
     placement = run.model.norm_placement
     return 2 * (inputs * (placement != "after") + outputs * (placement != "before"))
 
@@ -225,7 +231,7 @@ def _key_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
 
 
 def _context_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
-    """Yield the collectives of attention over cp (``parallel.ring`` and ``parallel.context``)."""
+    """Yield the collectives of attention over cp (``parallel.attention.ring`` and ``parallel.attention.context``)."""
     model, grid, sizes = run.model, run.parallel, _Sizes(run)
     if grid.cp == 1:
         return
@@ -257,8 +263,8 @@ def _context_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
 
 
 def key_value_heads(run: RunConfig, ranks: int) -> int:
-    """Return the number of key-value heads that the first of ``ranks`` uses. If the heads do not divide evenly over the
-    ranks, it uses one for each of its query heads."""
+    """Return the number of key-value heads that the first of ``ranks`` ranks uses. If the heads cannot be divided
+    evenly over the ranks, this rank uses one key-value head for each of its query heads."""
     heads, kv_heads = run.model.num_attention_heads, run.model.num_key_value_heads
     if kv_heads % ranks == 0:
         return kv_heads // ranks

@@ -1,8 +1,9 @@
 """Compute the bytes of Muon's two all-to-alls: matrices to their owners, and updates back, with closed formulas.
 
 A stage's matrices are assigned to its N ranks in units. Suppose that n matrices have the same shape, with e entries
-each, and that the largest matrix has E entries. A unit then has ceil(n/(N·t)) of the n matrices, with t =
-ceil(n/(N·floor(E/e))). In each round, every rank takes one unit, and larger units come first.
+each, and that the largest matrix has E entries. A unit may have at most E entries, so these matrices need at least t =
+ceil(n/(N·floor(E/e))) rounds. Each unit then has ceil(n/(N·t)) of the n matrices. In each round, every rank takes one
+unit, and larger units come first.
 
 Rank 0 sends its part of a matrix if no other rank with that part is nearer to the owner. An owner returns its matrices
 once to every copy.
@@ -24,7 +25,8 @@ class Kind(NamedTuple):
     columns: int
     part: int
     pieces: int
-    """Number of ranks with the same (x, y) that share the matrix or, for experts, the stack of matrices."""
+    """Number of ranks with the same (x, y) over which the matrix is sharded. Experts are sharded as a stack of
+    matrices."""
     ep: int = 1
     first: bool = True
     """Whether rank 0 stores a part of the matrix."""

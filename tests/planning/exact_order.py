@@ -6,7 +6,8 @@ from fourfold.config.stages import FORWARDS_FIRST
 
 
 def stage_order(stage: int, stages: int, micro_batches: int, interleave: int) -> list[tuple[int, int, bool]]:
-    """Return (chunk, micro-batch, backward) for a rank's operations, in the order of torch's lists."""
+    """Return (chunk, micro-batch, backward) for each operation of a rank, in the order of torch's lists. A chunk is one
+    of the rank's ``interleave`` pipeline stages."""
     # With interleaving, a rank runs ``at_once`` micro-batches through one chunk before it continues with the next
     # chunk.
     total, at_once = micro_batches * interleave, micro_batches // max(micro_batches // stages, 1)
@@ -32,7 +33,7 @@ def stage_order(stage: int, stages: int, micro_batches: int, interleave: int) ->
 
 def directions(schedule: str, stage: int, stages: int, micro_batches: int, interleave: int) -> list[bool]:
     """For each operation of a stage, in order, return whether it is a backward. The pipeline has stages · interleave
-    stages. Use it only for schedules that do not split the backward."""
+    stages. Use this function only for schedules that do not split the backward."""
     if schedule in FORWARDS_FIRST:
         return [False] * micro_batches + [True] * micro_batches
     chunk, rank = divmod(stage, stages)

@@ -15,8 +15,8 @@ from fourfold.config.stages import splits_backward, stages_per_rank
 
 
 def weight_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
-    """Yield the gathers of weights and the sums of gradients over z, dp, and cp (``parallel.replicated`` and
-    ``parallel.fully_sharded``)."""
+    """Yield the gathers of weights and the sums of gradients over z, dp, and cp (``parallel.data.replicated`` and
+    ``parallel.data.fully_sharded``)."""
     grid, training, tiles = run.parallel, run.training, tiles_of(run, stage)
     reduced = 4 if training.reduce_dtype == "fp32" else 2
     replicas = axis_name(run, ("dp", "cp"))
@@ -70,7 +70,7 @@ def _expert_weight_lines(run: RunConfig, tiles: Tiles, gathers: _Gathers, item: 
 
 def _levels(run: RunConfig, axis: str, ranks: int) -> list[tuple[str, int]]:
     """Return the groups of ranks that run an axis's collectives, each with a divisor for the size of its full tensors.
-    Across nodes, each rank of a node handles only its own part of the tensor (``parallel.fsdp_in_levels``)."""
+    Across nodes, each rank of a node handles only its own part of the tensor (``parallel.data.fsdp_in_levels``)."""
     per_node = run.overlap.shards_per_node
     if not 1 < per_node < ranks:
         return [(axis, 1)]
@@ -78,8 +78,8 @@ def _levels(run: RunConfig, axis: str, ranks: int) -> list[tuple[str, int]]:
 
 
 class _Gathers(NamedTuple):
-    """How often FSDP2 gathers a unit's weights in a step: from all shards, and from the shards over z that it kept
-    after a forward."""
+    """How often FSDP2 gathers a unit's weights in a step. The first number of each pair counts the gathers from all
+    shards. The second number counts the gathers from shards over z, which FSDP2 has kept after a forward pass."""
 
     block: tuple[int, int]
     last: tuple[int, int]

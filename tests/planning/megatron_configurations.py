@@ -1,7 +1,7 @@
 """Settings of public runs of Megatron-LM and Megatron-Bridge, with the columns that they mean.
 
-The files are written anew for the tests. Each configuration has the settings that change a prediction, and a few that
-do not. Its comment names the public file that has these settings.
+We wrote these files for the tests. Each file has the settings that change a prediction, and a few settings that do not.
+A comment names the public file that the settings come from.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Settings of other programs, each with the columns that they mean and with the settings that are not understood.
+"""Settings of other programs. For each file of settings, list the columns that it means, and the settings that are not
+understood.
 
 The settings follow the programs' documentation and code: NVIDIA/Megatron-LM at d98e8a64, NVIDIA-NeMo/Megatron-Bridge at
 a9497c6b, pytorch/torchtitan at 01424cb2, and hiyouga/LLaMA-Factory at 03da9a79. The tests give the model.
@@ -9,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 MEANINGS: list[tuple[str, str, dict[str, Any], tuple[str, ...]]] = []
-"""Name of a file, its text, and the columns and the settings that are not understood."""
+"""For each file: its name, its text, the columns that it means, and the settings that are not understood."""
 
-# The marks of torchtitan and of GPT-NeoX, which share names with Megatron-LM.
+# Settings that identify torchtitan and GPT-NeoX. Many of their settings have the same names as in Megatron-LM.
 MEANINGS += [
     ("flavor.toml", "[model]\nflavor = '8B'\n[training]\nglobal_batch_size = 1024",
      {"program": "torchtitan", "seq_len": 2048, "global_batch": 1024, "micro_batch": 8}, ()),
@@ -63,7 +64,7 @@ MEANINGS += [
     ("checkpoint.sh", MEGATRON + "--use-checkpoint-args", {"layers": 32}, ("use_checkpoint_args = true",)),
 ]  # fmt: skip
 
-# Tokenizers. An explicit size of the vocabulary wins.
+# Tokenizers determine the size of the vocabulary, unless a setting gives the size.
 MEANINGS += [
     ("gpt2.sh", MEGATRON + "--tokenizer-type GPT2BPETokenizer --vocab-file a --merge-file b", {"vocab": 50304}, ()),
     ("llama2.sh", MEGATRON + "--tokenizer-type Llama2Tokenizer", {"vocab": 32000}, ()),
@@ -122,7 +123,8 @@ MEANINGS += [
      "--per_device_train_batch_size 2", {"micro_batch": 2}, ("config_file = fsdp.yaml",)),
 ]  # fmt: skip
 
-# Names that look harmless.
+# The settings of the first file do not change a prediction. All other files have settings that look as harmless but are
+# not, so they must be listed as not understood.
 MEANINGS += [
     ("harmless.sh", MEGATRON + "--lr 1e-4 --seed 1 --log-interval 10 --save out --data-path data --rotary-base 10000",
      {"layers": 32}, ()),

@@ -75,9 +75,12 @@ EVERY = [(model, grid, mode) for grid in GRIDS for model in models_on(grid) for 
 
 
 def in_some_pair(case: Case) -> bool:
-    """Return whether a case belongs to the covering set: any model and grid, any model and mode, and any grid and mode
-    occur together in some case. Modes alternate along grids and models. If a grid has fewer models than there are
-    modes, its last model has two modes."""
+    """Return whether a case belongs to the covering set.
+
+    In this set, every pair of a model and a grid, of a model and a mode, and of a grid and a mode occurs in some case.
+    From one grid or model to the next, the mode changes. If a grid has fewer models than there are modes, its last
+    model has two modes.
+    """
     model, grid, mode = case
     models = models_on(grid)
     ahead = (MODES.index(mode) - GRIDS.index(grid) - models.index(model)) % len(MODES)
@@ -90,7 +93,7 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in [*IN_PAIRS, *MOR
 
 
 def run_of(model: str, grid: dict[str, Any], mode: str, layers: int = 3, every: int = 1, **training: Any) -> RunConfig:
-    """Return a run. ``mode`` is a mode of recompute, followed by its modules."""
+    """Return a run. ``mode`` is the mode of recompute, followed by the names of the modules to recompute."""
     mode, *modules = mode.split()
     ranks = grid.get("z", 1) * grid.get("dp", 1)
     return tiny_run(
@@ -113,9 +116,12 @@ def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
 
 
 def assert_activations_too(run: RunConfig, within: float | None = None) -> None:
-    """Compare everything, also the peak of the activations. In such small models, memory peaks in or near the head. If
-    it peaks in a block's backward, the planner counts up to 8 % more than the trace, and up to 20 % more if attention
-    caps its scores. If attention with norms per head is recomputed, the planner counts up to 7 % less."""
+    """Compare everything, also the peak of the activations.
+
+    In such small models, memory peaks in or near the head. If the peak is in a block's backward, the planner counts up
+    to 8 % more than the trace, and up to 20 % more if attention caps its scores. If attention with norms per head is
+    recomputed, the planner counts up to 7 % less.
+    """
     memory = assert_equal_to_the_trace(run).memory
     work = workload_of(run)
     in_block = 0.25 if run.model.attn_logit_softcapping else 0.1

@@ -25,7 +25,7 @@ H100 = {"machine": "dgx-h100"}
 
 
 def written(folder: Path, configuration: Configuration) -> Path:
-    """Write a configuration and the files beside it, and return its path."""
+    """Write a configuration and the other files in its folder. Return the configuration's path."""
     for name, text in {**configuration.beside, configuration.name: configuration.text}.items():
         (folder / name).write_text(text, encoding="utf-8")
     return folder / configuration.name

@@ -145,7 +145,7 @@ def test_a_plan_is_written_with_the_steps_for_its_tokens(tmp_path: Path) -> None
 
 
 def test_a_much_slower_layout_of_the_run_file_is_in_no_chart(tmp_path: Path) -> None:
-    """In a chart, it would make all other layouts look the same. The table still shows it."""
+    """In a chart, such a layout would make all other layouts look the same. The table still shows this layout."""
     path = tmp_path / "run.toml"
     for gpus, drawn in ((8, True), (1, False)):
         asked = request_from_options("gpt2", None, [], gpus, 1024, 64)

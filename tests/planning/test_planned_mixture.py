@@ -66,8 +66,8 @@ GRIDS: list[dict[str, int]] = [
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_exchanges_are_those_of_every_choice_of_a_token(grid: dict[str, int], again: bool) -> None:
-    """There are two exchanges in the forward, two in the backward, and two more with full recompute. Each exchange
-    sends K rows per token, with 2 bytes per entry."""
+    """There are two exchanges in the forward, two in the backward, and two more with full recompute. A token is sent to
+    K experts, so each exchange sends K rows per token, with 2 bytes per entry."""
     mode = {"activation_checkpoint": {"mode": "full" if again else "none"}}
     work = work_of(grid, **mode)
     seconds = step_parts(work, ONE_LINK, PLAIN)["ep"]

@@ -1,5 +1,5 @@
-"""The planner reads measured rows as the source describes them. A mistake in the file is an error, and for a row that
-cannot be predicted, the reader gives the reason."""
+"""The planner reads measured rows as the source describes them. A mistake in the file is an error. If a row cannot be
+predicted, the planner gives the reason."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_what_nvidias_recipes_keep() -> None:
 
 
 def test_parts_of_the_memory_of_long_sequences() -> None:
-    """Tiles and offload each remove exactly the memory that they should remove."""
+    """Processing tokens in chunks (``tiled``) and offload each remove exactly the memory that they should remove."""
     cells = {"program": "deepspeed", "sharding": "zero3", "cp": 8, "cp_method": "ulysses", "seq_len": 131072,
              "global_batch": 1, "micro_batch": 1, "mlp": "swiglu", "vocab": 128256}  # fmt: skip
 
@@ -358,7 +358,8 @@ def test_out_of_memory_rows() -> None:
 
 
 def test_whatever_ran_fitted() -> None:
-    """If a row has a step time but no memory, the run fit into memory. Such a row counts if it names its recompute."""
+    """If a row has a step time but no memory, the run fit into memory. Such a row counts if it gives the recompute
+    mode."""
     scored = predict_rows([row(), row(recompute=""), row(hidden=20480, heads=128)], Calibration())
     memory = memory_of(scored)
     assert memory["fitting_rows"] == 2 and memory["fit_recall"] == 0.5

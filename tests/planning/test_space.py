@@ -230,8 +230,8 @@ def test_every_rejected_point_keeps_its_reason() -> None:
 
 
 def test_of_layouts_with_tied_times_the_one_less_likely_to_run_out_of_memory_is_first() -> None:
-    """Without this rule, a plan for A100s put a layout of a 7B model first that was 0.06 % faster than the second
-    layout, but twice as likely to run out of memory."""
+    """Without this rule, a plan of a 7B model on A100s ranked one layout first because it was 0.06 % faster than the
+    second layout, although it was twice as likely to run out of memory."""
     seconds, p_oom = np.array([33.72, 33.74, 33.73, 34.5, 34.6, 30.0]), np.array([0.046, 0.02, 0.0203, 0.04, 0, 0.3])
     reason = np.array([0, 0, 0, 0, 0, OUT_OF_MEMORY], dtype=np.uint8)
     scores = SearchScores(seconds, seconds, np.zeros(6), p_oom, reason)
@@ -272,7 +272,7 @@ def test_a_point_of_the_search_is_the_point_alone() -> None:
 
 @pytest.mark.slow
 def test_the_space_of_175b_on_512_gpus_is_large() -> None:
-    """benchmarks/plan_search.py measures how long it takes."""
+    """benchmarks/plan_search.py measures how long this search takes."""
     found = search(base("frontier-175b", 2048, 1536), load_machine("dgx-a100"), prior_constants(), 512)
     assert found.evaluated > 500_000
 

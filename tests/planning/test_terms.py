@@ -227,7 +227,7 @@ def test_costs_of_a_training_run() -> None:
 
 
 def attention_rate(machine: str, seq: int, **changes: object) -> float:
-    """Return the FLOP/s of the fused kernel, forward and backward, with 64 causal heads of 128."""
+    """Return the FLOP/s of the fused causal kernel, forward and backward, with 64 heads and a head_dim of 128."""
     work = workload_of_model(ModelConfig(**PRESETS["llama3-70b"])).but(seq_length=seq, global_batch_size=64, **changes)
     constants = replace(PRIOR, attention=1.0)
     block = block_time(work, load_machine(machine), constants)
@@ -253,7 +253,8 @@ def test_attention_kernels_of_each_generation(machine: str, flash2: bool, measur
 
 
 def test_rings_of_wide_heads_and_windows_have_an_older_kernel() -> None:
-    """Only a ring with wide heads or windows cannot use cuDNN's kernel. For an A100, there is no newer kernel."""
+    """Rings of wide heads, and windows without a ring, cannot use cuDNN's kernel. For an A100, there is no newer
+    kernel than FlashAttention-2."""
 
     def share(machine: str, **changes: object) -> float:
         work = workload_of_model(ModelConfig(**PRESETS["llama3-70b"])).but(
@@ -303,8 +304,8 @@ def test_terms_take_arrays() -> None:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_zero_is_charged_to_the_axis_that_sends(zero: int) -> None:
-    """If z has one rank, the planner counts all this communication under dp. If z has several ranks, the part under z
-    is the same as without dp."""
+    """If z has one rank, the planner counts all communication of weights and gradients under dp. If z has several
+    ranks, the part under z is the same as without dp."""
     work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(
         seq_length=8192, global_batch_size=64, zero=zero, overlap_z=False
     )

@@ -118,8 +118,8 @@ def scored_rows(row: Row, source: str, ratios: list[float]) -> list[Scored]:
 
 
 def test_intervals_weigh_rows_by_source_and_an_imagined_source(tmp_path: Path) -> None:
-    """Many rows of a source hardly count more than a few rows. Without any rows, the interval is that of the imagined
-    source."""
+    """Many rows of a source hardly count more than a few rows. Without any rows, the interval comes from an imagined
+    source, which stands for sources that nobody has published."""
     row = read_rows([table_of(tmp_path / "t.csv", {"a": 1.0})])[0][0]
     many, few = scored_rows(row, "a", [0.9] * 5000 + [1.1] * 5000), scored_rows(row, "b", [2.0] * 100)
     low, high = interval_of(many)
@@ -128,7 +128,8 @@ def test_intervals_weigh_rows_by_source_and_an_imagined_source(tmp_path: Path) -
     alone = interval_of([])
     assert alone == pytest.approx([np.exp(UNKNOWN.inv_cdf(share)) for share in (0.05, 0.95)], rel=0.03)
     assert interval_of(scored_rows(row, "b", [1.0, 1.0]))[1] > 1.3
-    # The rows of b are judged by a's range, and the rows of a by the ranges of b and of the imagined source.
+    # The interval for the rows of b comes from a and the imagined source, without b. The interval for the rows of a
+    # comes from b and the imagined source.
     assert coverage(many + few) == {"a": 1.0, "b": 0.0}
 
 
@@ -200,7 +201,7 @@ def test_published_figures_are_predicted_within_reason() -> None:
         assert 0.6 < figure.as_run_pflops / figure.published < 1.5, figure.model
     curve = weak_scaling(shipped())
     assert curve[0]["efficiency"] == 1
-    # Each number of GPUs trains a model of its own, which is larger with more GPUs.
+    # Each number of GPUs trains a different model. With more GPUs, the model is larger.
     efficiencies = [r["efficiency"] for r in curve]
     assert all(later < before + 0.001 for before, later in itertools.pairwise(efficiencies)), efficiencies
 
@@ -240,7 +241,8 @@ def test_the_figures_are_what_the_script_makes() -> None:
 
 
 def test_misfits_are_recognized_and_probabilities_of_fitting_are_reliable() -> None:
-    """The cases are devices that measured runs fit, and devices that they do not fit."""
+    """Each case combines a measured run with a device. In some cases the run fits into the device's memory, and in some
+    cases it does not fit."""
     cases = memory_cases(read_rows([measured_table()])[0])
     precision, recall = cases.refused(0.5)
     assert len(cases.fits) > 700 and precision > 0.9 and recall > 0.9

@@ -30,7 +30,7 @@ class Trial(NamedTuple):
     bit: int
     rank: int
     named: tuple[int, ...]
-    """The ranks that the error message names. It is empty if replay found nothing."""
+    """The ranks that the error message names. The tuple is empty if replay found nothing."""
     sentence: str
     is_harmless: bool
     """Whether replay found nothing, and this rank's gradients equal the gradients of a healthy step."""

@@ -229,7 +229,7 @@ def test_the_limit_of_time_before_the_first_step(tmp_path: Path, prefix: str, cl
 def test_a_step_that_leaves_the_program_is_a_crash(
     tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, code: object
 ) -> None:
-    """This holds for every exit code, because the code that exits may be a library that does not know about the job."""
+    """Every exit code counts as a crash, because a library that does not know about the job may have called exit."""
 
     def update(*_: object) -> None:
         sys.exit(code)  # type: ignore[arg-type]

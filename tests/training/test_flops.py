@@ -35,7 +35,7 @@ def test_a_tiny_decoder_by_hand():
     layer = 96 + 48 + 48 + 96 + 3 * 128
     assert layer == 672
     matmul_parameters = 2 * 672 + 256
-    attention = 2 * (4 * 10 * 4 * 3 // 2)  # layers x 240
+    attention = 2 * (4 * 10 * 4 * 3 // 2)  # 240 FLOPs per token in each of two layers
     count = count_of()
     assert count.matmul_parameters == matmul_parameters == 1600
     assert count.forward == 2 * 1600 + attention == 3680
@@ -76,8 +76,8 @@ def test_linear_attention_by_hand():
     assert attention == 640
     mlp, full, head = 3 * 128, 96 + 48 + 48 + 96, 256
     assert count.matmul_parameters == attention + full + 2 * mlp + head == 1952
-    # There are 4 states of 3*5 entries. A token reads from them, updates them, and reads its output: 2 FLOPs per entry
-    # each.
+    # There are 4 states of 3*5 entries. A token reads from them, updates them, and reads its output. Each of these
+    # takes 2 FLOPs per entry.
     states = 3 * 2 * 4 * 3 * 5
     assert count.forward == 2 * 1952 + states + 240
 

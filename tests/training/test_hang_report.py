@@ -59,8 +59,8 @@ def test_a_rank_that_waits_is_not_named_although_others_wait_for_it() -> None:
 
 
 def test_a_receiver_waits_for_the_sender_and_not_the_sender_for_it() -> None:
-    """Stage 1 waits for the third activation. It has also sent its second gradient, which stage 0 has not received
-    yet."""
+    """Stage 1 waits for the third activation. Stage 1 has also sent its second gradient, but stage 0 has not received
+    it yet."""
     forward, backward = "pp of 0-1 from 0", "pp of 0-1 from 1"
     reports = [report(0, 41.0, entered={forward: 2, backward: 2}), report(1, 40.0, entered={forward: 3, backward: 2})]
     assert find_awaited(reports).rank == 0

@@ -39,7 +39,8 @@ def killable(folder: Path, prefix: str, steps: int, **changes: object) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """Return the folder of a run that nobody kills. It is made at first use."""
+    """Return a function that trains a run without killing it, and returns the run's folder. A run with the same
+    arguments is trained only once."""
     folders: dict[tuple[str, int], Path] = {}
 
     def run(setting: str, steps: int) -> Path:
@@ -95,7 +96,7 @@ def kill(process: subprocess.Popen[str], victim: str) -> None:
 
 
 def test_a_kill_of_one_process_costs_no_bit(tmp_path: Path, prefix: str, start: Start, cli: Cli) -> None:
-    """This is a short version of the sweep. Only the killed attempt runs in its own process."""
+    """The test is a short version of the sweep. Only the killed attempt runs in its own process."""
     folders = tmp_path / "killed", tmp_path / "whole"
     paths = [killable(folder, prefix, 16) for folder in folders]
     process = start(paths[0])

@@ -58,7 +58,7 @@ def test_a_run_from_beginning_to_end(finished: tuple[RunConfig, Outcome]) -> Non
     ]
     assert [record["step"] for record in metrics if "validation_loss" in record] == [4, 8]
     assert metrics[0]["loss"] == pytest.approx(math.log(257), abs=0.2)
-    assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.5  # it learns
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.5  # the model learns
     assert metrics[-1]["validation_loss"] < metrics[3]["validation_loss"]
     peak = peak_flops(torch.cuda.get_device_name(), "fp32") if torch.cuda.is_available() else None
     for record in metrics:
@@ -178,7 +178,7 @@ def test_sample_at_any_temperature(tmp_path: Path, prefix: str, temperature: flo
     assert sample is not None
     assert sample.startswith("the grid é ")
     assert checkpoints_of(run) == []
-    if temperature < 1:  # both temperatures take the most likely token
+    if temperature < 1:  # the most likely token is taken at 0 and at 1e-30
         greedy = make(
             tmp_path, prefix, sample__prompt="the grid é ", **{**changes, "sample__temperature": 0.0}, name="b"
         )

@@ -164,7 +164,8 @@ def steps_of(optimizer: type[torch.optim.Optimizer], start: torch.Tensor, name: 
 
 
 def by_torchs_muon(config: OptimizerConfig, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Take five steps with torch's Muon, each expert by itself, and with AdamW for what Muon does not step."""
+    """Take five steps: with torch's Muon for matrices (each expert separately), and with torch's AdamW for all other
+    parameters."""
     after = {}
     for name, start in before.items():
         decay = config.weight_decay if start.ndim > 1 else 0.0
@@ -253,7 +254,7 @@ def test_matrices_are_dealt_evenly() -> None:
 
 @pytest.mark.parametrize("parallel", [{}, {"z": 3}, {"x": 2, "z": 2}])
 def test_only_matrices_decay(pool: Pool, parallel: dict[str, int]) -> None:
-    """This holds on every grid, with every shape of the local shard."""
+    """On every grid and with every shape of the local shard, only matrices have weight decay."""
     run = tiny_run(GPT, parallel, optimizer=optimizer_section(), training={"global_batch_size": 12})
     before, after = pool.run(run.parallel.world_size, step_with_known_gradients, run, 1, True)[0]
     kinds = {1: 0, 2: 0}

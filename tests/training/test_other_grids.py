@@ -147,7 +147,7 @@ def test_one_run_of_experts_on_several_grids(
         assert 0 < ours["dropped_share"] < 0.5
         assert 1 < ours["router_entropy"] <= math.log(4) + 1e-6
     folder = Path(run.output_dir, run.name)
-    for ours, figures in zip(read_metrics(folder / EXPERTS_FILE), metrics_of(run), strict=True):  # a line every step
+    for ours, figures in zip(read_metrics(folder / EXPERTS_FILE), metrics_of(run), strict=True):  # one line per step
         rows = ours["tokens_per_expert"]
         assert [sum(each) for each in rows] == [2 * figures["tokens"] // figures["step"]] * 2
         assert ours["layers"] == [0, 1]

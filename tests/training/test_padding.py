@@ -43,7 +43,8 @@ MUON = {"optimizer": {"name": "muon"}}
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, str]:
-    """Conversations of 18 to 20 tokens (two per sequence) or of 32 to 40, and answers of 8 to 24 tokens."""
+    """Make a corpus of conversations and a corpus of pairs. The conversations have 18 to 20 tokens (two fit into a
+    sequence) or 32 to 40 tokens, and the answers of the pairs have 8 to 24 tokens."""
     folder = tmp_path_factory.mktemp("padded")
     lengths = [(18 + n % 3) if n % 4 else (32 + n % 9) for n in range(60)]
     talks = [

@@ -83,7 +83,8 @@ def test_the_run_ends_before_the_weights_move(
     def finish_and_flip(job: Job) -> None:
         finish(job)
         calls[0] += 1
-        # The passes are 1, 2, 2', 3, 4, 4', so the sixth is the second pass of step 4.
+        # Every second step has two passes, so the passes belong to the steps 1, 2, 2, 3, 4, and 4. The sixth pass is
+        # the second pass of step 4.
         if calls[0] == 6:
             job.trained[3].grad.view(-1).view(torch.uint8)[0] ^= 1
 

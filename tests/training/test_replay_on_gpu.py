@@ -22,7 +22,8 @@ Kernel = Callable[[int], bool]
 
 
 def is_atomic(passes: int) -> bool:
-    """Follow attention's rule in torch's CUDA code: a flag that only warns does not change the kernel."""
+    """Return whether a gradient changes, by the rule of attention in torch's CUDA code: the flag that only warns does
+    not change the kernel."""
     is_strict = (
         torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
@@ -47,8 +48,8 @@ def has_no_kernel(passes: int) -> bool:
 
 
 def replayed(rank: int, world_size: int, kernel: Kernel, asked: bool) -> tuple[str, int]:
-    """Replay a step, and return the sentence and the number of passes. ``asked``: whether the user has already asked
-    torch for warnings."""
+    """Replay a step. Return the error message and the number of passes. ``asked`` says whether the user has already
+    asked torch for warnings about nondeterministic kernels."""
     run = tiny_run(LLAMA, checks={"replay_interval": 1})
     finish, passes = Job.finish_gradients, 0
 

@@ -71,7 +71,7 @@ def test_stopped_by_a_signal_it_saves_and_goes_on(
 def test_killed_between_checkpoints_it_repeats_the_lost_steps(
     finished: tuple[RunConfig, Outcome], tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lines of the lost steps are written again, so each is there once."""
+    """The resumed run replaces the lines of the lost steps, so each line is there once."""
     run = make(tmp_path, prefix, checkpoint__interval=3)
     with monkeypatch.context() as patched:
         at_step(patched, 5, die)

@@ -99,7 +99,7 @@ def leveldb_records(content: bytes) -> Iterator[bytes]:
     assert content[:4] == b":W&B"
     at, whole = 7, b""
     while at + 7 <= len(content):
-        # The bytes that are left in this block. No part of a record is larger.
+        # Compute how many bytes are left in this block. No part of a record crosses the end of a block.
         room = 2**15 - at % 2**15
         if room < 7:
             at += room
@@ -107,7 +107,7 @@ def leveldb_records(content: bytes) -> Iterator[bytes]:
         _, length, kind = struct.unpack_from("<IHB", content, at)
         whole += content[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # these types are a whole record, and the last part of a record
+        if kind in (1, 4):  # a whole record, or the last part of one
             yield whole
             whole = b""
 

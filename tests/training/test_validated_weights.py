@@ -93,7 +93,7 @@ def test_a_run_ends_when_nothing_improves(tmp_path: Path, prefix: str, losses: l
     run = load_run(run_file(tmp_path, prefix, training__train_steps=30, **changes))
     losses += [5.0, 4.0, 3.95, 3.85, 3.8, 3.8]
     outcome = train(run)
-    # 3.95 was no improvement on 4.0, so 3.85 is compared with 4.0 and is one.
+    # 3.95 does not count as an improvement on 4.0. So 3.85 is compared with 4.0, and counts.
     assert (outcome.steps, outcome.stopped) == (12, False)
     assert [path.name for path in list_checkpoints(folder_of_checkpoints(run))] == ["step_12"]
     summary = Path(run.output_dir, run.name, "summary.json").read_text()

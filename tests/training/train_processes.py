@@ -32,8 +32,8 @@ sys.meta_path.insert(0, Finder())
 
 
 def with_change(folder: Path, module: str, change: str) -> dict[str, str]:
-    """Return the environment of processes that run ``change(module)``, given as text, on a module when they import
-    it."""
+    """Return an environment for processes. When a process imports ``module``, it calls the function ``change`` on the
+    module. The argument ``change`` is the source code that defines this function."""
     return run_at_start(folder, WHEN_IMPORTED.format(module=module) + change)
 
 

@@ -139,7 +139,7 @@ LATENTS = [
         {"moe": {"bias_update_rate": 0.5}},
     ),
     Mutant(
-        "the softmax weights of a token's experts are normalized to a sum of 1, against norm_topk_prob",
+        "the softmax weights of a token's experts are normalized to a sum of 1, although norm_topk_prob is false",
         "models.mixture:Choice.weights",
         "if self.normalize:\n    weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)",
         "weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)",

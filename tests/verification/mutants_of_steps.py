@@ -191,7 +191,7 @@ DATA = [
         sections=STATIC,
     ),
     Mutant(
-        "with the goldfish strategy `hash-table`, the hash leaves out the target, against `include_target`",
+        "with the goldfish strategy `hash-table`, the hash leaves out the target, although `include_target` is true",
         "data.goldfish:hash_table_drops",
         "first = h - 1 if include_target else h",
         "first = h",

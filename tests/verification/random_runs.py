@@ -19,7 +19,7 @@ PRECISIONS = ({"precision": "fp16"}, {"precision": "bf16"}, {"precision": "bf16"
 
 
 def random_table(seed: int) -> Table:
-    """Return the sections of a legal run file on two to eight processes. They depend only on the seed."""
+    """Return the sections of a legal run file on two to eight processes. The seed alone determines them."""
     table = _random_table(random.Random(seed))
     changes = {
         "latents": _with_latents,
@@ -63,8 +63,8 @@ def is_legal(table: Table) -> bool:
 
 
 def shrink(table: Table, fails: Callable[[Table], bool]) -> Table:
-    """Return a smaller run file that fails. Keys are left out and numbers reduced, one at a time, as long as it
-    fails."""
+    """Return a smaller run file that fails. The function removes a section or a key, or halves a number. It repeats
+    this as long as it finds a change with which the run file is legal and still fails."""
     while (smaller := next((t for t in _smaller(table) if is_legal(t) and fails(t)), None)) is not None:
         table = smaller
     return table
@@ -227,7 +227,8 @@ def _with_latents(draw: random.Random, table: Table) -> Table:
 
 
 def _with_linear_attention(draw: random.Random, table: Table) -> Table:
-    """Return a run file in which some layers have linear attention. It is not legal if the model has latents."""
+    """Return a run file in which some layers have linear attention. The run file is not legal if the model has latent
+    attention."""
     grid = table["parallel"]
     keys = grid["x"] * grid["y"] * grid["cp"] * draw.choice((1, 2))
     kinds = table["model"].get("layer_types") or ["full_attention"]
@@ -248,7 +249,8 @@ def _with_linear_attention(draw: random.Random, table: Table) -> Table:
 
 
 def _with_predictions(draw: random.Random, table: Table) -> Table:
-    """Return a run file whose model predicts further tokens. It is not legal with LoRA or DPO, among others."""
+    """Return a run file whose model predicts further tokens. The run file is not legal if it has LoRA, DPO, or certain
+    other settings."""
     model = table["model"] | {"num_nextn_predict_layers": draw.choice((1, 1, 2))}
     weight = {"mtp_loss_weight": draw.choice((0.1, 0.5))}
     training = {**table["training"], **weight, "tuned_products": "off", "compile": False}

@@ -1,7 +1,8 @@
 """A GPT block keeps the activations of Korthikanti et al. 2022 (arXiv 2205.05198), to the byte.
 
-With two bytes per number, their section 4.1 has 34·s·b·h + 5·a·s²·b for one block. Two of the 34 are dropout masks.
-Flash attention never stores the scores. It keeps a float32 log-sum-exp for each head and token instead.
+With two bytes per number, their section 4.1 counts 34·s·b·h + 5·a·s²·b bytes for one block. Of these, 2·s·b·h are
+dropout masks, which our block does not have. The second term is for attention scores, which flash attention does not
+store. Flash attention stores a float32 log-sum-exp for each head and token instead.
 """
 
 from __future__ import annotations

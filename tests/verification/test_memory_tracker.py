@@ -44,7 +44,7 @@ def tracked_peak(run: RunConfig) -> int:
 
 def check_against_tracker(model: dict[str, Any], grid: dict[str, int], sections: dict[str, Any]) -> None:
     """Compare the peak of a run's trace with the peak of torch's tracker."""
-    # A single micro-batch per rank, because the tracker supports only one forward pass per module.
+    # Use a single micro-batch per rank, because the tracker supports only one forward pass per module.
     batch = 2 * grid.get("z", 1) * grid.get("dp", 1)
     training = {"micro_batch_size": 2, "seq_length": 128, "global_batch_size": batch, "device": "cpu"}
     run = tiny_run(model, grid, training=training, **sections)

@@ -127,7 +127,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": EXPERTS | GATED | LINEAR | {"intermediate_size": 48},
     "qwen3_next": EXPERTS | GATED | LINEAR | {"first_k_dense_replace": 1},
 }
-"""For each family of transformers, a model that only this family computes."""
+"""For each model family of transformers, keys of ``[model]`` that fourfold exports as this family."""
 
 ONE_AXIS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "x": ({"x": 2}, GOLDFISH),

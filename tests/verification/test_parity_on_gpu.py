@@ -1,4 +1,4 @@
-"""Parity on a simulated GPU: what is gathered on the CPU meets what the references compute on the GPU."""
+"""Run parity on a simulated GPU. It gathers the grid's tensors on the CPU, and the references compute on the GPU."""
 
 from __future__ import annotations
 

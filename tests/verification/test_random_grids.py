@@ -17,8 +17,9 @@ from fourfold.run_file.dump import to_toml
 from fourfold.verification.parity_report import ParityReport
 
 SEEDS = (*range(100), 178, 206, 248, 253)
-"""Besides the first seeds, four whose rounding errors are unusual. 178 and 248 have Muon in fp16, whose matmuls compute
-in bf16. 206 has fp16 gradients that overflow, and Lion, which hides the noise of most updates."""
+"""The first hundred seeds, and four more seeds whose runs have unusual rounding errors. 178 and 248 have Muon in an
+fp16 run, although Muon's matmuls compute in bf16. 206 has fp16 gradients that overflow, and Lion, which hides the noise
+of most updates."""
 
 FAST = (28, 30, 61, 71, 253)
 """Seeds of small runs. The first has LoRA in fp16, whose first gradients nearly underflow. The second has key biases in
@@ -56,7 +57,7 @@ def test_random_run_computes_what_one_process_computes(seed: int, pool: Pool, tm
 
 
 def test_random_runs_are_many_kinds() -> None:
-    """They have every axis, some axes of size 3, and every section that may be left out. No two are alike."""
+    """The run files have every axis, some axes of size 3, and every section that may be left out. No two are alike."""
     tables = [random_table(seed) for seed in range(60)]
     sizes = Counter((axis, table["parallel"][axis]) for table in tables for axis in AXES)
     assert all(sizes[axis, 2] for axis in AXES)

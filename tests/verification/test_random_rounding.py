@@ -23,7 +23,7 @@ def test_every_result_moves_by_at_most_one_unit_in_the_last_place() -> None:
 
 
 def test_differences_of_equal_values_show_the_noise_of_the_values() -> None:
-    """In float32, they are exactly zero, although either value may have rounded in another way."""
+    """In float32, the difference of two equal results is exactly zero. With other rounding errors, it would not be."""
     x = torch.rand(1000, dtype=torch.float64) + 0.5
     with rounding():
         difference = x.sqrt() - x.sqrt()

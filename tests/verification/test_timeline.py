@@ -63,8 +63,8 @@ def profiled_body(rank: int, world_size: int, run: RunConfig, folder: Path, late
 
 
 def sleeps(process_id: int) -> bool:
-    """Return whether a process waits for another one. A busy machine can also keep a process from running, but such a
-    process is ready to run."""
+    """Return whether a process waits for another process. A busy machine can also keep a process from running, but such
+    a process is ready to run and does not count."""
     for _ in range(10):
         if Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "S":
             return False
@@ -137,7 +137,7 @@ def stopped_body(rank: int, world_size: int, run: RunConfig, folder: Path) -> No
     assert methods_of_torch() != before
     timeline.close()
     assert methods_of_torch() == before
-    with torch.profiler.profile():  # torch allows one at a time
+    with torch.profiler.profile():  # torch allows only one profiler at a time
         pass
 
 
@@ -207,7 +207,7 @@ def test_times_are_those_of_every_microsecond(
 
 
 def test_kernels_of_nccl_belong_to_the_range_that_launched_them(tmp_path: Path) -> None:
-    """This is a trace as torch writes it on a GPU, with kernels, their launches, and ranges of the CPU."""
+    """The test writes a trace as torch does on a GPU, with kernels, their launches, and ranges of the CPU."""
 
     def event(category: str, name: str, thread: int, start: int, end: int, launch: int | None = None) -> dict[str, Any]:
         arguments = {} if launch is None else {"correlation": launch}

@@ -62,8 +62,8 @@ def block_bytes(run: RunConfig) -> dict[tuple[str, str, str], int]:
         ("x", "reduce_scatter", "up: input gradient"): residual,
         ("x", "all_gather", "o_proj: output gradient"): residual,
         ("x", "reduce_scatter", "qkv: input gradient"): residual,
-        # Once per step, for this rank's shards: the weights (and biases) of two norms, and the biases of two
-        # projections.
+        # Once per step, the gradients of this rank's shards are summed: the weights (and biases) of two norms, and the
+        # biases of two projections.
         ("x", "all_reduce", "gradients of norms and biases"): vectors * model.hidden_size // grid.y // grid.z * 4,
     }
     over_y = {
@@ -155,8 +155,8 @@ def test_continuing_from_short_pipelines_is_exact(model: dict[str, Any], grid: d
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
 @pytest.mark.parametrize("pp", [2, 6])
 def test_small_pipelines_have_layers_of_the_same_kinds(pp: int, schedule: str) -> None:
-    """In each stage of the traced rank, the layers of the small pipeline are of the same kinds as the first layers of
-    the whole one."""
+    """Each stage of the traced rank begins with the same kinds of layers in the small pipeline as in the whole
+    pipeline."""
     kinds = THIRDS | DEEPSEEK | {"num_hidden_layers": 72, "first_k_dense_replace": 3}
     run = tiny_run(kinds, {"pp": pp, "schedule": schedule}, training={"global_batch_size": 96, "micro_batch_size": 1})
     for pp_rank in range(pp):
@@ -329,8 +329,8 @@ def test_a_pipeline_of_175b_has_the_memory_that_was_measured() -> None:
     for rank in report.pipeline:
         memory = rank.memory
         assert 28e9 < memory.total_peak < 34e9
-        # Every parameter has 12 bytes (fp32 weight and AdamW's moments), sharded over 2 ranks. Each rank also has the
-        # full fp16 weight and its gradient, 2 bytes each.
+        # A parameter takes 12 bytes for its fp32 weight and AdamW's two moments. ZeRO-1 shards these over 2 ranks. Each
+        # rank also has the full fp16 weight and its gradient, with 2 bytes each.
         parameters = memory.parameters / 4 * 2
         assert memory.optimizer == 2 * memory.parameters
         assert memory.total_peak == pytest.approx((12 / 2 + 2 + 2) * parameters + memory.activations_peak, rel=0.06)

@@ -59,8 +59,8 @@ def rotated(x_BKSD: Tensor, places: int, inverse_frequencies: Tensor) -> Tensor:
 class H2O(Rival):
     """Keep the last keys, and the keys that got the most attention so far (arXiv 2306.14048).
 
-    After each step, each KV head removes the key that got the least attention from its cache. It never removes one of
-    the last ``recent`` keys.
+    After each step, each KV head removes one key from its cache: the key that got the least attention. It never removes
+    one of the last ``recent`` keys.
 
     Args:
         k: Number of keys that a step reads.

@@ -1,5 +1,4 @@
-"""Top-p: choose the smallest number of keys that together get a share p of the attention, by the scores of another
-method.
+"""Top-p: by the scores of another method, choose the fewest keys that together get a share p of the attention.
 
 The number of keys then differs between heads, layers, and steps. ``threshold_for`` finds the p with which a given
 number of keys is read on average.
@@ -56,8 +55,8 @@ class ScoreRecorder(Rival):
         super().__init__()
         self.scorer = scorer
         self.before: list[Tensor] = []
-        """For each step and layer, a tensor [rows, S]: the keys are sorted by score, and for each key, it has the share
-        of all keys with higher scores."""
+        """For each step and layer, a tensor [rows, S]. In each row, the keys are in order of decreasing score. The
+        entry of a key is the share of the row's total score that the keys before it have."""
 
     def start(self, prompts: Sequence[Prompt]) -> None:
         super().start(prompts)

@@ -45,7 +45,8 @@ NEVER_NULL = (
 it as false."""
 
 NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
-"""Keys that can be switched off: with the value null in config.json, and with the value 0 in [model]."""
+"""Keys of features that can be switched off. config.json does this with the value null, and [model] with the value 0.
+"""
 
 NEVER_0 = dict.fromkeys(NONE_IS_0[:2], "divides by zero; null is no cap") | {
     "q_lora_rank": "is not a width; null computes queries without latents",

@@ -88,8 +88,15 @@ class Family:
     """Keys and values of the quantization_config of files whose quantized weights can be read."""
 
     def variant(self, architecture: str, keys: Table, defaults: Table, fixed: Table, **changes: Any) -> Family:
-        """Return a copy of this architecture, with the given entries added to its tables and with other ``changes``. If
-        an entry of ``keys`` is None, that key is not read."""
+        """Return a copy of this architecture with some changes.
+
+        Args:
+            architecture: Name of the copy's class in transformers.
+            keys: Entries to add to ``keys``. The value None removes the entry, so the key is not read.
+            defaults: Entries to add to ``defaults``.
+            fixed: Entries to add to ``fixed``.
+            changes: Other fields to replace.
+        """
         read = {ours: theirs for ours, theirs in {**self.keys, **keys}.items() if theirs is not None}
         defaults, fixed = {**self.defaults, **defaults}, {**self.fixed, **fixed}
         return replace(self, architecture=architecture, keys=read, defaults=defaults, fixed=fixed, **changes)

@@ -16,7 +16,16 @@ MOST_LAYERS = 10_000
 
 def rotating_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
     """Return the key no_rope_layers if config.json says which layers rotate queries and keys. The list has 1 for each
-    of these layers, and 0 for each layer without rotation."""
+    of these layers, and 0 for each layer without rotation.
+
+    Args:
+        given: The config.json, with the family's defaults for missing keys.
+        family: The family.
+        where: The beginning of error messages, which names the file.
+
+    Raises:
+        UserError: The key that says which layers rotate has another form.
+    """
     if family.rotating_layers == "with_theta" and given["layer_rope_theta"] is not None:
         return _thetas_of_layers(given, family, where)
     if family.rotating_layers != "listed":
@@ -50,7 +59,16 @@ def types_of_gpt_neo(given: Mapping[str, Any], where: str) -> list[str]:
 
 def linear_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
     """Return the attention type of each layer, for a family with linear attention. If no layer is linear, also return 0
-    for the sizes of linear attention."""
+    for the sizes of linear attention.
+
+    Args:
+        given: The config.json, with the family's defaults for missing keys.
+        family: The family.
+        where: The beginning of error messages, which names the file.
+
+    Raises:
+        UserError: The list of layer types has another form, or a layer has another type.
+    """
     kinds, interval = given["layer_types"], given["full_attention_interval"]
     if kinds is None:
         check_count("full_attention_interval", interval, 1, where)
@@ -124,5 +142,6 @@ def _first_dense_layers(given: Mapping[str, Any], family: Family, name: str, whe
 
 
 def check_count(name: str, value: Any, least: int, where: str) -> None:
+    """Raise ``UserError`` if the value of a key is not an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UserError(f"{where}: {name} = {value!r} is not an integer of at least {least}")

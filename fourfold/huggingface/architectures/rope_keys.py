@@ -20,6 +20,14 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
     """Return the keys of [model] for rotary embeddings, from the keys of transformers 4 (rope_scaling, …) or 5.
 
     A file can have both. transformers prefers rope_scaling, which model cards recommend adding for long texts.
+
+    Args:
+        given: The config.json, with the family's defaults for missing keys.
+        family: The family.
+        where: The beginning of error messages, which names the file.
+
+    Raises:
+        UserError: The decoder cannot compute these rotary embeddings.
     """
     tables = {key: given.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
     if not family.rope_theta and tables["rope_scaling"]:
@@ -107,6 +115,7 @@ def _local_rope(
 
 
 def check_number(key: str, value: Any, positive: bool = False) -> None:
+    """Raise ``UserError`` if the value of a key is not a number, or with ``positive``, not a positive number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or (positive and not value > 0):
         raise UserError(f"{key} = {value!r} is not a {'positive ' * positive}number")
 

@@ -62,7 +62,7 @@ class LokiBasis:
     """The result of a calibration."""
 
     components: dict[str, Components]
-    """Principal components by kind (one of ``KINDS``). A random basis has only "post"."""
+    """Components by kind (one of ``KINDS``). A random basis has only "post"."""
     best: tuple[str, ...]
     """For each layer, the kind that ranked held-out keys best."""
     mean_LKD: Tensor
@@ -107,7 +107,7 @@ class LokiBasis:
         return Encoder.of(*sides, self.mean_LKD[layer], self.covariance_LKDD[layer])
 
     def random(self, seed: int = 0) -> LokiBasis:
-        """Return a basis of random directions for the same model, for comparison: a calibrated basis must be better.
+        """Return a basis of random directions for the same model. A calibrated basis must rank keys better.
 
         Args:
             seed: Seed of the directions.
@@ -206,7 +206,7 @@ class LokiBasis:
 
     def record(self) -> dict[str, Any]:
         """Return a summary of the basis as JSON values: Rank@90 of every layer and head, the recall of each kind, and
-        the kind that ranked best."""
+        the kind that ranked the keys best."""
         ranks = {kind: each.ranks_at(0.9) for kind, each in self.components.items()}
         return {
             "seq_length": self.seq_length,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 HELD_OUT = 0.1
-"""Fraction of windows that are held out to compare the kinds of components."""
+"""Fraction of windows that are held out to compare the kinds of components (``basis.KINDS``)."""
 
 ROWS_COMPARED = 512
 
@@ -89,8 +89,9 @@ class Moments:
 def calibrate(model: PreTrainedModel, windows: Sequence[Sequence[int]]) -> LokiBasis:
     """Compute a model's basis from windows of token ids, one at a time.
 
-    Each layer gets the kind of components that ranks best on held-out windows (a tenth of the windows, but at least
-    one).
+    There are three kinds of components: principal components of the keys before ("pre") and after ("post") their rotary
+    embedding, and components that approximate the attention scores best ("scores"). Each layer gets the kind that ranks
+    the keys of held-out windows best. A tenth of the windows is held out, but at least one window.
 
     Args:
         model: A transformers model.

@@ -60,8 +60,8 @@ class Site(Strict):
     gpus_per_node: int | None = Field(None, ge=1)
     """Number of GPUs per node. None requests as many GPUs as the grid needs."""
     cpus_per_task: int | None = Field(None, ge=1)
-    """Number of CPUs per process. It is passed to both sbatch and srun, because srun does not inherit it from sbatch
-    since SLURM 22.05."""
+    """Number of CPUs per process. The script passes this number to both sbatch and srun. Since SLURM 22.05, srun does
+    not inherit it from sbatch."""
     sbatch: Options = Field(default_factory=dict)
     srun: Options = Field(default_factory=dict)
     commands: list[Line] = Field([])

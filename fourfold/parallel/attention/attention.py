@@ -117,7 +117,8 @@ class SharedAttentionCore(AttentionCore, Tiled):
     def _attend_some_queries(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
         """Run attention under a mask, for this rank's queries of each sequence.
 
-        With soft-capping or sinks, the backward pass computes the scores again instead of keeping them.
+        With soft-capping or sinks, the forward pass does not save the scores, and the backward pass computes them
+        again.
         """
         if not self.softcap and self.sinks is None:
             return super().attend(q_BSND, k_BSKD, v_BSKD, context)
@@ -131,7 +132,7 @@ class SharedAttentionCore(AttentionCore, Tiled):
         """Return the key or value heads that this rank's query heads read.
 
         Args:
-            kv: The channels of all keys, or of all values, that this rank has computed.
+            kv: The keys, or the values, that this rank has computed. The last dim has the channels of all their heads.
         """
         if self.split == "heads":
             kv = gather(kv, self.y, 2, "attention: keys and values")
@@ -142,7 +143,7 @@ class SharedAttentionCore(AttentionCore, Tiled):
         if self.kv_needed == list(range(first, first + count)):
             return heads[:, :, first : first + count].flatten(2)
         needed = torch.tensor(self.kv_needed)
-        # Copy from pinned memory, because otherwise the host would wait for the copy.
+        # Copy from pinned memory. The host need not wait for such a copy.
         if kv.is_cuda:
             needed = needed.pin_memory().to(kv.device, non_blocking=True)
         return heads[:, :, needed].flatten(2)

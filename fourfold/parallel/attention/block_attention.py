@@ -22,8 +22,8 @@ from fourfold.models.softcap import softcapped
 ATEN = torch.ops.aten
 
 LSE_MULTIPLE = 32 if torch.version.hip is None else 1
-"""CUDA's memory-efficient kernel pads the number of queries in its log-sum-exps to a multiple of this. AMD's kernel
-does not pad."""
+"""CUDA's memory-efficient kernel pads its log-sum-exps, so that their number of queries is a multiple of this. AMD's
+kernel does not pad."""
 
 
 BIAS_MULTIPLE = 16
@@ -49,7 +49,7 @@ scores does not grow with the number of queries."""
 
 
 class AttentionScores(NamedTuple):
-    """Options of the scores: scale · q·k, and then softcap · tanh(score / softcap) if softcap is not 0."""
+    """How scores are computed: scale · q·k. If softcap is not 0, each score becomes softcap · tanh(score / softcap)."""
 
     scale: float
     softcap: float = 0.0

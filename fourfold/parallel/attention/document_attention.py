@@ -90,7 +90,20 @@ def attend_documents_backward(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, and v."""
+    """Return the gradients of q, k, and v.
+
+    Args:
+        grad_BSND: the gradient of the outputs.
+        q_BSND: the queries.
+        k_BSKD: the keys.
+        v_BSKD: the values.
+        out_BSND: the outputs of ``attend_documents``.
+        lse_NT: the log-sum-exps that ``attend_documents`` returned.
+        document_ends_BE: as in ``attend_documents``.
+        scale: as in ``attend_documents``.
+        window: as in ``attend_documents``.
+        softcap: as in ``attend_documents``.
+    """
     limits, scores = KeyLimits(document_ends_BE, window), AttentionScores(scale, softcap)
     differentiate = differentiate_at_once if _has_kernel(q_BSND, softcap) else differentiate_in_turn
     dq, dk, dv = differentiate((grad_BSND, q_BSND, k_BSKD, v_BSKD, out_BSND), lse_NT, limits, scores)
@@ -101,7 +114,7 @@ def _has_kernel(q: Tensor, softcap: float) -> bool:
     """Return whether one kernel call can handle all documents.
 
     The kernel needs half precision and a head dim of at most ``WIDEST_FLASH``, and it cannot soft-cap scores. We never
-    use AMD's kernel, because it pads its log-sum-exps to [documents, N, S]. This can take more memory than a mask.
+    use AMD's kernel, because it pads its log-sum-exps to [documents, N, S], which can take more memory than a mask.
     """
     is_half, fits = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1] <= WIDEST_FLASH
     return q.is_cuda and torch.version.hip is None and is_half and fits and not softcap

@@ -106,8 +106,8 @@ def block_of_step(
     if not causal and window:
         if (abs(source - cp.rank) - 1) * half + 1 >= window:
             return None
-        # The source's head chunk and this rank's tail chunk (or the reverse) are furthest apart. If they are too far
-        # apart for the window, leave them out.
+        # One pair of chunks is furthest apart: the head chunk of the source and the tail chunk of this rank, or the
+        # reverse. If the window does not reach from one to the other, leave this pair out.
         if (2 * cp.size - 2 - source - cp.rank) * half + 1 >= window:
             queries, keys = (slice(0, half), keys) if source < cp.rank else (queries, slice(half, tokens))
     if documents_BS is None and not 0 < window < length:

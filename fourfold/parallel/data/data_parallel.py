@@ -40,8 +40,8 @@ class StepTypes:
 
 @dataclass(frozen=True)
 class Units:
-    """A model's modules in forward order, grouped into units. One all-gather collects the weights of a unit, and one
-    collective sums its gradients over ranks.
+    """A model's modules in forward order, grouped into units. One all-gather collects all weights of a unit, and one
+    collective sums all gradients of a unit over ranks.
 
     Each block is a unit. The modules in ``last``, which follow the blocks, form one unit together. Modules that are not
     in ``embeddings``, ``blocks``, or ``last`` belong to the root unit.

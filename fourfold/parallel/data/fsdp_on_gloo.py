@@ -52,7 +52,7 @@ def _gather(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 
 class OneAfterTheOther(dist.Work):
-    """A handle for two collectives, where the second collective starts when the first one is complete."""
+    """A handle for two collectives. The second collective starts when the first collective is complete."""
 
     def __init__(self, first: dist.Work, second: Future[dist.Work]) -> None:
         super().__init__()
@@ -84,8 +84,8 @@ class Exchange(NamedTuple):
 
 
 class InsideNode(NamedTuple):
-    """The first level of a reduce-scatter in two levels. It computes this node's sum. The second level adds the sums of
-    all nodes, and writes the result to ``sum``."""
+    """The first level of a reduce-scatter in two levels. The first level computes this node's sum. The second level
+    adds the sums of all nodes, and writes the result to ``sum``."""
 
     exchange: Exchange
     nodes: dist.ProcessGroup

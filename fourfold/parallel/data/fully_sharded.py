@@ -175,10 +175,10 @@ class FullySharded(DataParallel):
                 parameter.grad = parameter.grad.to(self.types.gradient)
 
     def _free_summed(self, *_: object) -> None:
-        """Free the gradients that FSDP2 has sent but still keeps, before the head computes the next logits.
+        """Free gradients that FSDP2 keeps after it has sent them. This runs before the head computes the next logits.
 
-        FSDP2 would keep the gradients of the unit that came last in the backward pass until the next micro-batch's
-        backward pass. This unit is usually the embedding, so its gradients are large.
+        The unit that came last in the backward pass is usually the embedding, so its gradients are large. FSDP2 would
+        keep them until the next micro-batch's backward pass.
         """
         context: Any = _fsdp(self.model)._get_fsdp_state()._comm_ctx
         if hasattr(context, "reduce_scatter_states"):
@@ -192,7 +192,7 @@ class FullySharded(DataParallel):
                 torch.accelerator.current_stream().wait_event(state.event)
 
     def _reads_sums(self) -> bool:
-        """Return whether FSDP2 reads the next sums at once, because it adds them to sums of earlier micro-batches."""
+        """Return whether FSDP2 reads the next gradient sums at once, to add them to sums of earlier micro-batches."""
         return any(p.sharded_param.grad is not None for group in self.fsdp_groups() for p in group.fsdp_params)
 
     def publish(self) -> None:
@@ -264,8 +264,8 @@ class FullySharded(DataParallel):
     def _keep_z_shards_after_forward(self, z_mesh: DeviceMesh) -> None:
         """Between the forward and the backward pass, keep weights that are split only over z.
 
-        FSDP2 has an argument for this (``reshard_after_forward=N``), but it creates new process groups. With x, y, or
-        pp, there are several shard groups, and creating groups in each of them would deadlock.
+        FSDP2 has an argument for this (``reshard_after_forward=N``), but this argument makes FSDP2 create process
+        groups. With x, y, or pp, there are several shard groups, and creating groups in each of them would deadlock.
         """
         z_shards = HSDPMeshInfo(z_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
         of_experts = self.groups_of(self._experts)

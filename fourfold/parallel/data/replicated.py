@@ -104,8 +104,8 @@ class Weight:
     stored: nn.Parameter
     """The copy that the optimizer updates."""
     summed: nn.Parameter
-    """The copy whose ``.grad`` sums gradients over micro-batches, in the dtype ``StepTypes.reduced``. It is one of the
-    other two copies."""
+    """The copy whose ``.grad`` sums gradients over micro-batches, in the dtype ``StepTypes.reduced``. This is either
+    ``working`` or ``stored``."""
 
     def keep_gradient(self) -> None:
         """Move the gradient of a micro-batch into the sum over micro-batches.
@@ -144,8 +144,8 @@ class Bucket:
         self._missing: set[nn.Parameter] | None = None
         self._unused: set[nn.Parameter] = set()
         self._weight_of = {weight.working: weight for weight in weights}
-        # Hooks must refer to the bucket only weakly. The bucket refers to its weights, and the garbage collector does
-        # not see hooks, so it could never free a cycle of strong references.
+        # Hooks must refer to the bucket only weakly. The bucket refers to its weights, so a strong reference would make
+        # a cycle. The garbage collector does not see hooks, and could never free this cycle.
         arrived = WeakMethod(self._arrived)
 
         def call(working: nn.Parameter) -> None:

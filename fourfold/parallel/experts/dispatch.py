@@ -35,7 +35,7 @@ class Traffic(NamedTuple):
     over_x: list[int]
     """Number of rows that each x rank has received over ep."""
     groups: Groups
-    """The gathered rows, grouped by expert: how many rows each expert on this rank gets from all ranks together."""
+    """How many rows each expert on this rank gets from all ranks together, after the all-gather over x."""
     order_N: Tensor | None
     """The permutation that sorts the gathered rows by expert. None if they are already sorted."""
     inverse_N: Tensor | None
@@ -107,7 +107,7 @@ class Dispatch:
     def from_experts(self, rows_Nh: Tensor, traffic: Traffic) -> Tensor:
         """Send the experts' outputs back. Each rank gets the outputs for the rows of its own tokens.
 
-        The given rows are partial sums, because x splits the width of the experts. They are summed over x.
+        The given rows are partial sums, because x splits the width of the experts. This method sums them over x.
         """
         rows_Nh = _permuted(rows_Nh, traffic.inverse_N, traffic.order_N)
         rows_Nh = scatter_sum_rows(rows_Nh, self.x, traffic.over_x, "experts: outputs")
@@ -118,7 +118,7 @@ def _by_expert(counts_Be: Tensor, total: int) -> Tensor:
     """Return the permutation that sorts rows by expert.
 
     Args:
-        counts_Be: Number of rows per expert in each block. The rows of a block are already sorted by expert.
+        counts_Be: Number of rows per expert in each block of rows. In a block, the rows are already sorted by expert.
         total: Number of rows in all blocks.
     """
     blocks, experts = counts_Be.shape

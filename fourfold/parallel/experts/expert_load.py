@@ -1,12 +1,12 @@
-"""Count the load of the experts in every step, and use it to balance the router. Padding is not counted.
+"""Count how many rows each expert gets in every step, and use the counts to balance the router. A row is one token for
+one of its chosen experts. Padding is not counted.
 
 There are two ways to balance the router:
 
 - A balance loss. Each token t adds E · Σ_e f_e P_te to the loss (Fedus et al. 2021, arXiv 2101.03961, eq. 4). E is the
-  number of experts. P_te is the router's probability of expert e for this token. f_e is the fraction of all rows (one
-  row per token and chosen expert) that went to expert e in the *previous step*, over the whole batch. So the loss is a
-  plain sum over tokens, like the cross-entropy. Its gradient needs no collective, and is the same on every grid and
-  for any number of micro-batches.
+  number of experts. P_te is the router's probability of expert e for this token. f_e is the fraction of all rows that
+  went to expert e in the *previous step*, over the whole batch. So the loss is a plain sum over tokens, like the
+  cross-entropy. Its gradient needs no collective, and is the same on every grid and for any number of micro-batches.
 - A bias per expert (``bias_update_rate``). After each step, the bias goes down if the expert got more rows than the
   mean, and up if it got fewer (arXiv 2408.15664).
 """
@@ -60,9 +60,9 @@ class ExpertLoad:
         """Whether a training step is running. Otherwise nothing is counted, and the balance loss and the z-loss have no
         gradients."""
         self.factor: Tensor | float = 0.0
-        """The loss scale divided by the number of tokens. Losses that are sums over tokens are multiplied by it."""
+        """The loss scale divided by the number of tokens. This is the factor on losses that are sums over tokens."""
         self.planned: Sequence[float] | None = None
-        """Relative load of each expert that a trace assumes, because it has no data to count."""
+        """The relative load of each expert, for a trace. A trace has no data to count, so it assumes this load."""
         self._sums = torch.zeros(shape[0], self.experts + len(FIGURES), dtype=torch.float64, device=device)
 
     def watch(self, model: nn.Module) -> None:

@@ -10,7 +10,7 @@ import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # they are public
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # these names are public
 
 POLL_SECONDS = 0.02
 

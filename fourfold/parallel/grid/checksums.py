@@ -56,7 +56,7 @@ class CollectiveInputs(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's __init__ has no annotations
         self._notes: list[tuple[tuple[int, ...], str]] = []
         self._checksums: list[Tensor] = []
 
@@ -111,7 +111,8 @@ def first_to_differ(first: Sequence[Sequence[Given]], second: Sequence[Sequence[
 
     Returns:
         The ranks whose own computation differed, and for each of them, the first data that differed. A rank is left out
-        if it differs only after a collective with another differing rank, because it may have received wrong data.
+        if its data differ only after a collective with another differing rank. Such a rank may have received wrong
+        data.
     """
     differing = [_differing(one, two) for one, two in zip(first, second, strict=True)]
     tainted: dict[tuple[tuple[int, ...], int], set[int]] = {}

@@ -1,4 +1,5 @@
-"""Collectives over an axis of the grid. Each call names its axis and purpose.
+"""Collectives over an axis of the grid. In all functions, ``axis`` contains the ranks that take part, ``dim`` is the
+dim that is split or joined, and ``why`` says what the collective is for (``Purpose``).
 
 The ``start_*`` functions return immediately, so that computation can continue until ``wait``. The functions from
 ``gather`` to the end of the module are differentiable: their backward passes run collectives on gradients.
@@ -228,7 +229,7 @@ def send_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[
 
 
 def by_all_to_all(group: dist.ProcessGroup) -> bool:
-    """Return whether to replace a reduce-scatter by an all-to-all and a local sum. We do so on gloo.
+    """Return whether to replace a reduce-scatter by an all-to-all and a local sum. This is True on gloo.
 
     gloo's reduce-scatter is implemented as an all-reduce, blocks the caller, and rounds bf16 sums after every addition.
     """

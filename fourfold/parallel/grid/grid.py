@@ -31,7 +31,7 @@ FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis, as one process sees it: its size, this process's position on it, and this process's group."""
+    """One axis, as one process sees it: the axis's size, this process's position, and this process's group."""
 
     name: str
     size: int
@@ -58,8 +58,8 @@ class TwoLevels:
     inside: Axis
     across: Axis
     inside_for_sums: Axis
-    """The same ranks as ``inside``, for sums. On gloo it needs its own group, because the thread ``gathers`` uses the
-    group of ``inside`` at the same time."""
+    """The same ranks as ``inside``, for sums. On gloo, sums need their own group, because the thread ``gathers`` uses
+    the group of ``inside`` at the same time."""
     gathers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     """On gloo, this thread starts the second level of all-gathers. With only one thread, all ranks start them in the
     same order."""
@@ -121,7 +121,8 @@ class Grid:
         self.neighbors = self._neighbors()
         """This process's neighbors in the pipeline, by their pp rank. Each pair of neighbors has its own group."""
         self.levels: dict[tuple[str, int], TwoLevels] = {}
-        """The results of ``shards`` that have two levels, by the axis's name and the number of ranks per node."""
+        """The groups with two levels that ``shards`` has created, by the axis's name and the number of ranks per
+        node."""
         for axis in (*self._axes.values(), *self.neighbors.values()):
             limit_waiting(axis.group, device_type)
             if axis.size > 1:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # they are public
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # these names are public
 
 from fourfold.environment import Place, read_environment, rendezvous
 from fourfold.errors import UserError
@@ -47,7 +47,7 @@ streams, 16 queues cost 4 to 14 % of the throughput, and 8 queues cost nothing
 (github.com/pytorch/torchtitan/pull/4032)."""
 
 GLOO_RELEASE_SECONDS = 0.2
-"""Number of seconds that the process waits at exit, until gloo's threads have released the tensors of the last
+"""Number of seconds that the process sleeps at exit. In this time, gloo's threads release the tensors of the last
 collectives."""
 
 
@@ -57,8 +57,8 @@ def ensure_process_group(device_type: str, world_size: int) -> None:
     torchrun or srun must have started the processes. Only a grid of one process needs no launcher.
 
     Raises:
-        UserError: No launcher started the processes of a larger grid, the processes could not connect, or a process has
-            no GPU of its own.
+        UserError: The grid has several processes, but no launcher started them. Or the processes could not connect, or
+            a process has no GPU of its own.
     """
     if dist.is_initialized():
         if device_type == "cuda":

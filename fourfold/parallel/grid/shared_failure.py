@@ -47,7 +47,7 @@ def decided_by_rank_0(decide: Callable[[], T]) -> T:
 def raise_together(failure: UserError | None) -> None:
     """If any process passes a failure, raise it on all processes. If several do, raise the failure of the lowest rank.
 
-    All processes must call this. Without a failure, it costs one all-reduce of a scalar.
+    All processes must call this. If no process fails, the call costs one all-reduce of a scalar.
     """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     if true_on_any_rank(failure is not None, torch.device(device), "failures"):

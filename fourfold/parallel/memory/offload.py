@@ -58,7 +58,8 @@ class OffloadedInputs:
         self._last = weakref.ref(kept)
 
         def run() -> T:
-            # Take the input out of ``first``, because this closure would otherwise keep it in memory.
+            # The forward pass takes the input out of ``first``. If the input stayed there, this closure would keep it
+            # on the device until the backward pass.
             return forward(first.pop() if first else kept.back(), *others)
 
         out = checkpointed(run)
@@ -72,7 +73,8 @@ class _OnCPU:
     """A copy of a tensor in CPU memory.
 
     Args:
-        before: the copy of the previous recomputed block's input. The backward pass needs it directly after this one.
+        before: the copy of the previous recomputed block's input. The backward pass needs that input directly after
+            this one. None if there is no previous recomputed block.
     """
 
     def __init__(self, tensor: Tensor, copies: CopyStream, before: _OnCPU | None) -> None:

@@ -58,8 +58,8 @@ PLANS = {
 def styles_of(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> dict[str, str]:
     """Return the style of every module that has weights of its own.
 
-    The style comes from ``rules`` if a rule matches the module, and otherwise from the model's published plan. Warn if
-    modules with matrices have no style that splits them, because every rank then holds and computes all of them.
+    The style comes from ``rules`` if a rule matches the module, and otherwise from the model's published plan. If no
+    style splits a module with matrices, every rank holds the whole matrices. This function then prints a warning.
 
     Raises:
         UserError: No module can be split, a rule matches no module, a rule has an unknown style, or rules split only
@@ -124,9 +124,9 @@ def _completed(
 ) -> dict[str, str]:
     """Give every module a style.
 
-    A module without a style gets "replicate", and so do all modules of its group. If its group stayed split, the module
-    would read only one rank's features, and its gradient would be partial. A group also gets "replicate" if it has
-    buffers that are saved with the weights.
+    A module without a style gets "replicate", and so do all modules of its group. If the group stayed split, the module
+    would read only one rank's features, and its gradient would be partial. All modules of a group also get "replicate"
+    if the group has buffers that are saved with the weights.
     """
     styles = {name: style or published[name] for name, style in by_rule.items()}
     groups = groups_of(styles)

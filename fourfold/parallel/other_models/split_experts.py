@@ -29,7 +29,7 @@ always skipped such tokens."""
 def is_stack(module: nn.Module) -> bool:
     """Return whether a module is a stack of experts that can be split.
 
-    It must have the attribute ``STACK``, and each of its own weights must have one slice per expert in the first dim.
+    Such a module has the attribute ``STACK``, and each of its own weights has one slice per expert in the first dim.
     """
     sizes = {tuple(weight.shape[:1]) for weight in module.parameters(recurse=False)}
     return hasattr(module, STACK) and sizes == {(getattr(module, "num_experts", 0),)}

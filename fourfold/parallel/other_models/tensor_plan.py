@@ -87,7 +87,7 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
                 over_y = split.get(enclosing(name, split) or "", "replicate")
                 axes = ("x", "y") if over_y == "features" else ("x",)
                 tiles = {key: Tile(partial_over=axes) for key, _ in module.named_parameters(recurse=False)}
-                setattr(module, "tiles", tiles)  # noqa: B010 (types forbid it on a module of another class)
+                setattr(module, "tiles", tiles)  # noqa: B010 (mypy rejects an assignment)
             placed.append(Placed(name, style))
             continue
         _set_module(model, name, new)

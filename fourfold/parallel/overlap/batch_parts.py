@@ -60,8 +60,8 @@ class Parts:
     """Number of ranks whose tokens are joined in the sequence dim of attention's inputs. It is the size of x if y
     splits the batch, and otherwise 1. ``JoinedAttention`` needs this number to put the tokens in order."""
     run_ahead: bool
-    """Whether a part may run several steps while another part waits. This is False with y > 1, because most collectives
-    would then have only one part's matmuls to hide behind."""
+    """Whether a part may run several steps while another part waits. This is False with y > 1. If parts ran ahead with
+    y > 1, most collectives could hide behind the matmuls of only one part."""
 
     def dim(self, x_BTh: Tensor) -> int | None:
         """Return which dim to divide: 0 for sequences, 1 for tokens, or None if neither can be divided."""
@@ -134,7 +134,7 @@ class BlockInParts(nn.Module):
 
     @recomputable
     def add_outputs(self, x_BTh: Tensor, context: AttentionContext) -> Tensor:
-        """Compute what ``AttentionAndMLP.add_outputs`` computes."""
+        """Do the same as ``AttentionAndMLP.add_outputs``, in parts."""
         visit = Visit(self, is_last=True)
         return self.parts.run([visit], x_BTh, self.parts.dim(x_BTh), {self.layer_type: context})
 
@@ -154,9 +154,9 @@ class BlockInParts(nn.Module):
         qkv, o_proj, up, down_proj = self.self_attn.qkv, self.self_attn.o_proj, self.mlp.up, self.mlp.down_proj
         assert isinstance(qkv, LinearGroup) and isinstance(up, LinearGroup)
         assert isinstance(o_proj, Linear4D) and isinstance(down_proj, Linear4D)
-        # The backward pass of ``up`` can postpone weight gradients. The backward pass of ``o_proj`` then computes them
-        # while its collective is in flight. With a parallel residual, o_proj's backward pass may run first, so nothing
-        # is postponed.
+        # The backward pass of ``up`` can postpone weight gradients. The backward pass of ``o_proj`` then computes these
+        # gradients while its own collective is in flight. With a parallel residual, o_proj's backward pass may run
+        # first, so nothing is postponed.
         is_summed = o_proj.writes.axis.size > 1 and not self.parallel_residual
         of_up = PostponedGradients(up.layers()) if is_summed else None
         q, k, v = yield from linear_steps(normed(x_BTh, self.input_layernorm), qkv.layers(), Schedule())
@@ -173,7 +173,7 @@ class BlockInParts(nn.Module):
         mlp_input_BTh = normed(x_BTh if self.parallel_residual else attended_BTh, self.post_attention_layernorm)
         up_schedule = Schedule(leaves_weight_gradients_to=of_up)
         up_BSf = yield from linear_steps(mlp_input_BTh, up.layers(), up_schedule)
-        # Recomputation repeats this whole method, so do not split it into steps.
+        # If the backward pass recomputes ``mlp.down``, it calls the whole method. So do not split ``down`` into steps.
         if is_recomputed(self.mlp, "down"):
             return torch.add(attended_BTh, normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm), alpha=alpha)
         # If no norm follows the last matmul, the backward pass does not read the matmul's output. So recomputation can
@@ -205,7 +205,7 @@ class JoinedAttention:
     def take(self, index: int) -> Tensor:
         """Return the attention output of a part.
 
-        The first call computes the outputs of all parts. Before it, ``give`` must have been called for every part.
+        The first call computes the outputs of all parts. Call ``give`` for every part before.
         """
         if self._given:
             parts, given = len(self._given), zip(*(self._given[i] for i in sorted(self._given)), strict=True)

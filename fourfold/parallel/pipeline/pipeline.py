@@ -200,8 +200,8 @@ def copies_as_one(shards: Sequence[LocalShard], is_tied: bool) -> list[LocalShar
     """Mark the two copies of the embedding, in the first and in the last stage, as replicas of one parameter.
 
     Both copies get the same name and twice as many replicas. So the gradient norm counts the embedding once. If head
-    and embedding are tied, the copy in the last stage is the head. Otherwise it is the embedding that prediction layers
-    read.
+    and embedding are tied, the copy in the last stage is the head. Otherwise the copy is the embedding that the
+    multi-token prediction layers read.
     """
     ends = ("embed_tokens.weight", *(["lm_head.weight"] if is_tied else []))
     return [
@@ -212,7 +212,8 @@ def copies_as_one(shards: Sequence[LocalShard], is_tied: bool) -> list[LocalShar
 class EmbeddingCopies:
     """Sums the gradients of an embedding that has two copies, one in the first stage and one in the last stage.
 
-    The last stage has a copy if the embedding is tied to the head, or if prediction layers read the embedding.
+    The last stage has a copy if the embedding is tied to the head, or if multi-token prediction layers read the
+    embedding.
     """
 
     def __init__(self, copies: Sequence[LocalShard], grid: Grid, run: RunConfig) -> None:

@@ -62,7 +62,7 @@ def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Op
 def _flat(action: Any) -> list[Op]:
     """Convert one of torch's actions to operations.
 
-    An idle rank has no operation. An action in which a forward and a backward pass overlap becomes several operations.
+    An idle rank has no operation. If an action overlaps a forward and a backward pass, it becomes several operations.
     """
     if action is None:
         return []
@@ -76,8 +76,8 @@ def with_transfers(ops: Sequence[Sequence[Op]], grid: ParallelConfig) -> list[li
     """Insert sends and receives between the computations.
 
     This function simulates all ranks together. If another rank needs the result of an operation, the function adds a
-    send to the list of the rank that computed it, and a receive to the other rank's list. So any two ranks list their
-    transfers in the same order, and cannot deadlock.
+    send to the list of the rank with the result, and a receive to the list of the rank that needs it. So any two ranks
+    list their transfers in the same order, and cannot deadlock.
     """
     whole: list[list[Op]] = [[] for _ in ops]
 

@@ -73,7 +73,8 @@ class ParallelHead(Tiled):
 
 
 def where_differentiated(weight: Tensor) -> Tensor:
-    """Return the weight. If gradients are disabled, detach it, so that the head does not compute its gradient.
+    """Return the weight. If gradients are disabled, detach the weight, so that the head does not compute a gradient for
+    it.
 
     This is necessary because ``needs_input_grad`` of an autograd function is True for a parameter even under
     ``torch.no_grad``.

@@ -138,8 +138,8 @@ def output_matmuls(x: Tensor, layers: Layers, matrices: Sequence[Tensor]) -> lis
 
 
 def gather_kept(first: Linear4D, kept: Tensor) -> Pending:
-    """Return the input that the forward pass saved. If it saved only this rank's share, start to gather the input
-    again."""
+    """Return the input that the forward pass saved. If the forward pass saved only this rank's share, start to gather
+    the input again."""
     return first.reads.start_gather(kept, f"{first.name}: {first.reads_what}") if first.gather_again else Pending(kept)
 
 
@@ -163,9 +163,16 @@ def start_input_gradient(layers: Layers, grads: Tensors, matrices: Sequence[Tens
 def weight_gradients(
     layers: Layers, grads: Tensors, x: Tensor, matrices: Sequence[Tensor], needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Compute the gradients of each layer's weight (gᵀ x), and of its LoRA adapter if it has one.
+    """Compute the gradient of each layer's weight, gᵀ x. If a layer has a LoRA adapter, also compute its gradients.
 
     A gradient is None if the weight is frozen, or if a pipeline schedule computes the gradient later.
+
+    Args:
+        layers: layers that read the same input.
+        grads: the gradient g of each layer's output.
+        x: the input, gathered over the ranks of a.
+        matrices: the weight of each layer, followed by A and B if the layer has an adapter.
+        needed: for each of ``matrices``, whether its gradient is needed.
     """
     gradients = list[Tensor | None]()
     by_layers = zip(layers, grads, by_layer(layers, needed), by_layer(layers, matrices), strict=True)
@@ -282,7 +289,8 @@ class Linear4D(Tiled):
     def gradients(
         self, grad: Tensor, x: Tensor, needed: Sequence[bool], weight: Tensor, *adapter: Tensor
     ) -> list[Tensor | None]:
-        """Return the gradients of ``matrices``. The weight's gradient is None if it is not needed or computed later."""
+        """Return the gradients of ``matrices``. The weight's gradient is None if it is not needed, or if a pipeline
+        schedule computes it later."""
         gradients: list[Tensor | None] = [None]
         if needed[0] and self.deferred is not None:
             self.deferred.append((self, grad, x))

@@ -97,7 +97,8 @@ def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> S
     matrices = [matrix for layer in layers for matrix in layer.matrices()]
     gathered, *places = _Keep.apply(x, share, state, *matrices)
     if schedule.waits_before_matmul:
-        # End a step here too. All batch parts must save their tensors in the same order.
+        # The forward pass ends a step after the matmul if there is a sum. The recomputation ends a step here instead,
+        # so that the batch parts save their tensors in the same order as in the forward pass.
         if writing is not None:
             yield Until.SUMMED
         yield Until.ALL_PARTS

@@ -55,7 +55,7 @@ def add_to_output(out: Tensor, x: Tensor, adapter: Sequence[Tensor], scale: floa
 
 
 def add_to_input_gradient(total: Tensor, grad: Tensor, adapter: Sequence[Tensor], scale: float) -> None:
-    """Add s · (dout B) A to the input gradient, in place. dout is the output gradient ``grad``."""
+    """Add s · (dout B) A to the input gradient ``total``, in place. dout is the output gradient ``grad``."""
     a, b = adapter
     total.view(-1, total.shape[-1]).addmm_((grad @ b).flatten(0, 1), a, alpha=scale)
 

@@ -184,7 +184,7 @@ class MeasuredRow(BaseModel):
     """If this is n, only every n-th layer recomputes."""
     attention: Literal["flash", "flash2", "flash3", "cudnn", "unfused"] = "flash"
     """The attention kernel. `flash`: the framework's usual fused kernel. `flash2`, `flash3`: FlashAttention-2 or -3.
-    `unfused`: separate kernels that write the scores to memory."""
+    `cudnn`: cuDNN's fused kernel. `unfused`: separate kernels that write the scores to memory."""
     compiled: Flag = False
     """Whether torch.compile fuses pointwise operations."""
     tp_overlap: Literal["none", "backward", "pieces"] | None = None

@@ -114,8 +114,8 @@ def _levels(
     precision = 1.0 / (levels[:, None] * spreads[None, :]) ** 2
     theta = np.zeros((len(names), len(NAMES)))
 
-    # The derivatives are finite differences. So predict each row once with the current constants, and once more for
-    # each constant, which is shifted by STEP. One call for all predictions is faster than one call per constant.
+    # The derivatives are finite differences. So predict each row with the current constants, and then again with each
+    # constant shifted by STEP. One call for all predictions is faster than one call per constant.
     again = np.tile(np.arange(len(seconds)), 1 + len(NAMES))
     moves = np.repeat(np.vstack([np.zeros(len(NAMES)), STEP * np.eye(len(NAMES))]), len(seconds), axis=0)
     repeated = work.take(again), machine.take(again)

@@ -18,8 +18,8 @@ from fourfold.planning.workload import Workload
 LONG = 32768
 """A context counts as long from this number of tokens per sequence on. Attention then takes much of the step."""
 FAR = 2.0
-"""A workload is far from the measured rows if one of its features is above all rows, or below all rows, by more than
-this factor."""
+"""A workload is far from the measured rows if one of its features (``range_features``) is larger than this factor times
+the largest value in the rows, or smaller than the smallest value divided by this factor."""
 WAITING = 0.05
 """A batch counts as small if the device waits for the host for more than this fraction of a step."""
 
@@ -48,8 +48,8 @@ def kind_of_extrapolation(machine: Machine) -> str | None:
 
 
 def kind_of_step(work: Workload, waiting: float) -> str:
-    """Return which prediction interval applies to a step: the interval for "mixture", "long context", "small batch", or
-    "dense" (all other steps).
+    """Return the kind of a step: "mixture", "long context", "small batch", or "dense" (all other steps). Each kind has
+    its own prediction interval.
 
     Args:
         work: A single workload.
@@ -63,10 +63,10 @@ def kind_of_step(work: Workload, waiting: float) -> str:
 
 
 def shipped_interval(machine: Machine, kind: str, work: Workload) -> tuple[float, float] | None:
-    """Return the 90 % prediction interval of a step time, as factors on the predicted seconds.
+    """Return the 90 % prediction interval of a step time, as two factors on the predicted seconds.
 
-    The measured seconds are between the first and the second factor times the predicted seconds with a probability of
-    90 %. A workload that is far from all measured rows gets the wide interval of an unknown source.
+    Multiply the predicted seconds by the two factors. With a probability of 90 %, the measured seconds are between the
+    two products. A workload that is far from all measured rows gets the wide interval of an unknown source.
 
     Args:
         machine: The machine.
@@ -86,10 +86,10 @@ def shipped_interval(machine: Machine, kind: str, work: Workload) -> tuple[float
 
 
 def shipped_order_factor() -> float:
-    """Return the ratio of two predicted times above which their order can be trusted.
+    """Return how far apart two predicted times must be, as a ratio, so that their order can be trusted.
 
-    Above this ratio, the measured times have the same order with a probability of 95 % (``order_factor`` in
-    docs/validation_page/error_intervals.py).
+    If the ratio of two predicted times is larger, the measured times have the same order with a probability of 95 %
+    (``order_factor`` in docs/validation_page/error_intervals.py).
     """
     return float(_table()["order"]["factor"])
 

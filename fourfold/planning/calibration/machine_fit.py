@@ -32,7 +32,7 @@ class FittedMachine:
     skipped: dict[str, list[str]]
     """Names of skipped rows, by reason."""
     before: Statistics
-    """Prediction errors on all rows before the fit. The constants are the medians of the priors."""
+    """Prediction errors on all rows before the fit, with the medians of the priors as constants."""
     held_out: Statistics
     """Cross-validation errors: each fold is predicted with constants fitted to the other folds."""
 

@@ -14,8 +14,8 @@ Overlap = Literal["none", "backward", "pieces"]
 ZERO3_HOOKS = 530
 """Host time that DeepSpeed's ZeRO-3 hooks add per block, in units of one kernel launch.
 
-With full recompute, a block of Qwen-1.8B takes 11 ms both with 256 tokens and with 2,048 tokens. So the time of the
-host sets the block's time.
+With full recompute, a block of Qwen-1.8B takes 11 ms both with 256 tokens and with 2,048 tokens. So this is the time
+that the host needs for a block.
 """
 
 ZERO3_MODULES = 6

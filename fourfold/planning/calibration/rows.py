@@ -29,8 +29,8 @@ GPT_VOCABULARY = 51200
 FLOAT8 = ("fp8", "mxfp8")
 BYTES_OF = {"fp32": 4, "bf16": 2, "int8": 1}
 ERRATA = {("V1", "recompute", "full"): "none"}
-"""Corrections of the sources. Each maps a source, a column, and a value that contradicts the source's own measurements
-to the value that is used instead.
+"""Corrections of mistakes in the sources. A key is a source, a column, and a value that contradicts the source's own
+measurements. The table maps each key to the value that we use instead.
 
 The single-node configurations of vTrain (V1) ask for full recompute. With full recompute, the measured times would mean
 that A100s run matmuls at 1.3 times the best rate that was ever measured on them. Also, vTrain's own simulator does not
@@ -51,8 +51,8 @@ class Row:
     memory_gb: float | None
     out_of_memory: bool
     ran: bool
-    """Whether the run fit into memory and the row states its recompute mode. Only such rows test whether the planner
-    predicts that a run fits."""
+    """Whether the run fit into memory and the row states its recompute mode. Only such rows show whether the planner
+    correctly predicts that a run fits."""
     dense_half: bool
     """Whether the model is dense, the precision is 16 bits, and the row is complete and not doubtful."""
     sweep: tuple[str, ...]
@@ -256,7 +256,7 @@ def _shares_optimizer(measured: MeasuredRow) -> bool:
 
 
 def _program(measured: MeasuredRow) -> dict[str, Any]:
-    """Return the framework's flags, with the changes that the row's columns make."""
+    """Return the framework's flags. The row's columns override some of them."""
     traits = PROGRAMS[measured.program]
     fsdp = measured.sharding in ("fsdp", "hsdp")
     parallel_sequence = traits.seq_parallel if measured.seq_parallel is None else measured.seq_parallel
@@ -321,15 +321,15 @@ def _deepspeed(measured: MeasuredRow, traits: Traits) -> dict[str, Any]:
         "gradient_copy": traits.deepspeed and measured.precision == "fp16",
         "gradient_bytes": 6 if shares else 0,
         "all_reduces_gradients": shares,
-        # In DeepSpeed, a stage keeps the tensors that it has sent. The first stage, which needs the most memory, also
-        # keeps a dropout mask of half the size.
+        # In DeepSpeed, a stage keeps each tensor that it has sent. The first stage, which needs the most memory, also
+        # keeps a dropout mask that is half as large as this tensor.
         "stage_keeps": 1.5 if traits.deepspeed else 0,
     }
 
 
 def _divided(work: Workload, measured: MeasuredRow) -> Workload:
-    """Set ``end_layers``: how many layers the embedding, and also the head, counts as when layers are divided into
-    stages.
+    """Set ``end_layers``. When layers are divided into stages, the embedding counts as this number of layers, and so
+    does the head.
 
     Each of the two counts as one layer if the row says so, or if the layers cannot be divided evenly in any other way.
     """

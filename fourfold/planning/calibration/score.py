@@ -25,7 +25,8 @@ KEYS: dict[str, Callable[[Row], str]] = {"source": lambda row: row.source, "mach
 """Functions that group rows by source or by machine, for ``predict_left_out``."""
 
 Statistics = dict[str, float | int | None]
-"""Counts, errors, and correlations, by name. An error or a correlation is None if no row has it."""
+"""Counts, errors, and correlations, by name. An error or a correlation is None if there are no rows to compute it
+from."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def fit_rows(rows: Sequence[Row], known: bool = True) -> Calibration:
         known: Whether to also fit the level of known sources on known machines (``fit.fit``).
 
     Raises:
-        UserError: There is no such row.
+        UserError: There are no rows of dense models that have a step time and are not doubtful.
     """
     timed = [row for row in rows if row.seconds is not None and not row.doubt and not row.mixture]
     if not timed:
@@ -213,8 +214,10 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 def memory_of(scored: Sequence[Scored]) -> Statistics:
     """Score the predicted memory.
 
-    The scores are the relative errors, the fraction of out-of-memory rows that were predicted to run out of memory (OOM
-    recall), and the fraction of fitting rows that were predicted to fit.
+    The scores are:
+    - the relative errors
+    - the OOM recall: of the rows that ran out of memory, the fraction that was predicted to run out
+    - of the rows that fit into memory, the fraction that was predicted to fit
     """
     errors = [s.memory_gb / s.row.memory_gb - 1 for s in scored if s.row.memory_gb is not None]
     out = [s.p_oom > 0.5 for s in scored if s.row.out_of_memory]

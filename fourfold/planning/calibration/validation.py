@@ -27,7 +27,7 @@ class Validation:
     """The predictions for a file's rows."""
 
     constants: str
-    """Where the constants come from, as a phrase for the user."""
+    """A phrase that tells the user where the constants come from."""
     skipped: dict[str, list[str]]
     """Names of skipped rows, by reason."""
     scored: list[Scored]

@@ -52,12 +52,12 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     fused_away = np.where(fuses_gate(work) & (model.mean_gate_up > model.mean_inner), p.inner, 0)
     # Gate and up are saved, too. They have the same size as silu(gate) and silu(gate) · up.
     mlp = 2 * made_again - fused_away - np.where(in_8, p.inner / 2, 0)
-    # The layers save either the gathered input, or only this rank's shard of it, which the backward pass gathers again
-    # (as in Megatron-LM).
+    # The layers save either the gathered input, or only this rank's shard of the input. In the second case, the
+    # backward pass gathers the input again (as in Megatron-LM).
     shares = np.asarray(program.regather, bool) | (np.asarray(program.recomputes_gathers, bool) & selective)
     tokens = np.where(shares, p.residual, p.gathered)
-    # The output projection saves its input after the gather over y. The attention kernel saves its output, which is
-    # this rank's shard before the gather. Both count.
+    # The output projection saves its input, after the gather over y. The attention kernel saves its output, before the
+    # gather. These are two tensors, so both count.
     gathers = (layout.y > 1) & ~shares
     out = np.where(gathers, p.whole_queries, p.queries) * model.values / model.queries
     # With Ulysses, the kernel's output is exchanged over cp before the projection reads it. The exchanged output is
@@ -68,7 +68,7 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     # With an output gate, the kernel's output counts. If it was copied or exchanged, the new tensor counts too.
     outputs = np.where(model.output_gate, 1 + is_copied, is_apart)
     core = core + np.where(model.linear == 1, 0, outputs) * p.queries
-    # In parallel blocks, the norms of attention and MLP read the same tensor, so it counts once.
+    # With a parallel residual, the norms of attention and MLP read the same tensor, so it counts once.
     read = np.where(model.parallel_residual, 1, model.norms) * p.residual
     # 8-bit matmuls save their inputs in 8 bits, so ``every`` is halved. The input of the output projection is saved
     # twice: in 8 bits by the projection, and in 16 bits by the attention kernel.
@@ -189,7 +189,8 @@ class BlockBytes(ArrayFields):
         return recomputed * light + (layers - recomputed) * self.whole
 
     def in_backward(self, work: Workload, layers: Number) -> Number:
-        """Return the peak bytes that the backward pass of one of ``layers`` blocks adds to the saved bytes."""
+        """Return the peak bytes that the backward pass of one block adds to the saved bytes, if the rank has ``layers``
+        blocks."""
         own = self._in_backward(work, layers)
         if self.linear is None:
             return own

@@ -91,8 +91,8 @@ def attention_backward(work: Workload) -> Number:
     subtracted.
     """
     model, p = work.model, tensor_bytes(work)
-    # A ring sums gradients in 32 bits: of the queries, of the rank's own keys and values, and of the keys and values
-    # that currently pass by.
+    # In a ring, the rank sums gradients in fp32. It holds the gradients of its queries, of its own keys and values, and
+    # of the keys and values that it currently passes on.
     passing = 4 / work.step.item_bytes * (p.queries + 4 * p.keys) + 2 * p.keys
     in_kernel = p.queries + 2 * p.keys + flash_workspace(work) + np.where(is_ring(work), passing, 0)
     held = p.queries * (1 + model.output_gate) + np.where(caps_scores(work), _capped_backward(work), in_kernel)

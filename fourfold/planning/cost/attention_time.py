@@ -47,14 +47,15 @@ def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[N
 
 
 def keys_computed(work: Workload) -> Number:
-    """Return the mean number of keys that a query's scores are computed for, over all queries, heads, and blocks.
+    """Return the number of keys that a kernel computes scores for, per query. It is a mean over all queries, heads, and
+    blocks.
 
     Usually, these are the keys that the query attends to. fourfold computes more scores, and masks some of them, in two
     cases:
 
     - If the y ranks share the queries, each query gets scores for all keys.
-    - In a ring with a sliding window, a query gets scores for the n keys of its own rank, and for about n / 2 + window
-      keys of other ranks (but at most half of their keys).
+    - In a ring with a sliding window, let n be the number of keys per rank. A query gets scores for the n keys of its
+      own rank, and for about n / 2 + window keys of other ranks (but at most half of their keys).
     """
     model, layout, seq = work.model, work.layout, work.step.seq_length
     seen, own = model.keys_seen(seq), seq / layout.cp

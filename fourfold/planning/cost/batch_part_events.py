@@ -56,8 +56,8 @@ class Kind:
 class Event(NamedTuple):
     """A computation, the start of a collective, or the wait for a collective.
 
-    ``what`` is the name of its duration in ``batch_part_time``. ``axis``, ``block``, and ``flight`` are set only for
-    collectives. ``flight`` pairs the wait with the start of the same collective.
+    ``batch_part_time`` returns the duration of the event under the name ``what``. ``axis``, ``block``, and ``flight``
+    are set only for collectives. The start of a collective and the wait for it have the same ``flight``.
     """
 
     kind: Literal["compute", "issue", "wait"]
@@ -94,7 +94,7 @@ class Recording:
     def __init__(self, kind: Kind, blocks: int, again: bool = False) -> None:
         """Start a recording.
 
-        With ``again``, record a recomputation, which ends as soon as all tensors that the backward pass reads exist.
+        With ``again``, record a recomputation. It ends as soon as all tensors exist that the backward pass reads.
         """
         self._kind, self._again = kind, again
         self.forward: list[Event] = []

@@ -16,10 +16,10 @@ from fourfold.planning.workload import Workload
 def batch_part_time(work: Workload, machine: Machine, constants: Constants) -> dict[str, Number]:
     """Return the seconds of each event (``batch_part_events``), by name. All blocks must be dense.
 
-    The name of a layer, such as ``up``, is its matmul in the forward pass. ``up_input_gradient`` and
-    ``up_weight_gradient`` are the matmuls of its backward pass. ``up_x`` is one of its collectives over x. ``half_up``
-    is the matmul of either gate or up, and ``up_y`` is the sum of one of the two. ``keys_y`` is the collective of keys
-    and values if the y ranks share the queries.
+    The name of a layer, such as ``up``, stands for the layer's matmul in the forward pass. ``up_input_gradient`` and
+    ``up_weight_gradient`` are the matmuls of the layer's backward pass. ``up_x`` is one of the layer's collectives over
+    x. ``half_up`` is the matmul of either gate or up, and ``up_y`` is the sum over y of either gate or up. ``keys_y``
+    is the collective of keys and values if the y ranks share the queries.
 
     Within a block, every all-gather and every sum over x takes the same time.
     """

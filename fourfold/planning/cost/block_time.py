@@ -106,7 +106,7 @@ def _time_of_one_kind(work: Workload, machine: Machine, constants: Constants) ->
     hidden, inner = model.hidden_size / layout.y, model.mean_inner / layout.x
     up, *_ = linear_seconds(part.tokens, hidden, inner, item, rates, rates.matmul)
     down, *_ = linear_seconds(part.tokens, inner, hidden, item, rates, rates.matmul)
-    # The first batch part only writes weight gradients. Each further part reads the sum, adds its own, and writes it.
+    # The first batch part only writes weight gradients. Each further part reads them, adds its own, and writes the sum.
     added = 3 * item * weights * (1 - 1 / parts) / rates.bandwidth
     seconds: dict[str, Number] = {
         "forward": forward + attend + mixed + pointwise_forward,
@@ -149,7 +149,7 @@ def _time_with_experts(
     """
     model, more = work.model, expert_time(work, machine, constants, rates)
     last = 1 - model.sparse
-    # Seconds of one collective over x, for a tensor of the size of the residual stream.
+    # Seconds of one collective over x, for a tensor as large as the residual stream.
     one = block.x_forward / (_gathers(model) + 1 + model.mlps)
     return replace(
         block,
@@ -263,7 +263,7 @@ def _copied(work: Workload) -> tuple[Number, Number]:
 
 
 def _activation(work: Workload, rates: Rates) -> Number:
-    """Return the seconds of the MLP's activation, which reads gate and up and writes the input of down_proj."""
+    """Return the seconds of the MLP's activation. It reads gate and up, and writes the input of down_proj."""
     model = work.model
     token = work.step.item_bytes * work.tokens
     return token * (model.mean_gate_up + model.mean_inner) / work.layout.x / rates.bandwidth
@@ -281,7 +281,7 @@ def _over_x(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
 
 
 def _gathers(model: ModelShape) -> Number:
-    """Return how many tensors of the size of the residual stream a block gathers over x in its forward pass.
+    """Return how many tensors as large as the residual stream a block gathers over x in its forward pass.
 
     With latent attention, the block gathers latents instead of hidden states, so the number can be a fraction.
     """

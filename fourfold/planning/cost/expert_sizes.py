@@ -11,8 +11,8 @@ from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.workload import Workload
 
 BYTES_OF_A_CHOICE = 44.0
-"""Bytes that are saved per token and chosen expert: three 64-bit indices (the expert, the position of the choice among
-the rows, and the inverse of that position), and 20 bytes for the router's weights."""
+"""Bytes that are saved per token and chosen expert: three 64-bit indices, and 20 bytes for the router's weights. The
+indices are the expert, an entry of the permutation that sorts the rows, and an entry of the inverse permutation."""
 BYTES_OF_AN_ORDER = 32.0
 """Bytes that are saved per received row to sort rows by expert. The forward and the backward pass each save a
 permutation and its inverse, in 64 bits."""
@@ -167,7 +167,7 @@ def _activated(work: Workload, rows: Rows) -> Number:
 def backward_of_experts(work: Workload) -> tuple[Number, Number]:
     """Return the peak bytes of the backward pass of a block's experts.
 
-    The peak is the larger of two numbers of bytes, because these tensors are never in memory at the same time:
+    There are two groups of tensors, which are never in memory at the same time. The peak is the size of the larger one:
 
     - the gradients of gate, of up, and of their product, and one more tensor if the gate is clamped
     - the gradients of the rows, once in the order of arrival and once sorted by expert
@@ -183,7 +183,7 @@ def backward_of_experts(work: Workload) -> tuple[Number, Number]:
 
 
 def weights_of_experts(work: Workload) -> Number:
-    """Return the number of entries in the weights of a block's experts that a rank gathers."""
+    """Return how many entries of a block's expert weights a rank gathers."""
     model, layout = work.model, work.layout
     every = 3 * model.num_experts * model.hidden_size * model.moe_intermediate_size
     return every / (layout.x * layout.y * layout.ep)

@@ -1,5 +1,5 @@
-"""Compute the mean seconds per block of router, dispatch, and experts for one micro-batch. The tensor axes x and y
-split each expert, and ep splits the experts."""
+"""Compute how long router, dispatch, and experts take for one micro-batch, as a mean over all blocks. The tensor axes x
+and y split each expert, and ep splits the experts."""
 
 from __future__ import annotations
 

@@ -17,8 +17,11 @@ from fourfold.planning.workload import CP_METHODS, Workload
 
 
 def hidden(communication: Number, computation: Number, exposed: Number) -> Number:
-    """Return the seconds of ``communication`` that concurrent ``computation`` hides. Of the seconds that the
-    computation could hide at best, the fraction ``exposed`` stays exposed."""
+    """Return the seconds of ``communication`` that concurrent ``computation`` hides.
+
+    At best, the computation hides as many seconds as it takes itself, or all communication if the communication is
+    shorter. The fraction ``exposed`` of these seconds stays exposed.
+    """
     return (1 - exposed) * np.minimum(communication, computation)
 
 
@@ -137,9 +140,9 @@ def exposed_gradient_sum(work: Workload, constants: Constants, sending: Number, 
 
 
 def exposed_pp(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the exposed seconds of communication over pp. Stages send activations and gradients to each other for each
-    micro-batch. If embedding and head are tied but on different ranks, these ranks also sum the gradients of their
-    weight once per step."""
+    """Return the exposed seconds of communication over pp. For each micro-batch, stages send activations and gradients
+    to each other. If embedding and head share one weight but are on different ranks, these ranks also sum the weight's
+    gradients once per step."""
     model, layout, step = work.model, work.layout, work.step
     size = step.item_bytes * work.tokens * model.hidden_size / (layout.x * layout.y)
     one = transfer_seconds(size, layout.gpus, machine, constants)

@@ -10,8 +10,8 @@ from fourfold.planning.workload import Workload
 
 
 def head_bytes(work: Workload) -> Number:
-    """Return the peak bytes of head and loss: tokens, the gradients of the tokens and of the weight (in fp32), and one
-    chunk of logits."""
+    """Return the peak bytes of head and loss: the hidden states of the tokens and their gradient, the weight's gradient
+    in fp32, and one chunk of logits."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     p = tensor_bytes(work)
     columns = model.padded_vocab_size / layout.x
@@ -43,8 +43,8 @@ def head_bytes(work: Workload) -> Number:
 
 
 def head_kept_bytes(work: Workload) -> Number:
-    """Return the bytes that head and loss hold until their backward pass: the tokens, their gradient, and the weight's
-    gradient."""
+    """Return the bytes that head and loss hold until their backward pass: the hidden states of the tokens and their
+    gradient, and the weight's gradient."""
     model, layout = work.model, work.layout
     p = tensor_bytes(work)
     weight = work.step.item_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y)

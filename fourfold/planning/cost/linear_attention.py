@@ -43,17 +43,24 @@ def kinds_of_attention(work: Workload) -> tuple[Workload, Workload]:
 
 
 class PerToken(NamedTuple):
-    """A quantity of the core of linear attention, such as bytes. Each field is the quantity per entry of one kind, such
-    as per channel of a key. ``of`` multiplies the fields by the numbers of entries per token, and by the tokens."""
+    """A quantity of the core of linear attention, such as the bytes that it saves, as a sum of five terms.
+
+    Each field is the quantity per entry of one tensor. For example, ``keys`` is the number of bytes per channel of a
+    key. ``of`` multiplies each field by its tensor's number of entries per token, adds up the terms, and multiplies the
+    sum by the number of tokens.
+    """
 
     keys: float
+    """Per channel of all key heads."""
     queries_of_heads: float
-    """Queries that are repeated for each value head that shares a key head."""
+    """Per channel of the queries, after each query head is repeated for all value heads that share it."""
     values: float
+    """Per channel of all value heads."""
     pairs: float
-    """Pairs of the token with the tokens of its chunk."""
+    """Per pair of the token and a token of its chunk, for each value head."""
     states: float
-    """Entries of the states, divided by the tokens of a chunk."""
+    """Per entry of a chunk's states. All tokens of the chunk share these entries, so the number per token is the number
+    of entries divided by the tokens of a chunk."""
 
     def of(self, work: Workload) -> Number:
         """Return the quantity for a rank's share of a micro-batch."""

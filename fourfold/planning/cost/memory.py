@@ -76,7 +76,7 @@ def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Numbe
 
 
 def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
-    """Return the workload with the fraction of blocks with experts that this pipeline rank has."""
+    """Set the workload's fraction of blocks with experts to the fraction on this pipeline rank."""
     if block.dense is None:
         return work
     return work.but(sparse=np.where(np.asarray(work.model.num_experts) > 0, 1 - blocks.dense / blocks.number, 0.0))
@@ -144,8 +144,8 @@ def _at_the_peak(
     """Return whether all gradients exist at the moment of peak memory, and the bytes of activations at that moment.
 
     In a step with one micro-batch, the backward pass allocates gradients while it frees activations and gathered
-    weights. So the peak is at its start or at its end. With several micro-batches, or if gradients have buffers of
-    their own, all gradients already exist at the start.
+    weights. So the peak is at the start or at the end of the backward pass. With several micro-batches, or if gradients
+    have their own buffers, all gradients already exist at the start.
 
     Args:
         gradients: Bytes of all gradients.
@@ -184,8 +184,8 @@ def _weights_left_at_the_end(
 ) -> Number:
     """Return the bytes of gathered weights in the backward pass of the rank's first block.
 
-    They are fewer than the ``weights`` at the start of the backward pass only if the step has one micro-batch. By then,
-    the backward pass has freed the weights that were gathered once, and the head's buffer.
+    There are fewer gathered weights than at the start of the backward pass (``weights``) only if the step has one
+    micro-batch. Then the backward pass has already freed the weights that were gathered once, and the head's buffer.
     """
     if not np.any(_is_gradual(work)):
         return weights
@@ -200,8 +200,8 @@ def _weights_left_at_the_end(
 
 
 def _first_block(work: Workload) -> Workload:
-    """Return a workload whose blocks all are like the rank's first block. It has a dense MLP if the rank has such
-    blocks."""
+    """Return a workload whose blocks are all like the rank's first block. The first block has a dense MLP if any block
+    of the rank has one."""
     if not has_dense_first(work):
         return work
     return work.but(sparse=np.where(dense_share(work) > 0, 0.0, work.model.sparse))
@@ -215,8 +215,8 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
     """Return the bytes of parameters, of gradients, of optimizer states, and of the copies of gradients that the
     optimizer makes.
 
-    They count all weights except experts. The rank's pipeline stages have ``layers`` blocks, and ``tables`` weights in
-    embedding and head, before x and y divide them.
+    The four numbers cover all weights except experts. The rank has ``layers`` blocks. ``tables`` is the number of
+    weight entries in the rank's embedding and head, before x and y split them.
     """
     layout, step, program = work.layout, work.step, work.program
     entries = (layers * work.block_weights + tables) / (layout.x * layout.y)

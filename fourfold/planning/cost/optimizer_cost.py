@@ -51,8 +51,8 @@ class Matrices(NamedTuple):
 
     @property
     def flops(self) -> Number:
-        """Return the FLOPs of the Newton–Schulz iterations of one matrix x. Each iteration computes x·xᵀ, its square,
-        and the product of a combination of the two with x."""
+        """Return the FLOPs of the Newton–Schulz iterations of one matrix x. Each iteration computes x·xᵀ, squares it,
+        and multiplies x by a combination of x·xᵀ and its square."""
         return STEPS * (4.0 * self.short**2 * self.long + 2.0 * self.short**3)
 
 
@@ -116,8 +116,8 @@ def _of_latents(model: ModelShape) -> list[tuple[Number, Number]]:
 
 
 def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the seconds in which a rank orthogonalizes its share of a stage's matrices for Muon, and sends and
-    receives them. Return 0 for other optimizers.
+    """Return the seconds that a rank needs to orthogonalize its share of a stage's matrices for Muon, and to send and
+    receive matrices. Return 0 for other optimizers.
 
     A rank orthogonalizes full matrices, so the time is at least the time of the largest matrix.
     """
@@ -143,8 +143,8 @@ def muon_workspace(work: Workload, layers: Number) -> Number:
     once.
 
     During the iterations, a rank holds its matrices, the matrices divided by their norms, x·xᵀ, and either the square
-    of x·xᵀ or the next x. Afterwards, it holds the updates that it sends to all replicas, and as many bytes of updates
-    that it receives.
+    of x·xᵀ or the next x. Afterwards, it holds the updates that it sends to all replicas, and the updates that it
+    receives, which have as many bytes.
     """
     if not np.any(is_named(work, "muon")):
         return 0

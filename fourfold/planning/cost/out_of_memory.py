@@ -19,8 +19,9 @@ FRAGMENTED = 0.09
 segments that are not in use at all, so most of its cached memory stays unusable (PyTorch, "CUDA semantics": memory
 management)."""
 CACHED = 0.14
-"""``UNUSABLE``, plus the blocks that the allocator caches until memory runs low. The value is fitted to the measured
-rows that come with fourfold, with ``UNUSABLE`` as prior (docs/planner_validation.py)."""
+"""Memory overhead like ``UNUSABLE``, but including the blocks that the allocator caches until memory runs low. We
+fitted the value to the measured rows that come with fourfold, with ``UNUSABLE`` as prior
+(docs/planner_validation.py)."""
 COMMUNICATOR = 0.5e9
 """Bytes of one process group's communicator: NCCL allocates channels of 4 to 8 MB for each of a few protocols and
 peers, in both directions."""
@@ -45,8 +46,9 @@ def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Numb
 
 
 def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
-    """Return the smallest memory in which a step still runs, in bytes, if ``peak_memory`` has predicted ``predicted``
-    bytes. This memory is smaller than the peak, because PyTorch frees cached blocks before it runs out of memory."""
+    """Return the smallest device memory, in bytes, that a step still fits into, if ``peak_memory`` has predicted
+    ``predicted`` bytes. It is smaller than the predicted peak, because PyTorch frees cached blocks before it runs out
+    of memory."""
     runtime = runtime_bytes(work, machine)
     allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + CACHED)
     unusable: Number = np.where(work.program.expandable_segments, UNUSABLE, FRAGMENTED)

@@ -97,7 +97,18 @@ def blocks_of_ranks(
     layers: int, dense: int, pp: int, stages_per_rank: int, v_shaped: bool, ends: float,
     counts: tuple[int, ...] | None = None,
 ) -> tuple[Blocks, ...]:  # fmt: skip
-    """Return the blocks on each pipeline rank, summed over its stages."""
+    """Return the blocks on each pipeline rank, summed over its stages.
+
+    Args:
+        layers: Number of blocks of the model.
+        dense: Number of blocks of an MoE model that have a dense MLP. They are the first blocks.
+        pp: Number of pipeline ranks.
+        stages_per_rank: Number of stages per rank.
+        v_shaped: Whether the first and the last stage are both on the first rank.
+        ends: How many blocks the embedding counts as when blocks are divided into stages. The head counts as the same
+            number of blocks.
+        counts: Number of blocks in each stage. None divides the blocks evenly.
+    """
     stages = pp * stages_per_rank
     # This layout is illegal, so any counts will do.
     if stages > layers:

@@ -33,8 +33,8 @@ PARTS = (
     "compute", "recompute", "x", "y", "z", "cp", "ep", "dp", "pp", "bubble", "logits", "launch", "optimizer", "other",
 )  # fmt: skip
 """Parts of a step. The parts x, y, z, cp, ep, dp, and pp are the exposed communication over the axis of the same name.
-If weights are sharded over z · dp · cp, the part z is the time that gathers and scatters of weights would take over z
-alone, and the part dp has the remaining time."""
+If weights are sharded over z · dp · cp, the gathers of weights and the scatters of gradients run over all three axes.
+The part z is then the time that they would take over z alone, and the part dp has the remaining time."""
 
 
 class _Layer(NamedTuple):
@@ -66,7 +66,7 @@ class _Ends(NamedTuple):
     """Seconds of head and embedding for one micro-batch.
 
     - head, embedding: total time of the head, and total time of the embedding.
-    - table: time of the memory traffic for one weight, of the head or of the embedding, and for its gradient.
+    - table: time of the memory traffic for the weight of the head and its gradient. The embedding takes as long.
     - z_head, z_embedding: exposed gathers of the weights and scatters of the gradients.
     """
 
@@ -83,7 +83,12 @@ def step_parts(
 ) -> dict[str, Number]:  # fmt: skip
     """Return the seconds of each of ``PARTS``. They add up to the time of the step.
 
-    ``block`` and ``traffic`` can be given if they are already computed for this workload.
+    Args:
+        work: The workload.
+        machine: The machine.
+        constants: The machine's constants.
+        block: The result of ``block_time``, if it is already computed.
+        traffic: The result of ``weight_traffic``, if it is already computed.
     """
     layout = work.layout
     block = block_time(work, machine, constants) if block is None else block
@@ -134,8 +139,8 @@ def _slowdown(work: Workload, machine: Machine, constants: Constants) -> Number:
 
 
 def slowest_of(count: Number) -> Number:
-    """Return by how many standard deviations the slowest of ``count`` = n devices is expected to be slower than the
-    mean: √(2 ln n), as for the largest of n normal variables (Cramér 1946, section 28.6)."""
+    """Return how much slower than the mean the slowest of n = ``count`` devices is expected to be, in standard
+    deviations. This is √(2 ln n), as for the largest of n normal variables (Cramér 1946, section 28.6)."""
     deviations: Number = np.sqrt(2 * np.log(np.maximum(count, 1)))
     return deviations
 

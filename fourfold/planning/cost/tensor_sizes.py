@@ -11,8 +11,8 @@ from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.workload import CP_METHODS, Workload
 
 LEAST_QUERIES, CAPPED_QUERIES = 16, 512
-"""Smallest and largest number of queries in one piece of attention with soft-capped scores, which runs piece by
-piece."""
+"""Attention with soft-capped scores runs piece by piece. These are the smallest and the largest number of queries in
+one piece."""
 
 WIDEST_FLASH, WIDEST_CUDNN = 256, 128
 """Largest ``head_dim`` that FlashAttention's kernels support, and largest ``head_dim`` for which ring attention uses
@@ -84,8 +84,8 @@ def attention_over_y(work: Workload) -> np.ndarray:
 
 
 def copies_heads(work: Workload) -> Flag:
-    """Return whether fourfold copies the inputs of attention, to get whole sequences for its heads, and copies the
-    outputs back."""
+    """Return whether fourfold copies the inputs of attention, to get whole sequences for the rank's heads, and copies
+    the outputs back."""
     is_own = np.asarray(work.program.is_fourfold, bool)
     copies: Flag = is_own & (work.layout.x > 1) & (work.sequences_per_part > 1) & (attention_over_y(work) == "heads")
     return copies
@@ -132,8 +132,8 @@ def caps_scores(work: Workload) -> Flag:
 
 
 def capped_scores(work: Workload) -> CappedScores:
-    """Return the sizes of the pieces into which ``parallel.attention`` divides attention with soft-capped scores, in
-    ``document_attention``, ``block_attention``, and the ring."""
+    """Return the sizes of the pieces of attention with soft-capped scores. In ``parallel.attention``, the modules
+    ``document_attention``, ``block_attention``, and ``ring`` divide attention into these pieces."""
     model, layout, seq = work.model, work.layout, work.step.seq_length
     shares_queries = attention_over_y(work) == "sequence"
     ring = is_ring(work)

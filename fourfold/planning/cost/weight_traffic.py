@@ -63,18 +63,24 @@ def weight_traffic(work: Workload, machine: Machine, constants: Constants) -> We
 
 
 def _share(part: Number, whole: Number) -> Number:
-    """Return the fraction ``part`` of ``whole``, or 1 if nothing is sent."""
+    """Return ``part`` as a fraction of ``whole``, or 1 if ``whole`` is 0 because nothing is sent."""
     return np.where(whole > 0, np.minimum(part / np.maximum(whole, 1e-30), 1.0), 1.0)
 
 
 def weight_traffic_seconds(
     work: Workload, machine: Machine, constants: Constants, weights: Number, gathers: int
 ) -> Number:
-    """Return the seconds per micro-batch to gather ``weights`` and to scatter their gradients, if nothing hides this
+    """Return the seconds per micro-batch to gather some weights and to scatter their gradients, if nothing hides this
     traffic.
 
-    The weights are gathered for the forward pass, and again for the backward pass if ``gathers`` is 2. Traffic that
-    occurs once per step is not included (``WeightTraffic.gradients``).
+    Traffic that occurs once per step is not included (``WeightTraffic.gradients``).
+
+    Args:
+        work: The workload.
+        machine: The machine.
+        constants: The machine's constants.
+        weights: Number of weight entries, before x and y split them.
+        gathers: How often the weights are gathered: 1 for the forward pass only, or 2 for the backward pass too.
     """
     layout, step = work.layout, work.step
     item, weights = step.item_bytes, weights / (layout.x * layout.y)

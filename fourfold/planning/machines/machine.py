@@ -1,7 +1,7 @@
 """Describe a machine for the planner: the rates and memory of one device, and the links between devices.
 
-Machines are TOML files (``fourfold/planning/machines``). Their comments give the source of each value, or say that it
-is an assumption.
+Machines are TOML files (``fourfold/planning/machines``). Comments in a file give the source of each value, or say that
+the value is an assumption.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class Machine(ArrayFields):
     - memory, memory_bandwidth: a device's memory, and its bandwidth.
     - intra2, intra4, intra8: bandwidth, in one direction, from a device to a group of 2, 4, or 8 neighbors.
     - intra_far: bandwidth inside a node to members of a group that are not neighbors.
-    - host: bandwidth to the host's memory, 0 if unknown.
-    - node: injection bandwidth of a node.
+    - host: bandwidth from a device to the host's memory. 0 if unknown.
+    - node: bandwidth from a node to the network, over all of its adapters (injection bandwidth).
     - base: latency of a collective, in addition to the steps of its ring.
     - intra_hop, inter_hop: latency of each step of the ring, inside a node and between nodes.
-    - ring_hop: measured latency per rank in rings that leave a node. 0 means that the latencies of the steps are used
-      instead.
+    - ring_hop: measured latency per rank in rings that leave a node. If this is 0, the planner computes the latency
+      from intra_hop and inter_hop.
     - ring_floor: least time per rank of a ring that leaves a node.
     - launch: host time of a kernel launch.
     - reserved: bytes of a device that the runtime takes.
     - nn: fraction of the achieved rate for matmuls with both operands as stored (a linear layer's input gradient).
     - nt: the same for matmuls with a transposed second operand (a linear layer's output).
     - tn: the same for matmuls with a transposed first operand (a linear layer's weight gradient).
-    - spread: relative standard deviation of the devices' times for the same matmul, 0 if it was not measured.
+    - spread: relative standard deviation of the devices' times for the same matmul. 0 if it was not measured.
     - price_per_gpu_hour, watts_per_gpu, mtbf_gpu_hours (mean time between failures of one GPU), checkpoint_bandwidth
-      (from one GPU to storage): used for costs. None if unknown.
+      (from one GPU to storage): inputs of ``budget.costs``. None if unknown.
     """
 
     name: str

@@ -17,9 +17,10 @@ def machine_names() -> list[str]:
 
 
 def similar_machines(name: str) -> list[str]:
-    """Return the machines with a name that contains ``name``, such as ``dgx-h100`` for ``h100``, or that ``name``
-    contains. If there are none, return the machine with the most similar name, or an empty list if no name is
-    similar."""
+    """Return the machines whose name contains ``name`` (such as ``dgx-h100`` for ``h100``), or is a part of ``name``.
+
+    If there are none, return the machine with the most similar name, or an empty list if no name is similar.
+    """
     words = name.lower()
     containing = [machine for machine in machine_names() if words and (words in machine or machine in words)]
     return containing or difflib.get_close_matches(words, machine_names(), n=1)

@@ -45,8 +45,14 @@ def _constant(key: str, value: float, base: Machine) -> str:
 
 
 def with_constants(machine: Machine, name: str, logs: np.ndarray, extent: Mapping[str, tuple[float, float]]) -> Machine:
-    """Return a copy of the machine that has fitted constants and the range of the workloads in the fit. The constants
-    are exp(``logs``) times the priors."""
+    """Return a copy of the machine with fitted constants.
+
+    Args:
+        machine: The machine.
+        name: Name of the copy.
+        logs: Logarithms of the constants divided by the medians of their priors.
+        extent: Smallest and largest value of each feature among the workloads of the fit.
+    """
     return replace(
         machine,
         name=name,
@@ -96,8 +102,8 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
 
 
 def _links(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Return the bandwidth for each group size, and the latencies. Both follow from a straight line through the times
-    of the smallest and the largest all-gather."""
+    """Return the bandwidth for each group size, and the latencies. They are computed from the slope and the intercept
+    of a straight line through the times of the smallest and the largest all-gather."""
     values: dict[str, float] = {}
     per_node, latencies = measured["gpus_per_node"], {}
     for count, times in ((int(c), t) for c, t in measured["all_gather"].items()):

@@ -1,1 +1,1 @@
-"""Read configurations of other training programs, and compare their layouts with the best ones."""
+"""Read configurations of other training programs, and compare their layouts with the best layouts."""

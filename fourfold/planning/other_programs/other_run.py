@@ -21,7 +21,7 @@ from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import Prediction, make_plan
 
 SOURCE = "--measured"
-"""Source name of the row with the user's measured step, when constants are fitted to it."""
+"""Source name of the row with the user's measured step, for the fit of the constants."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class OtherRun:
     own: Row
     """The run's own layout."""
     machine: Machine
-    """The machine. If there is a measured step, its constants are fitted to this step and to the published rows."""
+    """The machine. If there is a measured step, the machine's constants are fitted to this step and to the published
+    rows."""
     predicted: float
     """Predicted seconds of a step. This prediction does not use the measured step."""
     interval: tuple[float, float] | None

@@ -95,7 +95,7 @@ def _is_without_effect(name: str) -> bool:
 
 
 def _named(key: str, settings: Mapping[str, str]) -> list[str]:
-    """Return the names of the settings that a key of the tables stands for."""
+    """Return the names of the settings that match a key of the tables in ``settings.toml``."""
     return [name for name in settings if key in (name, name.rpartition(".")[2])]
 
 
@@ -105,8 +105,8 @@ def _columns(
     """Return the columns that the settings set, and the names of the settings that were understood.
 
     Raises:
-        ValueError: The value of a column is not a number, or two settings contradict each other. Values of ``replaced``
-            columns can be anything.
+        ValueError: The value of a column is not a number, or two settings contradict each other. The values of
+            ``replaced`` columns are not checked.
     """
     columns: dict[str, str] = {}
     understood = set()
@@ -163,7 +163,7 @@ def _complete(columns: dict[str, str], assumed: set[str]) -> dict[str, str]:
     if numbers.get("pp", 1) > 1 and "pipeline_micro_batch" in numbers:
         numbers["micro_batch"] = numbers["pipeline_micro_batch"]
     numbers |= _expert_layers(columns.get("expert_layer_pattern", "1"))
-    # The global batch follows from a rank's batch only if the number of gradient accumulations is known.
+    # The global batch follows from a rank's batch only if the number of micro-batches per step is known.
     certain = {"dp", "gpus"} | ({"global_batch"} if "accumulation" in columns.keys() - assumed else set())
     for column, terms in TABLES["formulas"]:
         with suppress(KeyError, ZeroDivisionError):  # A name in the formula is unknown.
@@ -188,7 +188,7 @@ def _expert_layers(pattern: str) -> dict[str, float]:
     """Parse which layers have experts. Return how many layers apart they are, or the number of dense layers."""
     if pattern.isdecimal():
         return {"expert_layer_every": int(pattern)}
-    # ``setting_text`` writes a list from a YAML file without brackets.
+    # ``setting_text`` has removed the brackets of a list from a YAML file.
     listed = f"[{pattern.replace(' ', ',')}]" if re.fullmatch(r"[01]([ ,][01])+", pattern) else pattern
     text = listed.replace(" ", "").strip("()")
     lists = re.findall(r"(\[[01](?:,[01])*\])(\*\d{1,4})?", text)

@@ -33,8 +33,8 @@ FILES = "give a shell script or a list of options, or a .yaml, .toml, or .json f
 def read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
     """Return the settings in a file.
 
-    A script or a YAML file can name the configuration of DeepSpeed (.json), which must lie in the same folder, or below
-    it at the path that the file gives. Its settings are included.
+    A script or a YAML file can name a configuration of DeepSpeed (.json). The returned settings include the settings of
+    this configuration. It must be in the same folder, or at the path that the file gives, below this folder.
 
     Returns:
         The settings' values by name, and the conditions of a script that were not checked. The names of sections are

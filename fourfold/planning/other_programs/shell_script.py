@@ -1,7 +1,7 @@
 """Find the options that a shell script passes to a training program, without running the script.
 
-The reader follows variables and arrays. It does not compute, and it does not check conditions. It reads all branches
-and loops once, in the order of the script, and a later value replaces an earlier one.
+This module follows variables and arrays. It does not compute, and it does not check conditions. It reads every branch
+and every loop once, in the order of the script. If an option occurs several times, its last value counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 CONDITION = re.compile(r"^\s*((?:if|elif|else|case|for|while|until)\b.*?)\s*$", re.MULTILINE)
 VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}$]*))?\}|\$(\w+)")
 OPTION = re.compile(r"(?<!\S)--(\w[\w.-]*)[= ]?((?: ?(?!-[^\d.]|\S*\.py\b|\d?[|&>);}])\S+)*)")
-"""An option with its values. A dash, the name of a Python file, and an operator of the shell are not values."""
+"""An option with its values. The values end before a word that starts with a dash (unless it is a negative number), the
+name of a Python file, or an operator of the shell."""
 
 
 def read_options(text: str) -> tuple[dict[str, str], list[str]]:

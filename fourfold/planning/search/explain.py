@@ -45,10 +45,11 @@ def waterfall(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
 
 
 def neighbors(plan: Plan) -> list[Neighbor]:
-    """Compare the best layout with its neighbors. In a neighbor, one axis is halved and another one is doubled, or one
+    """Compare the best layout with its neighbors. In a neighbor, one axis is halved and another axis is doubled, or one
     choice changes by one step.
 
-    Each neighbor uses the number of batch parts with which it is fastest.
+    Some neighbors change only the number of batch parts. Every other neighbor uses the number of batch parts that makes
+    it fastest.
     """
     found, best = plan.found, plan.best
     ep = ["ep"] if best.work.model.num_experts else []
@@ -107,8 +108,10 @@ def neighbors(plan: Plan) -> list[Neighbor]:
 
 
 def in_nodes(plan: Plan) -> list[Neighbor]:
-    """Predict the best layout with another value of ``overlap.shards_per_node``. If the best layout's weight
-    collectives run in one level, try two levels (inside nodes, and across nodes). If they run in two levels, try one.
+    """Predict the best layout with another value of ``overlap.shards_per_node``.
+
+    If the best layout's weight collectives run in one level, predict the layout with two levels (inside nodes, and
+    across nodes). If they run in two levels, predict the layout with one level.
 
     Return an empty list if no shard group has several ranks on each of several nodes, or if the change is illegal.
     """
@@ -128,7 +131,7 @@ def _shown(name: str, value: int) -> str:
 
 
 def _beside(values: Sequence[Any], here: Any) -> Sequence[Any]:
-    """Return the values before and after ``here`` in a list."""
+    """Return the values directly before and after ``here`` in ``values``."""
     at = values.index(here)
     return [*values[max(at - 1, 0) : at], *values[at + 1 : at + 2]]
 

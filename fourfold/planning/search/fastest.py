@@ -44,9 +44,10 @@ TIED = 1.01
 HOPELESS = 0.9
 """A layout that runs out of memory with at least this probability is not tried with more batch parts."""
 BLOCK_KEY = ("x", "y", "cp", "micro_batch_size", "cp_method", "batch_parts", "ep", "split_backward")
-"""Fields of a layout that change the time or memory of one block. All other inputs are the same in one search."""
+"""Fields of a layout that change the time or memory of one block. All other inputs are constant within a search."""
 TRAFFIC_KEY = ("x", "y", "z", "dp", "cp", "pp", "ep", "zero")
-"""Fields of a layout that change the traffic of weights and gradients. All other inputs are the same in one search."""
+"""Fields of a layout that change the traffic of weights and gradients. All other inputs are constant within a
+search."""
 RANKED = 400
 """The search is certain to find this many of the fastest layouts. Layouts below this rank may be missing, if they need
 several batch parts to be fast."""
@@ -54,8 +55,8 @@ LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "ep", "launch")
 """Parts of a step that can get shorter if batch parts hide communication over x and y. (The bubble can get shorter
 too.)"""
 COPIES = 0.95
-"""If each batch part has one sequence, tokens need not be copied before and after collectives. At least this fraction
-of the step time remains without these copies."""
+"""If each batch part has one sequence, tokens need not be copied before and after collectives. Without these copies, a
+step still takes at least this fraction of its time."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +158,8 @@ def search(
 def ranking(scores: SearchScores) -> np.ndarray:
     """Return the indices of the points that are legal and fit into memory, fastest first.
 
-    Times count as equal if they fall into the same band. The first band begins at the shortest time, and the longest
-    time of a band is ``TIED`` times its shortest. Within a band, points are sorted by P(OOM), rounded to a whole
+    Times count as equal if they fall into the same band. The first band begins at the shortest time. In each band, the
+    longest time is ``TIED`` times the shortest time. Within a band, points are sorted by P(OOM), rounded to a whole
     percentage, and then by time.
     """
     seconds, p_oom = scores.seconds[scores.fits], scores.p_oom[scores.fits]
@@ -171,8 +172,15 @@ def score(
     work: Workload, machine: Machine, constants: Constants, reason: np.ndarray,
     watch: Callable[[int, int], None] | None = None,
 ) -> SearchScores:  # fmt: skip
-    """Evaluate the points whose ``reason`` is 0 (see ``space.rejections``), and set the reason of the points that do
-    not fit into memory."""
+    """Evaluate the legal points, and set the reason of the points that do not fit into memory.
+
+    Args:
+        work: The points.
+        machine: The machine.
+        constants: The machine's constants.
+        reason: Why each point is illegal (``space.rejections``), [n]. 0 if it is legal.
+        watch: Called with the number of evaluated points and the number of legal points.
+    """
     count = np.size(work.layout.x)
     scores = SearchScores(
         seconds=np.full(count, np.inf),

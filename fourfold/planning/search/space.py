@@ -124,9 +124,12 @@ def with_recomputes(choices: Workload, limits: SearchLimits) -> Workload:
 def refused_grids(
     base: Workload, grids: dict[str, np.ndarray], limits: SearchLimits, machine: Machine
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each of n grids, why all its layouts are illegal, and how many layouts it has, as arrays [n].
+    """Find the grids that are illegal with every combination of the other choices.
 
-    The reasons are indices into ``REASONS``. 0 means that some layouts of the grid may be legal.
+    Returns:
+        Two arrays with one entry per grid [n]. The first array says why all layouts of the grid are illegal, as an
+        index into ``REASONS``. 0 means that some layouts of the grid may be legal. The second array is the number of
+        the grid's layouts.
     """
     # These choices break the fewest rules, so a grid that is illegal with them is illegal with any choices. They
     # include ZeRO-3, because ZeRO-0, 1, and 2 need an ep that divides z or is a multiple of z.

@@ -1,5 +1,5 @@
-"""Find the layouts with predicted times so close that any of them may be the fastest. Also propose limits for
-``fourfold tune``, which decides between these layouts with real trials."""
+"""Find the layouts whose predicted times are so close that any of them may be the fastest. Also propose limits for
+``fourfold tune``, so that it compares these layouts in real trials."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ MEASURED = 10
 
 @dataclass(frozen=True)
 class WithinError:
-    """The layouts with predicted times so close to the best layout's time that any of them may be the fastest."""
+    """The layouts whose predicted times are so close to the best layout's time that any of them may be the fastest."""
 
     factor: float
     """If two predicted times differ by more than this factor, the measured times have the same order with a probability
     of 95 %."""
     count: int
-    """Number of layouts that fit into memory and are within the factor of the best one, including the best one."""
+    """Number of layouts that fit into memory and whose predicted time is below ``factor`` times the best layout's time.
+    The best layout counts too."""
     ranked: int
     """Number of these layouts that are also in the plan's ranking."""
     space: list[str]

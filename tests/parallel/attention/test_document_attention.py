@@ -126,7 +126,7 @@ def test_the_operators_keep_to_torchs_rules() -> None:
 
 
 def test_the_kernel_for_all_documents_has_the_shapes_that_are_said() -> None:
-    """torch tells the shapes of its kernel's results on ``meta`` tensors, so this needs no GPU."""
+    """On ``meta`` tensors, torch's kernel returns results with the right shapes, so this test needs no GPU."""
     q, k, v, grad = (t.to("meta") for t in inputs(torch.bfloat16, 2))
     limits, scores = KeyLimits(ENDS.to("meta"), 5), AttentionScores(0.25)
     said = attend_documents(q, k, v, limits.document_ends_BE, 0.25, 5)

@@ -135,7 +135,7 @@ def test_a_packed_run_is_traced_with_one_document_per_sequence() -> None:
 
 
 def test_workspaces_of_matmuls_follow_torchs_rule() -> None:
-    """``parseChosenWorkspaceSize`` in CublasHandlePool.cpp sums size · count KiB."""
+    """In torch's CublasHandlePool.cpp, ``parseChosenWorkspaceSize`` adds up size · count, in KiB."""
     sizes = re.findall(r":(\d+):(\d+)", NVIDIA_SETTINGS["CUBLAS_WORKSPACE_CONFIG"])
     assert 2 * sum(int(size) * 2**10 * int(count) for size, count in sizes) == MATMUL_WORKSPACES
 
@@ -194,8 +194,8 @@ ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 class CpuKernels:
-    """torch's operators for a GPU, computed by torch's kernel for CPUs. They take what the real operators take (as
-    ``meta`` tensors tell), require the same widths, and return log-sum-exps of the same shapes."""
+    """torch's operators for a GPU, computed by torch's kernel for CPUs. They accept the same arguments as the real
+    operators (checked with ``meta`` tensors), require the same widths, and return log-sum-exps of the same shapes."""
 
     def __init__(self) -> None:
         self.called: list[str] = []

@@ -45,7 +45,7 @@ class Two:
 
 @pytest.fixture
 def exchanges(monkeypatch: pytest.MonkeyPatch) -> list[Slow]:
-    """Return the exchanges that were started. None of them is carried out by gloo."""
+    """Record the exchanges that are started, instead of running them on gloo. Return the list of records."""
     started: list[Slow] = []
 
     def start(received: Tensor, sent: Tensor, group: Any, async_op: bool) -> Slow:

@@ -1,4 +1,4 @@
-"""A grid in a user's own program: the process group that it starts, or the sentence that refuses it."""
+"""A grid in a user's own program starts a process group, or fails with an error message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from patience import PATIENCE
 from pool import Pool
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # they are public
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # these names are public
 
 import fourfold
 from fourfold.environment import Place

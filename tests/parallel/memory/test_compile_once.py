@@ -23,7 +23,8 @@ SELECTIVE = {"mode": "selective", "modules": ["attention", "mlp", "norms", "gath
 
 @pytest.fixture
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Remove the code that earlier tests compiled. Graphs are captured in this test, but not compiled to kernels."""
+    """Remove the code that earlier tests compiled. In this test, torch.compile captures graphs, but does not compile
+    them to kernels."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     yield

@@ -19,8 +19,8 @@ GPU = torch.device("cuda")
 
 
 class Device:
-    """A GPU whose other streams run either as late as waits allow or as early as possible. If a wait is missing, values
-    are wrong."""
+    """A simulated GPU. Work on a stream other than the computation's stream runs as early as possible, or only when
+    another stream waits for it. So if the code forgets a wait, values are wrong."""
 
     def __init__(self, early: bool) -> None:
         self.early, self.computation = early, Stream(self)
@@ -37,7 +37,7 @@ class Device:
 
 
 class Stream:
-    """A stream whose work runs in order. ``run`` runs the work that was issued up to some point."""
+    """A simulated stream, which runs its work in order. ``run`` runs all work that was issued before a given point."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.work, self.done = device, list[object](), 0
@@ -65,7 +65,7 @@ class Stream:
 
 
 class Late(Tensor):
-    """A tensor whose copies run when their stream does."""
+    """A tensor whose copies are issued to the current simulated stream, and run when the stream runs."""
 
     device_of_all: Device
 
@@ -130,7 +130,7 @@ class Chain(nn.Module):
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return copies and products in the order of their issue."""
+    """Return a list that records copies and matmuls in the order in which they are issued."""
     notes: list[str] = []
     start = CopyStream.start
 

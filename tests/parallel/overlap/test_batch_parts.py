@@ -34,8 +34,8 @@ def taken_in_turn(parts: int, ends: list[Until], runs_ahead: bool = True) -> str
 
 
 def test_parts_run_ahead_where_products_hide_what_they_start() -> None:
-    """The steps are the steps of attention and MLP over x. With three parts, one part already gathers for its MLP
-    before another part begins its attention."""
+    """The steps are the steps of a block whose attention and MLP run collectives only over x. With three parts, one
+    part already gathers for its MLP before another part begins its attention."""
     ends = [Until.GATHERED, Until.SUMMED_TO_GATHER, Until.GATHERED, Until.SUMMED]
     assert taken_in_turn(2, ends) == "a0 b0 a1 b1 a2 b2 a3 b3 a4 b4"
     assert taken_in_turn(3, ends) == "a0 b0 c0 a1 b1 a2 c1 b2 a3 c2 b3 a4 c3 b4 c4"

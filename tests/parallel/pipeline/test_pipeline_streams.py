@@ -28,9 +28,10 @@ def of_all(sender: int, receiver: int) -> Hashable:
 class Streams:
     """The streams of all ranks: one that computes, and one for each group.
 
-    The host issues a rank's whole list at once. A transfer begins when both of its ranks have computed what was issued
-    before it, and when their streams for its group have finished earlier transfers. It takes no time. A computation
-    waits for what it receives, and a send waits for the previous send to the same rank.
+    The host issues all operations of a rank at once. A transfer takes no time. It begins when both of its ranks have
+    finished the computations that were issued before it, and when their streams for the transfer's group have finished
+    all earlier transfers. A computation waits for the transfer that it reads. A send waits for the previous send to the
+    same rank.
     """
 
     def __init__(self, grid: ParallelConfig, micro_batches: int, group: Group) -> None:
@@ -39,14 +40,14 @@ class Streams:
         self.computed = [0.0] * grid.pp
         """Time when each rank's computing stream has finished what was issued."""
         self.issued: list[dict[Hashable, deque[tuple[Op, float]]]] = [defaultdict(deque) for _ in self.lists]
-        """Transfers that have not begun, by group, with the time of their issue. Both ranks know a transfer by the
-        sender's operation."""
+        """For each rank and group, the transfers that have not begun, each with the time when it was issued. On both
+        ranks, the sender's operation identifies the transfer."""
         self.done: list[dict[Hashable, float]] = [defaultdict(float) for _ in self.lists]
         self.arrived: dict[Op, float] = {}
         self.last_sent: dict[tuple[str, tuple[int, int]], Op] = {}
 
     def bubble(self) -> float:
-        """Run all lists. Return the fraction of the ranks' time without computation."""
+        """Run the operations of all ranks. Return the fraction of the ranks' time without computation."""
         left = [deque(ops) for ops in self.lists]
         while any(left):
             moved = self.transfer()
@@ -59,7 +60,7 @@ class Streams:
         return 1 - busy / stages_per_rank(self.grid) / (self.grid.pp * max(self.computed))
 
     def issue(self, rank: int, op: Op) -> bool:
-        """Issue one operation. Return False if the time of what it needs is not known yet."""
+        """Issue one operation. Return False if the operation must wait for a transfer that has not begun yet."""
         if op.kind in SECONDS:
             needed = self.received(rank, op)
             if needed is not None and needed not in self.arrived:
@@ -78,7 +79,7 @@ class Streams:
         return True
 
     def transfer(self) -> bool:
-        """Begin the transfers that are next in their group on both ranks. Return True if there was one."""
+        """Begin the transfers that are next in their group on both ranks. Return whether there were any."""
         moved = False
         for queues in self.issued:
             for name, queue in queues.items():

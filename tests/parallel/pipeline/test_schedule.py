@@ -1,5 +1,5 @@
-"""The lists of operations of every schedule are complete, can be carried out in their order, and idle for as long as
-the papers say."""
+"""The lists of operations of every schedule are complete, and can run in their order. Ranks idle for as long as the
+papers say."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_no_other_split_has_a_smaller_largest_stage(ends: tuple[float, float]) -
 
 
 def test_schedules_that_are_written_out_need_no_torch() -> None:
-    """The page of a small plan takes little time, and most of it would be the import of torch."""
+    """Importing torch takes seconds. Code that reads only these schedules should not have to wait for it."""
     code = (
         "import sys; from fourfold.config.run import ParallelConfig; from fourfold.parallel.pipeline import schedule; "
         "[schedule.schedule_ops(ParallelConfig(pp=2, schedule=name), 4) for name in ('GPipe', '1F1B')]; "

@@ -19,7 +19,7 @@ from fourfold.verification.batches import random_micro_batches
 
 
 class Device:
-    """A GPU with one stream, which runs what was issued later and in order."""
+    """A simulated GPU with one stream. ``finish`` runs all work that was issued, in order."""
 
     def __init__(self) -> None:
         self.now = 100.0

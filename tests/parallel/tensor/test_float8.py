@@ -33,7 +33,7 @@ from fourfold.verification.trace import trace
 CPU = torch.device("cpu")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 SIXTEENS = LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "intermediate_size": 192}
-"""Keys and values have 64 features, so there are 32 for x = 2 and 16 for x·y = 4."""
+"""Keys and values have 64 features. A rank has 32 of them with x = 2, and 16 of them with x·y = 4."""
 
 
 def bf16_run(grid: dict[str, int], float8: str = "none", **sections: object) -> RunConfig:
@@ -88,7 +88,8 @@ def losses_body(rank: int, world_size: int, run: RunConfig) -> tuple[list[float]
 
 
 def first_losses(pool: Pool, run: RunConfig) -> tuple[list[float], set[str]]:
-    """``losses_body`` on rank 0. A single rank runs in this process: a worker would import torchao first."""
+    """Return the results of ``losses_body`` on rank 0. A single rank runs in this process, because a worker process
+    would have to import torchao first."""
     ranks = run.parallel.world_size
     if ranks > 1:
         return pool.run(ranks, losses_body, run)[0]

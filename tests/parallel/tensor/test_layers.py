@@ -86,7 +86,7 @@ def order_body(rank: int, world_size: int, run: RunConfig) -> list[str]:
 
 
 def after(issued: list[str], collective: str, layers: int) -> list[str]:
-    """Return what follows each issue of a collective, up to the first wait."""
+    """For each time that a collective is issued, return the operations between it and the first wait."""
     places = [at for at, line in enumerate(issued) if line == collective]
     assert len(places) == layers, "the collective has another name"
     return [",".join(issued[at + 1 : issued.index("wait", at)]) for at in places]

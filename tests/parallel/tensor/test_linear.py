@@ -20,7 +20,7 @@ GRIDS = [{}, {"x": 2}, {"y": 2}, {"z": 2}, {"x": 2, "y": 2}]
 
 
 class Layers(nn.Module):
-    """Twice the layers gate, up, and down."""
+    """Two MLPs, each with the layers gate, up, and down."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -76,7 +76,8 @@ def share_of(whole: Tensor, grid: Grid) -> Tensor:
 
 
 def results(layers: Layers, x: Tensor, grad: Tensor, stepped: bool = False) -> dict[str, Tensor]:
-    """Return the output, and the gradients of the input and of the weights. Biases are summed elsewhere."""
+    """Return the output, and the gradients of the input and of the weights. Gradients of biases are left out, because
+    other code sums them over ranks."""
     x = x.clone().requires_grad_()
     (out,) = run_batch_parts([layers.steps(x)], runs_ahead=False) if stepped else [layers(x)]
     out.backward(grad)

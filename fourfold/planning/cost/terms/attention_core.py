@@ -9,13 +9,15 @@ import numpy as np
 from fourfold.planning.array_fields import Number
 
 BACKWARD = 2.5
-"""Time of a fused kernel's backward relative to its forward. It has 2.5 times as many matmuls (five instead of two),
-because it recomputes the scores."""
+"""Time of a fused kernel's backward, relative to its forward. The backward has 2.5 times as many matmuls (five instead
+of two), because it recomputes the scores."""
 
 UNFUSED_FORWARD, UNFUSED_BACKWARD = 11.0, 13.0
-"""Bytes that separate kernels for scaled masked softmax and for dropout move per 16-bit score. Forward: write and read
-scores (4) and probabilities (2 + 2), and write dropout's output and mask (2 + 1). Backward: the same, and the gradient
-of the scores (2)."""
+"""Bytes moved per 16-bit score if one kernel computes the scaled masked softmax, and another kernel the dropout.
+
+- Forward: write and read scores (4) and probabilities (2 + 2), and write dropout's output and mask (2 + 1).
+- Backward: the same, and the gradient of the scores (2).
+"""
 
 PLAIN_FORWARD, PLAIN_BACKWARD = 33.0, 30.0
 """Bytes moved per 16-bit score if Megatron-LM's fused softmax does not apply, so scaling, masking, conversion to fp32,
@@ -99,8 +101,15 @@ def unfused_seconds(
 
 
 def capped_seconds(scores: Number, width: Number, *, rate: Number, bandwidth: Number) -> tuple[Number, Number]:
-    """Return the seconds of the attention core with soft-capped scores, in forward and backward. It runs as separate
-    operations."""
+    """Return the seconds of the attention core with soft-capped scores, in forward and backward. The core runs as
+    separate operations.
+
+    Args:
+        scores: Number of scores: sequences · heads · queries · keys.
+        width: Size of a head.
+        rate: FLOP/s of matmuls.
+        bandwidth: Memory bandwidth in bytes per second.
+    """
     forward, backward = (
         unfused_seconds(matmuls * scores, width, rate=rate, bandwidth=bandwidth, moved_per_score=moved / matmuls)
         for moved, matmuls in ((CAPPED_FORWARD, 1.0), (CAPPED_BACKWARD, BACKWARD))

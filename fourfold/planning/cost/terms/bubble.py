@@ -19,7 +19,7 @@ def bubble_seconds(
     inputs: Number,
     weights: Number,
 ) -> Number:
-    """Return the seconds per step in which a rank is idle while the pipeline fills and drains.
+    """Return how many seconds per step a rank is idle while the pipeline fills and drains.
 
     ``forward`` (F), ``inputs`` (I), and ``weights`` (W) are the seconds of one micro-batch in all layers of the rank:
     for the forward pass, the input gradients, and the weight gradients. Let p be ``pp`` and v be ``stages_per_rank``.
@@ -27,13 +27,13 @@ def bubble_seconds(
     - 1F1B and GPipe: the bubble is (p − 1)(F + I + W).
     - Interleaved1F1B and LoopedBFS: the bubble is (p − 1)(F + I + W) / v (Narayanan et al. 2021, arXiv 2104.04473,
       section 2.2). If there are fewer than p micro-batches, each missing micro-batch adds (v − 1)/v · (F + I + W).
-    - Zero-bubble schedules fill the bubble with weight gradients, as far as there are enough of them (Qi et al. 2024,
-      arXiv 2401.10241, table 2).
+    - Zero-bubble schedules compute weight gradients during the bubble. The result is the part of the bubble that the
+      weight gradients do not fill (Qi et al. 2024, arXiv 2401.10241, table 2).
     - DualPipeV: the result is an upper bound.
 
-    tests/planning/test_terms.py compares these step times with a simulation of torch's schedules. They differ by at
-    most 3 % for ZBVZeroBubble, and for zero-bubble schedules in which F, I, and W differ. For all other schedules, they
-    are equal.
+    tests/planning/test_terms.py compares step times with these bubbles to a simulation of torch's schedules. They
+    differ by at most 3 % for ZBVZeroBubble, and for other zero-bubble schedules if F, I, and W are not equal. In all
+    other cases, they are equal.
     """
     missing = np.maximum(pp - micro_batches, 0)
     whole = forward + inputs + weights
@@ -74,8 +74,8 @@ def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number
     """Return the bubble of the V-shaped zero-bubble schedule.
 
     With 2p or more micro-batches, a rank is idle in p − 1 gaps. The length of a gap depends on the longest of F, I, and
-    W for half of the rank's layers, and on their differences. With fewer micro-batches, the bubble is the time in which
-    the first micro-batch goes down and up the V, minus the time of other micro-batches' work in the meantime.
+    W for half of the rank's layers, and on their differences. With fewer micro-batches, the bubble is the time that the
+    first micro-batch takes to go down and up the V, minus the time that the rank spends on other micro-batches.
     """
     longest = np.maximum(np.maximum(forward, inputs), weights)
     steady = (pp - 1) * np.maximum(np.maximum(longest, 2 * (inputs - weights)), 2 * forward - weights)
@@ -88,8 +88,8 @@ def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number
 def transfer_seconds(size: Number, gpus: Number, machine: Machine, constants: Constants) -> Number:
     """Return the seconds of sending activations to the next stage.
 
-    The transfer is assumed to cross the network, because the slowest hop sets the pace. If the job fits into one node
-    or domain, the transfer uses the links inside it.
+    We assume that the transfer crosses the network, because the slowest hop sets the pace. If the job fits into one
+    node or domain, the transfer uses the links inside it.
 
     Args:
         size: Bytes to send.

@@ -37,8 +37,9 @@ class RankGroup(NamedTuple):
 def group_of(size: Number, stride: Number, machine: Machine, constants: Constants) -> RankGroup:
     """Return a group of ranks that communicate. Consecutive ranks fill one node after another.
 
-    All groups of an axis communicate at the same time. Groups that leave a node share its adapters equally (AxoNN,
-    arXiv 2502.08145, section V-C). All ranks that a group has in one node use the group's share together.
+    All groups of an axis communicate at the same time. The groups that have ranks in a node and also in other nodes
+    share the node's adapters equally (AxoNN, arXiv 2502.08145, section V-C). All ranks that a group has in one node use
+    the group's share together.
 
     Args:
         size: Number of ranks in the group.
@@ -95,8 +96,16 @@ class ShardGroup(NamedTuple):
 def shard_group_of(
     size: Number, stride: Number, per_node: Number, machine: Machine, constants: Constants
 ) -> ShardGroup:
-    """Return the group of ``size`` ranks. Its collectives run in two levels if ``per_node`` is above 1 and below
-    ``size``."""
+    """Return a group of ranks that shard weights. Its collectives run in two levels if ``per_node`` is above 1 and
+    below ``size``.
+
+    Args:
+        size: Number of ranks in the group.
+        stride: Distance in ranks between neighbors in the group.
+        per_node: Number of the group's ranks per node.
+        machine: The machine.
+        constants: The machine's constants.
+    """
     whole = group_of(size, stride, machine, constants)
     in_levels = (np.asarray(per_node) > 1) & (per_node < size)
     if not in_levels.any():

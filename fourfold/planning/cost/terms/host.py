@@ -17,8 +17,8 @@ FUSED_SHARE = 0.5
 COLLECTIVE_KERNELS = 3.0
 """Number of launches per collective: the copies before and after it, and the events that order streams."""
 BLOCKING = 1.5
-"""Host time of a kernel if the host waits for its end, relative to the time of a launch. The driver takes about 5 µs to
-notify the host (an assumption)."""
+"""Host time of a kernel if the host waits until the kernel is done, relative to the host time of a launch. We assume
+that the driver takes about 5 µs to notify the host."""
 OPTIMIZER_KERNELS = 60.0
 """Number of launches of fused AdamW, gradient norm, and clipping, which are multi-tensor kernels."""
 
@@ -58,7 +58,15 @@ scales."""
 def expert_launches(
     experts: Number, grouped: Flag, fused: Flag, in_8: Flag, collectives: Number
 ) -> tuple[Number, Number]:
-    """Return the launch counts of a router and its experts on a rank, in forward and backward."""
+    """Return the number of kernel launches of a router and its experts on a rank, in forward and backward.
+
+    Args:
+        experts: Number of experts on the rank.
+        grouped: Whether one kernel computes all experts.
+        fused: Whether the router's operations are fused.
+        in_8: Whether the experts' matmuls run in 8 bits.
+        collectives: Number of collectives per direction.
+    """
     shared = ROUTER_KERNELS * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives
     each = experts * (1 + np.where(in_8, FLOAT8_KERNELS, 0.0))
     one_by_one = (

@@ -18,8 +18,8 @@ TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.80))
 come from the guide's measurements on an A100."""
 
 PROLOGUE = 128.0
-"""Setting up and writing a tile takes as long as this many steps of the inner dimension (two to four iterations of 32
-or 64)."""
+"""The time to set up a tile and to write its result, in steps along the inner dimension. It is the time of two to four
+iterations, with 32 or 64 steps each."""
 
 
 def matmul_seconds(
@@ -57,8 +57,14 @@ def linear_seconds(
 ) -> tuple[Number, Number, Number]:
     """Return the seconds of a linear layer's three matmuls: forward, input gradient, and weight gradient.
 
-    If ``groups`` is above 1, this number of layers (with the same number of rows each) runs as one grouped matmul.
-    ``rate`` is the FLOP/s of the fastest memory layout of the operands.
+    Args:
+        rows: Number of rows of the input.
+        inner: Number of input features.
+        out: Number of output features.
+        item: Number of bytes per entry.
+        rates: The rates of the step on the machine.
+        rate: FLOP/s that the best shape reaches, with the fastest memory layout of the operands.
+        groups: Number of layers, each with ``rows`` rows. Above 1, they run as one grouped matmul.
     """
     how = {"units": rates.units, "bandwidth": rates.bandwidth, "item": item, "groups": groups}
     return (

@@ -9,7 +9,7 @@ import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number
 
-# The constants from here to BACKWARD are for other frameworks than fourfold. All of them except BACKWARD describe the
+# The constants from here to BACKWARD are for frameworks other than fourfold. All of them except BACKWARD describe the
 # forward pass.
 RESIDUAL_PASSES = 12.0
 """Passes over the residual stream: two norms (one read and one write each), two residual sums (two reads and one write
