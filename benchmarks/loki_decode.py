@@ -270,7 +270,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=30, help="number of timed rounds")
     parser.add_argument("--contexts", help=f"default: {CONTEXTS}")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--d", type=int, default=64)
+    parser.add_argument("--d", type=int, default=32)
     parser.add_argument("--k", type=int, default=KEYS, help="number of keys to attend to. 0: Loki's default share")
     parser.add_argument("--dtype", default="fp32", choices=list(DTYPES))
     parser.add_argument("--kernels", default="auto", choices=["auto", "torch", "numba", "triton"])

@@ -21,7 +21,7 @@ from numba import get_num_threads, njit, prange, set_num_threads
 from numba.core.config import NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # Numba sets it at import
 from torch import Tensor
 
-from fourfold.inference.loki.codes import INTERVALS, PER_BYTE
+from fourfold.inference.loki.codes import BITS, INTERVALS, PER_BYTE
 from fourfold.inference.loki.numba_functions import OPTIONS, as_float32, compiled, exp, inlined, prefetch_row
 from fourfold.inference.loki.select import DecodeStep
 from fourfold.inference.loki.settings import LokiConfig
@@ -31,7 +31,8 @@ TINY = np.float32(np.finfo(np.float32).tiny)
 NAN_BITS = np.uint32(0x7F800000)
 """A float32 is NaN if its bits without the sign are above this value."""
 
-LAST_CODE = np.uint32(INTERVALS - 1)
+TABLES = 8
+"""Number of bytes of a key whose tables are used together. Their tables fit into the first-level cache."""
 
 LAST_RANK = np.uint32(0xFFFFFFFF)
 
@@ -143,13 +144,52 @@ def _decode(
 
 @compiled
 def _score(query_Hd, code_SC, scores_HS):
-    """Compute the dot product of every head with the codes of every key."""
-    query_H4C = query_Hd.reshape(query_Hd.shape[0], PER_BYTE, code_SC.shape[1])
+    """Compute the dot product of every head with the codes of every key, four heads at a time.
+
+    The codes of a byte have 256 combinations. So look up the sum of their products in a table, instead of computing it
+    for every key.
+    """
+    table_NB4 = np.empty((TABLES, 256, 4), np.float32)
+    scores_HS[:] = np.float32(0)
     for h in range(0, query_Hd.shape[0], 4):
-        four = query_H4C[h], query_H4C[h + 1], query_H4C[h + 2], query_H4C[h + 3]
-        scores_4S = scores_HS[h : h + 4]
-        for s in range(code_SC.shape[0]):
-            scores_4S[0, s], scores_4S[1, s], scores_4S[2, s], scores_4S[3, s] = _products_with_codes(four, code_SC[s])
+        for first in range(0, code_SC.shape[1], TABLES):
+            count = min(TABLES, code_SC.shape[1] - first)
+            for n in range(count):
+                _fill(table_NB4[n], query_Hd[h : h + 4], first + n, code_SC.shape[1])
+            for s in range(code_SC.shape[0]):
+                # The compiler unrolls the loop over tables if their number is a constant.
+                if count == TABLES:
+                    sums = _look_up(table_NB4, code_SC[s], first, TABLES)
+                else:
+                    sums = _look_up(table_NB4, code_SC[s], first, count)
+                scores_HS[h, s] += sums[0]
+                scores_HS[h + 1, s] += sums[1]
+                scores_HS[h + 2, s] += sums[2]
+                scores_HS[h + 3, s] += sums[3]
+
+
+@inlined
+def _look_up(table_NB4, code_C, first, count):
+    """Return the sums of the table entries of bytes ``first`` to ``first + count``, for four query heads."""
+    sum0, sum1, sum2, sum3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+    for n in range(count):
+        byte = code_C[first + n]
+        sum0 += table_NB4[n, byte, 0]
+        sum1 += table_NB4[n, byte, 1]
+        sum2 += table_NB4[n, byte, 2]
+        sum3 += table_NB4[n, byte, 3]
+    return sum0, sum1, sum2, sum3
+
+
+@compiled
+def _fill(table_B4, query_4d, c, size):
+    """For each value of byte c, write the product of its codes with four query heads to a table."""
+    table_B4[:] = np.float32(0)
+    for byte in range(256):
+        for place in range(PER_BYTE):
+            code = np.float32((byte >> (place * BITS)) & (INTERVALS - 1))
+            for h in range(4):
+                table_B4[byte, h] += query_4d[h, place * size + c] * code
 
 
 @compiled
@@ -262,23 +302,6 @@ def _products(four, key):
         sum1 += query1[c] * number
         sum2 += query2[c] * number
         sum3 += query3[c] * number
-    return sum0, sum1, sum2, sum3
-
-
-@inlined
-def _products_with_codes(four, code_C):
-    """Compute the dot products of four query heads [4, C] with the codes of one key."""
-    query0, query1, query2, query3 = four
-    sum0, sum1, sum2, sum3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-    for c in range(code_C.size):
-        byte = np.uint32(code_C[c])
-        # A loop over the codes of a byte would keep the compiler from vectorizing the loop over bytes.
-        first, second = np.float32(byte & LAST_CODE), np.float32((byte >> np.uint32(2)) & LAST_CODE)
-        third, fourth = np.float32((byte >> np.uint32(4)) & LAST_CODE), np.float32(byte >> np.uint32(6))
-        sum0 += query0[0, c] * first + query0[1, c] * second + query0[2, c] * third + query0[3, c] * fourth
-        sum1 += query1[0, c] * first + query1[1, c] * second + query1[2, c] * third + query1[3, c] * fourth
-        sum2 += query2[0, c] * first + query2[1, c] * second + query2[2, c] * third + query2[3, c] * fourth
-        sum3 += query3[0, c] * first + query3[1, c] * second + query3[2, c] * third + query3[3, c] * fourth
     return sum0, sum1, sum2, sum3
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fourfold.config.expected_values import mistake
 from fourfold.errors import UserError
 
-DEFAULT_D_F, DEFAULT_K_F = 0.5, 0.25
+DEFAULT_D_F, DEFAULT_K_F = 0.25, 0.25
 
 MOST_SINKS, MOST_RECENT = 4, 64
 """Largest number of first and last keys that are always chosen by default (also at most a quarter of a step's keys)."""
@@ -51,7 +51,7 @@ class LokiConfig(BaseModel):
     d: Annotated[int, Field(ge=1)] | None = None
     """Number of leading components that rank the keys. Set at most one of ``d`` and ``d_f``."""
     d_f: Share | None = None
-    """The number of ranking components as a fraction of head_dim (default 0.5)."""
+    """The number of ranking components as a fraction of head_dim (default 0.25)."""
     k: Annotated[int, Field(ge=1)] | None = None
     """Number of keys that a step attends to. Set at most one of ``k`` and ``k_f``."""
     k_f: Share | None = None
