@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_loki import loki_model, windows
+from tiny_loki import encoder_of, loki_model, windows
 
 pytest.importorskip("transformers")
 
@@ -19,6 +19,7 @@ from fourfold.inference.loki.basis import Components
 from fourfold.inference.loki.key_hooks import observe_keys, undo_rotary
 from fourfold.inference.loki.principal_components import Moments
 from fourfold.inference.loki.select import always_chosen, choose_keys, keys_per_sequence
+from fourfold.inference.loki.simulate import Probe, simulate
 
 
 def test_streamed_covariance_is_that_of_all_keys_together() -> None:
@@ -52,6 +53,20 @@ def test_planted_directions_are_found() -> None:
     approximate = (query @ vectors_KDD[..., :3]) @ (keys @ vectors_KDD[..., :3]).mT
     difference = approximate - query @ keys.mT
     torch.testing.assert_close(difference, difference[..., :1].expand_as(difference), rtol=1e-3, atol=1e-3)
+
+
+def test_without_codes_all_dims_are_exact_top_k() -> None:
+    """``bits=16`` ranks by the components themselves, as the paper does."""
+    generator = torch.Generator().manual_seed(1)
+    query, key = torch.randn(1, 4, 60, 12, generator=generator), torch.randn(1, 2, 60, 12, generator=generator)
+    encoder = encoder_of(torch.linalg.qr(torch.randn(2, 12, 12, generator=generator)).Q)
+    recalls = {}
+    for bits in (2, 16):
+        probe = Probe()
+        simulate(query, key, key, encoder, LokiConfig(k=9, sink=0, recent=0, bits=bits), 0.3, None, probe)
+        recalls[bits] = torch.cat(probe.recall)
+    assert recalls[16].min() == 1
+    assert 0.5 < recalls[2].mean() < 0.99
 
 
 def test_directions_of_scores_approximate_them_best() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_loki import SPARSE, changed, prompt, windows, with_cache
+from tiny_loki import SPARSE, changed, prompt, step_by_step, windows, with_cache
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -146,6 +146,13 @@ def steps(model: Any, tokens_BS: Tensor, mask_BS: Tensor, begin: int, count: int
                 ).logits
             )
     return torch.cat(out, 1)
+
+
+def test_decoding_steps_need_codes(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    enable_loki(model, basis, changed(SPARSE, bits=16))
+    with pytest.raises(UserError, match="bits = 16 works only in `fourfold loki evaluate --text`; use 2"):
+        step_by_step(model, prompt(1), 40)
 
 
 @pytest.mark.parametrize(

@@ -62,12 +62,16 @@ class Encoder:
         scores, up to rounding and up to a constant that is the same for all keys."""
         return torch.matmul(query_BKxD.float(), self.queries_KDd)
 
+    def project_keys(self, key_BKSD: Tensor) -> Tensor:
+        """Return the components of keys, [B, K, S, d] in float32. Their integer part is the interval of the code."""
+        return torch.matmul(key_BKSD.float(), self.keys_KDd) + self.shift_K1d
+
     @torch.no_grad()
     def encode(self, key_BKSD: Tensor) -> Tensor:
         """Return the codes of keys, [B, K, S, C] in uint8. Byte c holds the codes of the components c, c + C, c + 2C,
         and c + 3C."""
-        interval_BKSd = (torch.matmul(key_BKSD.float(), self.keys_KDd) + self.shift_K1d).floor()
-        interval_BKS4C = interval_BKSd.clamp_(0, INTERVALS - 1).unflatten(-1, (PER_BYTE, -1))
+        interval_BKSd = self.project_keys(key_BKSD).floor().clamp(0, INTERVALS - 1)
+        interval_BKS4C = interval_BKSd.unflatten(-1, (PER_BYTE, -1))
         place_41 = INTERVALS ** torch.arange(PER_BYTE, device=key_BKSD.device)[:, None]
         return (interval_BKS4C * place_41).sum(-2).to(torch.uint8)
 

@@ -20,6 +20,7 @@ from fourfold.errors import UserError
 from fourfold.inference.loki.architecture import AttentionModule
 from fourfold.inference.loki.attend import decode
 from fourfold.inference.loki.cache import GrowingLayer, LokiLayer
+from fourfold.inference.loki.codes import BITS
 from fourfold.inference.loki.replace_cache import LayerRecipe, replace_layer
 from fourfold.inference.loki.select import keys_per_sequence
 from fourfold.inference.loki.simulate import Probe, simulate
@@ -128,6 +129,8 @@ def loki_attention(
     length, is_simple = key.shape[2], _is_simple(attention_mask)
     if query.shape[2] == 1 and isinstance(layer, LokiLayer) and is_simple and not config.is_dense_at(length):
         assert layer.code_BKSC is not None
+        if config.bits != BITS:
+            raise UserError(f"loki: bits = {config.bits} works only in `fourfold loki evaluate --text`; use {BITS}")
         visible_B1S = None if attention_mask is None else attention_mask[:, :, 0].expand(query.shape[0], -1, -1)
         k, k_B = config.key_count(length), None
         if visible_B1S is not None:

@@ -62,6 +62,9 @@ class LokiConfig(BaseModel):
     """Number of keys at the start that are always chosen (default 4, but at most a quarter of a step's keys)."""
     recent: Annotated[int, Field(ge=0)] | None = None
     """Number of keys at the end that are always chosen (default 64, but at most a quarter of a step's keys)."""
+    bits: Literal[2, 16] = 2
+    """Bits of a component in a key's code. With 16, a simulation ranks keys by the components themselves, as in the
+    paper. Decoding steps support only 2."""
     skip_layers: LayerNumbers = ()
     """Layers that stay dense."""
     min_seq: int = Field(512, ge=0)

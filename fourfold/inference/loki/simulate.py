@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fourfold.inference.loki.codes import Encoder, decoded
+from fourfold.inference.loki.codes import BITS, Encoder, decoded
 from fourfold.inference.loki.select import NEVER, choose_keys, combine_heads, keys_per_sequence
 from fourfold.inference.loki.settings import LokiConfig
 
@@ -62,7 +62,8 @@ def simulate(
     query_BKGQd, key_BKSd = query_BKGQD.float(), key_BKSD.float()
     if encoder is not None:
         query_BKGQd = encoder.project_queries(query_BKGQD.flatten(2, 3)).unflatten(2, query_BKGQD.shape[2:4])
-        key_BKSd = decoded(encoder.encode(key_BKSD), torch.float32)
+        is_coded = config.bits == BITS
+        key_BKSd = decoded(encoder.encode(key_BKSD), torch.float32) if is_coded else encoder.project_keys(key_BKSD)
     length = key_BKSD.shape[2]
     rows = max(1, CHUNK_SCORES // (query_BNQD.shape[0] * query_BNQD.shape[1] * length))
     k_B = None if mask_B1QS is None else keys_per_sequence(mask_B1QS[:, 0].sum(-1).amax(-1), config)
