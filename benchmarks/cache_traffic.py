@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from fourfold.inference.loki.codes import PER_BYTE
 
 aten = torch.ops.aten
 _ROWS = {
@@ -60,18 +63,18 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def floor_bytes(length: int, head_dim: int, d: int, k: int, heads: int, itemsize: int) -> int:
-    """Return the smallest number of bytes that a decoding step of Loki can read for one sequence: d dims of every key,
-    and all dims of k keys and values.
+    """Return the smallest number of bytes that a decoding step of Loki can read for one sequence: the codes of every
+    key, and all dims of k keys and values.
 
     Args:
         length: Number of tokens in the cache.
         head_dim: Size of a head.
-        d: Number of ranking dims.
+        d: Number of ranking components.
         k: Number of keys that the step attends to.
         heads: Number of KV heads.
         itemsize: Number of bytes per number in the cache.
     """
-    return heads * itemsize * (length * d + 2 * k * head_dim)
+    return heads * (length * math.ceil(d / PER_BYTE) + 2 * k * head_dim * itemsize)
 
 
 def dense_bytes(length: int, head_dim: int, heads: int, itemsize: int) -> int:

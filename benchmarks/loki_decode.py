@@ -2,7 +2,7 @@
 
     python -m benchmarks.loki_decode [--rounds 30] [--contexts 4096,131072] [--kernels torch]
 
-The benchmark times all operations of one layer. With Loki, these are: append to the cache, project, score, select, and
+The benchmark times all operations of one layer. With Loki, these are: append to the cache, encode, score, select, and
 attend. Loki and dense attention run alternately, so unrelated work on the machine slows both equally. The benchmark
 tries several implementations of dense attention, all with a preallocated cache, and takes the fastest one for each
 context. With OMP_NUM_THREADS=1, it measures processor time, which excludes unrelated work. Keys vary mostly along a few
@@ -34,6 +34,7 @@ from fourfold.huggingface.transformers_models import DTYPES
 from fourfold.inference.loki import LokiConfig
 from fourfold.inference.loki.attend import decode
 from fourfold.inference.loki.cache import GrowingLayer, LokiLayer
+from fourfold.inference.loki.codes import Encoder
 
 GOALS = {
     ("cpu", 1, 32_768): 3.0,
@@ -156,14 +157,16 @@ def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
     read from the cache in one step."""
     basis_KDD = torch.linalg.qr(torch.randn(shape.kv_heads, shape.head_dim, shape.head_dim)).Q.to(shape.device)
     basis_KDd, k = basis_KDD[..., : shape.d].contiguous(), shape.keys_of(context)
-    layer = LokiLayer(torch.stack([basis_KDd, basis_KDd]), context)
+    mean_KD, covariance_KDD = torch.zeros_like(basis_KDD[..., 0]), torch.eye(shape.head_dim, device=shape.device)
+    encoder = Encoder.of(basis_KDd, basis_KDd, mean_KD, covariance_KDD.expand(shape.kv_heads, -1, -1))
+    layer = LokiLayer(encoder, context)
     config = LokiConfig(d=shape.d, k=k, kernels=shape.kernels)
     _fill(layer, shape, context - 1)
     new, query = _tokens(shape, 1), _query(shape)
 
     def step(config: LokiConfig = config) -> Tensor:
         layer.update(new, new)
-        out = decode(query, layer.keys, layer.values, layer.proxy_BKSd, basis_KDd, k, config, shape.head_dim**-0.5)
+        out = decode(query, layer.keys, layer.values, layer.code_BKSC, encoder, k, config, shape.head_dim**-0.5)
         layer.crop(-1)
         return out
 

@@ -12,10 +12,12 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from tiny_loki import encoder_of
+
 from benchmarks.sparse_attention.rivals.eviction import H2O, SnapKV, StreamingLLM
 from benchmarks.sparse_attention.rivals.exact import Dense, ExactTopK, RandomKeys
 from benchmarks.sparse_attention.rivals.interface import Prompt, Rival, Step, weights_of
-from benchmarks.sparse_attention.rivals.loki import Loki, LokiSharedBudget
+from benchmarks.sparse_attention.rivals.loki import Loki, LokiSharedBudget, PaperLoki
 from benchmarks.sparse_attention.rivals.quest import Quest
 from benchmarks.sparse_attention.rivals.sparq import SparQ
 from benchmarks.sparse_attention.rivals.tidal import TidalDecode
@@ -235,18 +237,22 @@ def orthonormal(d: int) -> Tensor:
 
 
 def test_loki_is_the_decoding_step_of_fourfold() -> None:
-    step, basis_KDd = random_step(), orthonormal(3)
+    step, encoder = random_step(), encoder_of(orthonormal(8))
     config = LokiConfig(k=9, sink=2, recent=3, min_seq=0)
-    proxy_BKSd = torch.matmul(step.key_BKSD, basis_KDd)
-    expected = decode(
-        step.query_BKGD.flatten(1, 2), step.key_BKSD, step.value_BKSD, proxy_BKSd, basis_KDd, 9, config, SCALING
-    )
-    torch.testing.assert_close(Loki([torch.stack([basis_KDd] * 2)], config).decode(step).flatten(1, 2), expected)
+    codes = encoder.encode(step.key_BKSD)
+    expected = decode(step.query_BKGD.flatten(1, 2), step.key_BKSD, step.value_BKSD, codes, encoder, 9, config, SCALING)
+    torch.testing.assert_close(Loki([encoder], config).decode(step).flatten(1, 2), expected)
+
+
+def test_the_papers_loki_with_all_dims_is_exact_top_k() -> None:
+    step, basis_KDD = random_step(), orthonormal(HEAD_DIM)
+    rival = PaperLoki([torch.stack([basis_KDD] * 2)], LokiConfig(k=9, sink=0, recent=0, min_seq=0))
+    torch.testing.assert_close(rival.decode(step), ExactTopK(9).decode(step))
 
 
 def test_a_shared_budget_reads_as_many_keys_and_the_best_of_all_heads() -> None:
-    step, basis_KDd = random_step(), orthonormal(HEAD_DIM)
-    rival = LokiSharedBudget([torch.stack([basis_KDd] * 2)], LokiConfig(k=9, sink=2, recent=3, min_seq=0))
+    step, encoder = random_step(), encoder_of(orthonormal(HEAD_DIM))
+    rival = LokiSharedBudget([encoder], LokiConfig(k=9, sink=2, recent=3, min_seq=0))
     worth_BKS = rival.score(step)
     chosen_BKS = rival.select(step, worth_BKS)
     assert chosen_BKS.sum((1, 2)).tolist() == [9 * KV_HEADS] * BATCH
@@ -258,7 +264,7 @@ def test_a_shared_budget_reads_as_many_keys_and_the_best_of_all_heads() -> None:
 
 def all_rivals() -> Sequence[tuple[Rival, float]]:
     """Return each method with the number of elements that it reads for each KV head in the step with 41 keys."""
-    per_key, basis_KDd = 2 * HEAD_DIM, orthonormal(3)
+    per_key, basis_KDd = 2 * HEAD_DIM, orthonormal(5)
     return [
         (Dense(), LENGTH * per_key),
         (ExactTopK(7), 7 * per_key),
@@ -266,8 +272,10 @@ def all_rivals() -> Sequence[tuple[Rival, float]]:
         (Quest(3, 41), 1 * per_key + LENGTH * per_key),
         (SparQ(7, 3, 2), 3 * LENGTH + 7 * per_key),
         (StreamingLLM(10, 4, torch.ones(HEAD_DIM // 2)), 10 * per_key),
-        (Loki([torch.stack([basis_KDd] * 2)], LokiConfig(k=9, min_seq=0)), 3 * LENGTH + 9 * per_key),
-        (LokiSharedBudget([torch.stack([basis_KDd] * 2)], LokiConfig(k=9, min_seq=0)), 3 * LENGTH + 9 * per_key),
+        # The codes of five components take two bytes, as many as one element.
+        (Loki([encoder_of(basis_KDd)], LokiConfig(k=9, min_seq=0)), LENGTH + 9 * per_key),
+        (LokiSharedBudget([encoder_of(basis_KDd)], LokiConfig(k=9, min_seq=0)), LENGTH + 9 * per_key),
+        (PaperLoki([torch.stack([basis_KDd] * 2)], LokiConfig(k=9, min_seq=0)), 5 * LENGTH + 9 * per_key),
     ]
 
 

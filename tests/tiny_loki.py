@@ -13,8 +13,9 @@ from tiny_dense_models import SIZES
 from torch import Tensor
 
 from fourfold.inference.loki import LokiConfig
+from fourfold.inference.loki.codes import Encoder
 
-SPARSE = LokiConfig(d=4, k=12, min_seq=0)
+SPARSE = LokiConfig(d=8, k=12, min_seq=0)
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 12}),
@@ -61,8 +62,31 @@ def prompt(batch: int = 2, length: int = 50, seed: int = 2) -> Tensor:
     return torch.randint(1, 201, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def encoder_of(basis_KDd: Tensor) -> Encoder:
+    """Return an encoder for queries and keys with the same directions. The keys have mean 0 and variance 1 in all
+    directions."""
+    heads, width, _ = basis_KDd.shape
+    return Encoder.of(basis_KDd, basis_KDd, torch.zeros(heads, width), torch.eye(width).expand(heads, -1, -1))
+
+
+def slow_codes(key_SD: Tensor, direction_D: Tensor, mean_D: Tensor, covariance_DD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes of keys along one direction, and the width of an interval: one standard deviation. A code counts
+    how many of the three borders between the intervals are not above the key."""
+    width = (direction_D @ covariance_DD @ direction_D).sqrt()
+    middle = direction_D @ mean_D
+    borders_3 = torch.stack([middle - width, middle, middle + width])
+    return ((key_SD @ direction_D)[:, None] >= borders_3).sum(-1), width
+
+
 def slow_decode(
-    query_ND: Tensor, key_KSD: Tensor, value_KSD: Tensor, basis_2KDd: Tensor, k: int, scaling: float
+    query_ND: Tensor,
+    key_KSD: Tensor,
+    value_KSD: Tensor,
+    basis_2KDd: Tensor,
+    k: int,
+    scaling: float,
+    mean_KD: Tensor,
+    covariance_KDD: Tensor,
 ) -> Tensor:
     """Run one step of Loki on one sequence, head by head. Query heads that share a KV head choose keys by the sum of
     their softmaxes. The first 4 and the last 64 keys, but at most a quarter of the k keys each, are always chosen."""
@@ -70,7 +94,10 @@ def slow_decode(
     out = []
     for head, (key_SD, value_SD, query_Dd, key_Dd) in enumerate(zip(key_KSD, value_KSD, *basis_2KDd, strict=True)):
         queries_GD = query_ND[head * group : (head + 1) * group]
-        approximate_GS = (queries_GD @ query_Dd) @ (key_SD @ key_Dd).T
+        approximate_GS = torch.zeros(len(queries_GD), len(key_SD))
+        for query_D, key_D in zip(query_Dd.T, key_Dd.T, strict=True):
+            codes_S, width = slow_codes(key_SD, key_D, mean_KD[head], covariance_KDD[head])
+            approximate_GS += (queries_GD @ query_D)[:, None] * width * codes_S
         worth_S = torch.softmax(approximate_GS * scaling, -1).sum(0)
         last = len(key_SD) - min(64, k // 4)
         ends = [*range(min(4, k // 4)), *range(last, len(key_SD))]

@@ -3,6 +3,7 @@ covers the bytes that a method reads to score the keys."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,12 +12,13 @@ from torch import Tensor
 from benchmarks.sparse_attention.rivals.eviction import H2O, SnapKV, StreamingLLM
 from benchmarks.sparse_attention.rivals.exact import Dense, ExactTopK, RandomKeys
 from benchmarks.sparse_attention.rivals.interface import ACCUMULATOR_ELEMENTS, Rival
-from benchmarks.sparse_attention.rivals.loki import Loki, LokiSharedBudget
+from benchmarks.sparse_attention.rivals.loki import ELEMENT_BYTES, Loki, LokiSharedBudget, PaperLoki
 from benchmarks.sparse_attention.rivals.quest import Quest
 from benchmarks.sparse_attention.rivals.sparq import SparQ
 from benchmarks.sparse_attention.rivals.tidal import TidalDecode
 from benchmarks.sparse_attention.rivals.top_p import TopP
 from fourfold.inference.loki import LokiBasis, LokiConfig
+from fourfold.inference.loki.codes import PER_BYTE
 
 SINKS = 4
 SNAPKV_WINDOW = 32
@@ -37,14 +39,16 @@ class LokiSettings:
     is_shared: bool = False
     """Whether the KV heads of a layer share one budget of keys."""
     is_top_p: bool = False
+    is_coded: bool = True
+    """Whether codes of the components rank the keys. If not, the components themselves rank them, as in the paper."""
     kind: str = "best"
     """Kind of the basis, as in ``LokiConfig.basis``."""
 
 
-LOKI = "Loki"
+LOKI, PAPER = "Loki", "Loki, as in the paper"
 VARIANTS = {
     LOKI: LokiSettings(),
-    "Loki, as in the paper": LokiSettings(keeps_ends=False, kind="post"),
+    PAPER: LokiSettings(keeps_ends=False, is_coded=False, kind="post"),
     "Loki, shared budget": LokiSettings(is_shared=True),
     "Loki, top-p": LokiSettings(keeps_ends=False, is_top_p=True),
 }
@@ -133,14 +137,24 @@ def quest(budget: float, length: int, setup: Setup) -> Quest | None:
     return Quest(pages, size) if pages >= 1 else None
 
 
-def loki(name: str, settings: LokiSettings, budget: float, length: int, setup: Setup) -> Rival | None:
-    """Return a variant of Loki, or None if no key fits into the budget."""
+def loki_scoring(name: str, budget: float, setup: Setup) -> float:
+    """Return how many elements a variant of Loki reads per key for its scores."""
     dims = setup.dims[name, budget]
-    k = keys_within(budget, length, setup.basis.head_dim, dims * length)
-    if k < 1:
+    return math.ceil(dims / PER_BYTE) / ELEMENT_BYTES if VARIANTS[name].is_coded else dims
+
+
+def loki(name: str, settings: LokiSettings, budget: float, length: int, setup: Setup) -> Rival | None:
+    """Return a variant of Loki, or None if no key fits into the budget or a head has fewer components."""
+    dims = setup.dims[name, budget]
+    k = keys_within(budget, length, setup.basis.head_dim, loki_scoring(name, budget, setup) * length)
+    if k < 1 or dims > setup.basis.head_dim:
         return None
     ends = None if settings.keeps_ends else 0
     config = LokiConfig(d=dims, k=k, sink=ends, recent=ends, min_seq=0, basis=settings.kind)
-    bases = [setup.basis.of_layer(layer, config) for layer in range(setup.basis.layers)]
-    made = (LokiSharedBudget if settings.is_shared else Loki)(bases, config)
+    layers = range(setup.basis.layers)
+    if settings.is_coded:
+        encoders = [setup.basis.of_layer(layer, config) for layer in layers]
+        made = (LokiSharedBudget if settings.is_shared else Loki)(encoders, config)
+    else:
+        made = PaperLoki([setup.basis.components[settings.kind].sides(layer, dims) for layer in layers], config)
     return TopP(made, setup.thresholds.get((name, budget, length), 1.0), 4 * k) if settings.is_top_p else made

@@ -23,7 +23,7 @@ from benchmarks.sparse_attention.decoding import Decoder, inverse_frequencies, s
 from benchmarks.sparse_attention.page import table
 from benchmarks.sparse_attention.rivals.exact import Dense
 from benchmarks.sparse_attention.rivals.interface import Rival
-from benchmarks.sparse_attention.settings import LOKI, METHODS, VARIANTS, Setup, rival
+from benchmarks.sparse_attention.settings import LOKI, METHODS, PAPER, VARIANTS, Setup, rival
 from benchmarks.sparse_attention.table import TOLERANCE, Estimate, estimate
 from benchmarks.sparse_attention.tune import OPTIONS, with_thresholds
 from fourfold.inference.loki import calibrate
@@ -136,7 +136,8 @@ def _tuned(decoder: Decoder, texts: Sequence[Sequence[int]], setup: Setup, budge
             if each is not None:
                 tried[value] = losses(decoder, texts, {"tried": each})["tried"][0].mean().item()
         dims[name, budget] = min(tried, key=tried.__getitem__) if tried else values[0]
-    setup = replace(setup, dims=dims | {(name, budget): dims[LOKI, budget] for name in VARIANTS})
+    of_codes = {(name, budget): dims[LOKI, budget] for name in VARIANTS if name != PAPER}
+    setup = replace(setup, dims=dims | of_codes)
     return with_thresholds(setup, budget, LENGTH, lambda rivals: losses(decoder, texts, rivals))
 
 

@@ -15,16 +15,16 @@ from benchmarks.sparse_attention.evaluate import Answered, evaluate
 from benchmarks.sparse_attention.rivals.exact import ExactTopK
 from benchmarks.sparse_attention.rivals.interface import Rival
 from benchmarks.sparse_attention.rivals.top_p import ScoreRecorder, TopP, threshold_for
-from benchmarks.sparse_attention.settings import LOKI, VARIANTS, Setup, keys_within, rival
+from benchmarks.sparse_attention.settings import LOKI, PAPER, VARIANTS, Setup, keys_within, loki_scoring, rival
 
 DEVELOPMENT_TASKS = ("multi-key", "tracking", "common word")
 SEED = 1
 LENGTH = 1024
 CONTEXTS, QUESTIONS = 8, 1
 THRESHOLD_CONTEXTS = 2
-OPTIONS = {LOKI: (1, 2, 4, 8), "SparQ": (1, 2, 4, 8), "Quest": (8, 16, 32, 64)}
-"""The values to choose from: Loki's dims, SparQ's channels, and Quest's tokens per page. All variants of Loki use the
-same number of dims."""
+OPTIONS = {LOKI: (8, 16, 32), PAPER: (1, 2, 4, 8), "SparQ": (1, 2, 4, 8), "Quest": (8, 16, 32, 64)}
+"""The values to choose from: the number of Loki's components, SparQ's channels, and Quest's tokens per page. All
+variants of Loki with codes use the same number of components."""
 
 
 def tuned(decoder: Decoder, setup: Setup, budgets: Sequence[float], lengths: Sequence[int]) -> Setup:
@@ -62,7 +62,7 @@ def _with_split(decoder: Decoder, setup: Setup, budget: float) -> Setup:
     for name, options in OPTIONS.items():
         found = {option: sum(scores[key]) for option in options if (key := f"{name}/{option}") in scores}
         dims[name, budget] = max(found, key=found.__getitem__) if found else options[0]
-    dims |= {(name, budget): dims[LOKI, budget] for name in VARIANTS}
+    dims |= {(name, budget): dims[LOKI, budget] for name in VARIANTS if name != PAPER}
     return replace(setup, dims=dims)
 
 
@@ -84,7 +84,7 @@ def with_thresholds(setup: Setup, budget: float, length: int, run: Callable[[Map
         made = rival(name, budget, length, setup) if settings.is_top_p else None
         if isinstance(made, TopP):
             assert made.cap is not None
-            keys = keys_within(budget, length, head_dim, setup.dims[name, budget] * length)
+            keys = keys_within(budget, length, head_dim, loki_scoring(name, budget, setup) * length)
             scorers[name] = made.scorer, keys, made.cap
     recorders = {name: ScoreRecorder(scorer) for name, (scorer, _, _) in scorers.items()}
     run(recorders)

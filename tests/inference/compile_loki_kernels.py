@@ -9,6 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fourfold.inference.loki import triton_kernels
+from fourfold.inference.loki.codes import PER_BYTE
 
 TARGETS = [(GPUTarget("cuda", 90, 32), "cubin", 99 * 1024), (GPUTarget("hip", "gfx942", 64), "hsaco", 64 * 1024)]
 """GPUs to compile for, each with its kind of machine code and the shared memory of a block. The GPUs are an H100, whose
@@ -21,27 +22,29 @@ TYPES = {
     **dict.fromkeys(("scores", "maxima", "sums", "partial"), "*fp32"),
     **dict.fromkeys(("ranks", "histograms", "ks", "counts", "chosen"), "*i32"),
     **dict.fromkeys(("visible", "always"), "*i8"),
+    "code": "*u8",
     "scaling": "fp32",
 }
 
 
 def compile_all(dtype: torch.dtype, width: int, d: int, group: int) -> None:
-    """Compile kernels for heads of this width that rank keys by d dims, with ``group`` query heads per key-value head.
-    Sizes and pointers are aligned, as at run time."""
+    """Compile kernels for heads of this width that rank keys by d components, with ``group`` query heads per key-value
+    head. Sizes and pointers are aligned, as at run time."""
     name_of_type = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
-    tensors = dict.fromkeys(("query", "proxy", "key", "value", "out"), f"*{name_of_type}")
+    tensors = dict.fromkeys(("query", "key", "value", "out"), f"*{name_of_type}")
     for name in ("_score", "_rank", "_refine", "_count", "_collect", "_attend", "_merge"):
         kernel = getattr(triton_kernels, name)
-        padded = max(16, triton.next_power_of_2(d if name == "_score" else width))
+        size = d // PER_BYTE
+        padded = max(16, triton.next_power_of_2(size if name == "_score" else width))
         of_kernel = {"_attend": triton_kernels.CHOSEN_BLOCK, "_merge": triton_kernels.MERGED_BLOCK}
         most = of_kernel.get(name, triton_kernels.BLOCK)
         reads_rows = name in ("_score", "_attend")
         values = SIZES | {
-            "D": width, "d": d, "DP": padded, "G": group, "of_dim": 1,
+            "D": width, "C": size, "DP": padded, "CP": padded, "G": group,
             "SPLIT": triton_kernels.CHOSEN_SPLIT if name == "_attend" else triton_kernels.MOST_SPLIT,
             "BLOCK": triton_kernels.block_of(padded, torch.empty(0, dtype=dtype), most) if reads_rows else most,
         }  # fmt: skip
-        fixed = {p.name: values[p.name] for p in kernel.params if p.is_constexpr or p.name == "of_dim"}
+        fixed = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
         signature = {
             p.name: "constexpr" if p.name in fixed else (TYPES | tensors).get(p.name, "i32") for p in kernel.params
         }
@@ -60,7 +63,7 @@ def compile_all(dtype: torch.dtype, width: int, d: int, group: int) -> None:
 
 
 if __name__ == "__main__":
-    compile_all(torch.bfloat16, 128, 32, 4)
+    compile_all(torch.bfloat16, 128, 64, 4)
     compile_all(torch.bfloat16, 128, 128, 1)
     compile_all(torch.float32, 128, 128, 4)
     compile_all(torch.float32, 256, 64, 4)

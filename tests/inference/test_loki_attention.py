@@ -97,8 +97,10 @@ def test_a_model_decodes_as_the_paper_says(llama: tuple[Any, LokiBasis]) -> None
     def watching(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
         out = attention.loki_attention(module, query, key, value, mask, **more)
         if query.shape[2] == 1:
-            basis_2KDd = basis.of_layer(module.layer_idx, SPARSE)
-            expected = slow_decode(query[0, :, 0], key[0], value[0], basis_2KDd, 12, more["scaling"])
+            layer = module.layer_idx
+            basis_2KDd = basis.components[basis.best[layer]].sides(layer, 8)
+            statistics = basis.mean_LKD[layer], basis.covariance_LKDD[layer]
+            expected = slow_decode(query[0, :, 0], key[0], value[0], basis_2KDd, 12, more["scaling"], *statistics)
             seen.append((out[0][0, 0], expected))
         return out
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_loki import loki_model, windows
+from tiny_loki import encoder_of, loki_model, windows
 
 pytest.importorskip("transformers")
 
@@ -37,8 +37,8 @@ def test_streamed_covariance_is_that_of_all_keys_together() -> None:
 
 
 def test_planted_directions_are_found() -> None:
-    """The keys vary along 3 of 16 directions, and their mean is not in these directions. Ranking by 3 dims must be as
-    good as ranking by 16."""
+    """The keys vary along 3 of 16 directions, and their mean is not in these directions. The 3 directions give the
+    scores up to a constant."""
     generator = torch.Generator().manual_seed(1)
     buffer = torch.linalg.qr(torch.randn(2, 16, 3, generator=generator)).Q
     inside = torch.randn(1, 2, 300, 3, generator=generator) @ buffer.transpose(-1, -2)
@@ -49,10 +49,24 @@ def test_planted_directions_are_found() -> None:
     assert Components(vectors_KDD[None], variances_KD[None]).ranks_at(0.999).tolist() == [[3, 3]]
     found = vectors_KDD[..., :3] @ vectors_KDD[..., :3].transpose(-1, -2)
     torch.testing.assert_close(found, buffer @ buffer.transpose(-1, -2), rtol=1e-3, atol=1e-3)
-    query = torch.randn(1, 8, 300, 16, generator=generator)
-    probe, config = Probe(), LokiConfig(k=30, sink=0, recent=0, min_seq=0)
-    simulate(query, keys, keys, torch.stack([vectors_KDD[..., :3]] * 2), config, 0.25, None, probe)
-    assert torch.cat(probe.recall).min() > 0.95
+    query = torch.randn(1, 2, 5, 16, generator=generator)
+    approximate = (query @ vectors_KDD[..., :3]) @ (keys @ vectors_KDD[..., :3]).mT
+    difference = approximate - query @ keys.mT
+    torch.testing.assert_close(difference, difference[..., :1].expand_as(difference), rtol=1e-3, atol=1e-3)
+
+
+def test_without_codes_all_dims_are_exact_top_k() -> None:
+    """``bits=16`` ranks by the components themselves, as the paper does."""
+    generator = torch.Generator().manual_seed(1)
+    query, key = torch.randn(1, 4, 60, 12, generator=generator), torch.randn(1, 2, 60, 12, generator=generator)
+    encoder = encoder_of(torch.linalg.qr(torch.randn(2, 12, 12, generator=generator)).Q)
+    recalls = {}
+    for bits in (2, 16):
+        probe = Probe()
+        simulate(query, key, key, encoder, LokiConfig(k=9, sink=0, recent=0, bits=bits), 0.3, None, probe)
+        recalls[bits] = torch.cat(probe.recall)
+    assert recalls[16].min() == 1
+    assert 0.5 < recalls[2].mean() < 0.99
 
 
 def test_directions_of_scores_approximate_them_best() -> None:
@@ -126,8 +140,8 @@ def test_a_file_gives_the_same_basis(llama: tuple[Any, LokiBasis], tmp_path: Pat
     for kind in ("pre", "post", "scores"):
         assert torch.equal(again.components[kind].sides(1, 8), basis.components[kind].sides(1, 8))
         enable_loki(model, again, LokiConfig(basis=kind))
-        used_2KDd = model.model.layers[1].self_attn.loki.recipe.basis_2KDd
-        assert torch.equal(used_2KDd, basis.components[kind].sides(1, 2))
+        used, expected = model.model.layers[1].self_attn.loki.recipe.encoder, basis.of_layer(1, LokiConfig(basis=kind))
+        assert all(torch.equal(getattr(used, name), value) for name, value in vars(expected).items())
 
 
 def test_another_model_is_refused(llama: tuple[Any, LokiBasis]) -> None:

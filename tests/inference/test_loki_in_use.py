@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_loki import SPARSE, changed, prompt, windows, with_cache
+from tiny_loki import SPARSE, changed, prompt, step_by_step, windows, with_cache
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -69,7 +70,8 @@ def test_an_evaluation_begins_without_loki(llama: tuple[Any, LokiBasis]) -> None
 
 
 def test_a_cache_is_offloaded_before_the_attention_reads_it(llama: tuple[Any, LokiBasis]) -> None:
-    """Replace the copy on the device with NaN, because transformers frees it after each update."""
+    """Replace the copies on the device with NaN, and the codes with zeros, because transformers frees the copies after
+    each update."""
     model, basis = llama
     enable_loki(model, basis, SPARSE)
     tokens, found = prompt(), []
@@ -87,7 +89,7 @@ def _then_away(layer: Any) -> Any:
     def update(*arguments: Any, **keywords: Any) -> Any:
         out = type(layer).update(layer, *arguments, **keywords)
         for buffer in layer.buffers:
-            buffer.storage = torch.full_like(buffer.storage, float("nan"))
+            buffer.storage = torch.full_like(buffer.storage, math.nan if buffer.storage.is_floating_point() else 0)
         return out
 
     return update
@@ -146,14 +148,21 @@ def steps(model: Any, tokens_BS: Tensor, mask_BS: Tensor, begin: int, count: int
     return torch.cat(out, 1)
 
 
+def test_decoding_steps_need_codes(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    enable_loki(model, basis, changed(SPARSE, bits=16))
+    with pytest.raises(UserError, match="bits = 16 works only in `fourfold loki evaluate --text`; use 2"):
+        step_by_step(model, prompt(1), 40)
+
+
 @pytest.mark.parametrize(
     "config",
     [
-        LokiConfig(d=4, k_f=0.25, min_k=4, min_seq=0),
-        LokiConfig(d=4, k_f=0.25, min_k=4, min_seq=0, sink=1, recent=2),
-        LokiConfig(d=4, k_f=0.25, min_k=4, min_seq=60),
-        LokiConfig(d=4, k=7, min_seq=60),
-        LokiConfig(d=4, k_f=0.25, min_k=4, min_seq=0, prefill="simulate"),
+        LokiConfig(d=8, k_f=0.25, min_k=4, min_seq=0),
+        LokiConfig(d=8, k_f=0.25, min_k=4, min_seq=0, sink=1, recent=2),
+        LokiConfig(d=8, k_f=0.25, min_k=4, min_seq=60),
+        LokiConfig(d=8, k=7, min_seq=60),
+        LokiConfig(d=8, k_f=0.25, min_k=4, min_seq=0, prefill="simulate"),
     ],
     ids=["share", "ends", "share, min_seq", "number, min_seq", "simulated"],
 )

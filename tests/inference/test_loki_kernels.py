@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from compiled_kernels import output_of
+from tiny_loki import encoder_of
 from torch import Tensor
 
 from fourfold.errors import UserError
 from fourfold.inference.loki import LokiConfig
 from fourfold.inference.loki import settings as config_module
-from fourfold.inference.loki.attend import decode, project
+from fourfold.inference.loki.attend import decode
+from fourfold.inference.loki.codes import decoded
 from fourfold.inference.loki.select import DecodeStep, combine_heads, keys_per_sequence
 
 DEVICES = {"triton": "cuda" if torch.cuda.is_available() else "cpu", "numba": "cpu"}
@@ -42,7 +44,7 @@ def step(
     batch: int = 1,
     group: int = 4,
     width: int = 32,
-    d: int = 8,
+    d: int = 16,
     dtype: torch.dtype = torch.float32,
     visible: Tensor | None = None,
     scale: float = 1.0,
@@ -55,13 +57,13 @@ def step(
     key, value = (scale * room)[:, :, :length].to(dtype), room.flip(2)[:, :, :length].to(dtype)
     query = torch.randn(batch, heads * group, width, generator=generator).to(dtype)
     basis = torch.linalg.qr(torch.randn(heads, width, width, generator=generator)).Q[..., :d]
-    proxy = project(key, basis)
+    encoder = encoder_of(basis)
     k_B = None
     k = config.key_count(length)
     if visible is not None:
         k, k_B = config.largest_key_count(length), keys_per_sequence(visible[:, 0].sum(-1), config)
-    tensors = [t.to(DEVICES[kernels]) for t in (query, key, value, proxy)]
-    rest = [None if t is None else t.to(DEVICES[kernels]) for t in (basis, visible, k_B)]
+    tensors = [t.to(DEVICES[kernels]) for t in (query, key, value, encoder.encode(key))]
+    rest = [None if t is None else t.to(DEVICES[kernels]) for t in (encoder, visible, k_B)]
     with torch.no_grad():
         return tuple(
             decode(*tensors, rest[0], k, config.model_copy(update={"kernels": name}), width**-0.5, rest[1], rest[2])
@@ -79,10 +81,10 @@ def left_padded(batch: int, length: int) -> Tensor:
 @pytest.mark.parametrize(
     ("length", "k", "group", "width", "d"),
     [
-        (300, 40, 4, 32, 8),
+        (300, 40, 4, 32, 12),
         (1024 + 117, 200, 8, 64, 16),  # long enough for three splits
         (700, 1, 1, 24, 24),  # a width that is not a power of two, and a single key
-        (700, 699, 4, 16, 3),
+        (700, 699, 4, 16, 7),  # the last byte of codes is not full
     ],
 )
 def test_kernels_compute_what_torch_does(kernels: str, length: int, k: int, group: int, width: int, d: int) -> None:
@@ -113,7 +115,7 @@ def test_more_parts_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     k = 16 * triton_kernels.MERGED_BLOCK + 50
     # In the second case, the last splits hold no visible key.
     for visible in (None, left_padded(2, k + 100)[1:]):
-        ours, torchs = step("triton", LokiConfig(k=k, min_seq=0), k + 100, group=1, width=16, d=4, visible=visible)
+        ours, torchs = step("triton", LokiConfig(k=k, min_seq=0), k + 100, group=1, width=16, d=16, visible=visible)
         torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
 
 
@@ -162,8 +164,9 @@ def test_ties_go_to_the_left(kernels: str) -> None:
     device = DEVICES[kernels]
     value = torch.arange(600.0).view(1, 1, 600, 1).expand(1, 1, 600, 16).contiguous().to(device)
     same = torch.ones(1, 1, 600, 16, device=device)
+    codes = torch.ones(1, 1, 600, 4, dtype=torch.uint8, device=device)
     query = torch.ones(1, 1, 2, 16, device=device)
-    out = kernel(DecodeStep(query, query, same, value, same, 5, LokiConfig(k=5, min_seq=0, recent=0), 0.25))
+    out = kernel(DecodeStep(query, query, same, value, codes, 5, LokiConfig(k=5, min_seq=0, recent=0), 0.25))
     torch.testing.assert_close(out, torch.full_like(out, 2.0))
 
 
@@ -210,11 +213,12 @@ def test_nothing_but_what_is_chosen_is_read(kernels: str) -> None:
     config = LokiConfig(k=20, sink=0, recent=0, min_seq=0, kernels=kernels)
     generator = torch.Generator().manual_seed(0)
     key, value = torch.randn(2, 1, 1, 500, 16, generator=generator)
-    query, proxy = torch.randn(1, 2, 16, generator=generator), key[..., :4].clone()
-    worth = combine_heads(torch.matmul(query[None, ..., :4] * 0.25, proxy.mT))
+    query, encoder = torch.randn(1, 2, 16, generator=generator), encoder_of(torch.eye(16)[None, :, :8])
+    codes = encoder.encode(key)
+    worth = combine_heads(torch.matmul(encoder.project_queries(query[None]) * 0.25, decoded(codes, query.dtype).mT))
     chosen = worth[0, 0].topk(20).indices
     others = torch.ones(500, dtype=torch.bool).index_fill(0, chosen, False)
-    tensors = [t.to(DEVICES[kernels]) for t in (query, key, value, proxy, torch.eye(16)[None, :, :4])]
+    tensors = [t.to(DEVICES[kernels]) for t in (query, key, value, codes, encoder)]
     with torch.no_grad():
         expected = decode(*tensors, 20, config, 0.25)
         for tensor in tensors[1:3]:
@@ -275,11 +279,13 @@ def test_numba_that_cannot_keep_what_it_compiles_or_is_disabled(
         "import torch, resource\n"
         "from fourfold.inference.loki import LokiConfig\n"
         "from fourfold.inference.loki.attend import decode\n"
+        "from fourfold.inference.loki.codes import Encoder\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "q, k = torch.randn(1, 2, 8), torch.randn(1, 2, 100, 8)\n"
+        "eye = torch.eye(8).repeat(2, 1, 1)\n"
+        "encoder = Encoder.of(eye, eye, torch.zeros(2, 8), eye)\n"
         "with torch.no_grad():\n"
-        "    print(decode(q, k, k, k[..., :4].contiguous(), torch.eye(8)[None, :, :4].repeat(2, 1, 1), 9,\n"
-        "                 LokiConfig(k=9), 1.0).isfinite().all().item())\n"
+        "    print(decode(q, k, k, encoder.encode(k), encoder, 9, LokiConfig(k=9), 1.0).isfinite().all().item())\n"
         "    print(LokiConfig().kernels_for(q.device, q.dtype))\n"
     )
     variables = {name: value.replace("TMP", str(tmp_path)) for name, value in environment.items()}

@@ -9,28 +9,31 @@ from torch import Tensor
 
 from benchmarks.sparse_attention.rivals.interface import Rival, Step
 from fourfold.inference.loki import LokiConfig
-from fourfold.inference.loki.attend import project
+from fourfold.inference.loki.codes import Encoder, decoded
 from fourfold.inference.loki.select import always_chosen, choose_keys, combine_heads
+
+ELEMENT_BYTES = 2
+"""Size of an element of the cache."""
 
 
 class Loki(Rival):
-    """Rank the keys by their leading principal components.
+    """Rank the keys by codes of their leading components.
 
     Args:
-        bases: For each layer, what ``LokiBasis.of_layer`` returns.
+        encoders: For each layer, what ``LokiBasis.of_layer`` returns.
         config: Loki's settings, with ``k``.
     """
 
-    def __init__(self, bases: Sequence[Tensor], config: LokiConfig) -> None:
+    def __init__(self, encoders: Sequence[Encoder], config: LokiConfig) -> None:
         super().__init__()
-        self.bases, self.config = bases, config
+        self.encoders, self.config = encoders, config
 
     def score(self, step: Step) -> Tensor:
-        of_queries_KDd, of_keys_KDd = self.bases[step.layer]
-        query_BKGd = project(step.query_BKGD, of_queries_KDd) * step.scaling
-        # An efficient implementation would cache the projected keys. Projecting them in every step gives the same
-        # numbers.
-        return combine_heads(torch.matmul(query_BKGd, project(step.key_BKSD, of_keys_KDd).transpose(-1, -2)))
+        encoder = self.encoders[step.layer]
+        query_BKGd = encoder.project_queries(step.query_BKGD) * step.scaling
+        # fourfold caches the codes. Computing them in every step gives the same numbers.
+        code_BKSd = decoded(encoder.encode(step.key_BKSD), query_BKGd.dtype)
+        return combine_heads(torch.matmul(query_BKGd, code_BKSd.transpose(-1, -2)))
 
     def select(self, step: Step, worth_BKS: Tensor | None) -> Tensor:
         assert worth_BKS is not None
@@ -38,7 +41,29 @@ class Loki(Rival):
         return torch.zeros_like(worth_BKS, dtype=torch.bool).scatter_(-1, chosen_BKk, True)
 
     def scoring_elements(self, step: Step) -> float:
-        return self.bases[step.layer].shape[-1] * step.length
+        return self.encoders[step.layer].bytes_per_key / ELEMENT_BYTES * step.length
+
+
+class PaperLoki(Loki):
+    """Loki as in the paper: the components are not coded.
+
+    Args:
+        sides: For each layer, what ``Components.sides`` returns.
+        config: Loki's settings, with ``k``.
+    """
+
+    def __init__(self, sides: Sequence[Tensor], config: LokiConfig) -> None:
+        super().__init__((), config)
+        self.sides = sides
+
+    def score(self, step: Step) -> Tensor:
+        of_queries_KDd, of_keys_KDd = self.sides[step.layer]
+        key_BKSd = torch.matmul(step.key_BKSD, of_keys_KDd)
+        query_BKGd = torch.matmul(step.query_BKGD, of_queries_KDd) * step.scaling
+        return combine_heads(torch.matmul(query_BKGd, key_BKSd.transpose(-1, -2)))
+
+    def scoring_elements(self, step: Step) -> float:
+        return self.sides[step.layer].shape[-1] * step.length
 
 
 class LokiSharedBudget(Loki):

@@ -1,6 +1,7 @@
-"""Run one decoding step: rank the cached keys, gather the best keys, and attend to them exactly.
+"""Run one decoding step: rank the cached keys by their codes, gather the best keys, and attend to them exactly.
 
-Shape letters: B sequences, N query heads, K KV heads, G = N / K, S keys, D head_dim, d leading dims, k chosen keys.
+Shape letters: B sequences, N query heads, K KV heads, G = N / K, S keys, D head_dim, d leading components, C bytes of
+codes, k chosen keys.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fourfold.inference.loki.codes import Encoder, decoded
 from fourfold.inference.loki.select import DecodeStep, choose_keys, combine_heads
 from fourfold.inference.loki.settings import LokiConfig
 
@@ -22,8 +24,8 @@ def decode(
     query_BND: Tensor,
     key_BKSD: Tensor,
     value_BKSD: Tensor,
-    proxy_BKSd: Tensor,
-    basis_KDd: Tensor,
+    code_BKSC: Tensor,
+    encoder: Encoder,
     k: int,
     config: LokiConfig,
     scaling: float,
@@ -39,8 +41,8 @@ def decode(
         query_BND: Queries of one token.
         key_BKSD: Cached keys.
         value_BKSD: Cached values.
-        proxy_BKSd: The keys, rotated by the basis and cut to the leading d dims. Keys are ranked by this proxy.
-        basis_KDd: The leading d directions for the queries.
+        code_BKSC: The codes of the keys, as ``encoder.encode`` returns them. Keys are ranked by these codes.
+        encoder: The layer's encoder.
         k: Number of keys to attend to.
         config: Loki's settings.
         scaling: Factor on the scores.
@@ -48,14 +50,15 @@ def decode(
         k_B: Number of keys that each sequence attends to, at most k. None if all sequences attend to k keys.
     """
     query_BKGD = query_BND.unflatten(1, (key_BKSD.shape[1], -1))
-    query_BKGd = (project(query_BKGD, basis_KDd) * scaling).to(proxy_BKSd.dtype)
-    step = DecodeStep(query_BKGD, query_BKGd, key_BKSD, value_BKSD, proxy_BKSd, k, config, scaling, visible_B1S, k_B)
+    query_BKGd = (encoder.project_queries(query_BKGD) * scaling).to(key_BKSD.dtype)
+    step = DecodeStep(query_BKGD, query_BKGd, key_BKSD, value_BKSD, code_BKSC, k, config, scaling, visible_B1S, k_B)
     if not torch.is_grad_enabled():  # The compiled kernels have no backward pass, so use them only without gradients.
-        kernels = config.kernels_for(key_BKSD.device, key_BKSD.dtype, value_BKSD.dtype, proxy_BKSd.dtype)
+        kernels = config.kernels_for(key_BKSD.device, key_BKSD.dtype, value_BKSD.dtype)
         if kernels != "torch":
             with torch.cuda.device_of(query_BND):  # Triton launches kernels on the current device.
                 return _compiled(step, kernels).flatten(1, 2)
-    worth_BKS = combine_heads(torch.matmul(query_BKGd, proxy_BKSd.transpose(-1, -2)), visible_B1S)
+    code_BKSd = decoded(code_BKSC, query_BKGd.dtype)
+    worth_BKS = combine_heads(torch.matmul(query_BKGd, code_BKSd.transpose(-1, -2)), visible_B1S)
     return attend_to_chosen(step, choose_keys(worth_BKS, k, config, visible_B1S, k_B)).flatten(1, 2)
 
 
@@ -68,12 +71,6 @@ def _compiled(step: DecodeStep, package: Literal["triton", "numba"]) -> Tensor:
     from fourfold.inference.loki import numba_kernels
 
     return numba_kernels.decode(step)
-
-
-def project(x_BKSD: Tensor, basis_KDd: Tensor) -> Tensor:
-    """Project x on the leading components of the basis, [B, K, S, d]. The matmul is computed in float32 and rounded
-    once, to the dtype of x."""
-    return torch.matmul(x_BKSD.float(), basis_KDd).to(x_BKSD.dtype)
 
 
 def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Define a model's Loki basis: the principal components of the keys, for each layer and KV head. Save and load it."""
+"""Define a model's Loki basis: the components of the keys, for each layer and KV head. Save and load it."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from fourfold.data.atomic_files import write_output
 from fourfold.errors import UserError
+from fourfold.inference.loki.codes import Encoder
 from fourfold.inference.loki.fingerprint import Fingerprint
 from fourfold.inference.loki.settings import LokiConfig
 from fourfold.models.tensor_files import opened_tensors
 from fourfold.parsing import parse_json
 
-FORMAT = "2"
+FORMAT = "3"
 AGAIN = "make it again with: fourfold loki calibrate"
 PARTS = {
     "pre": ("vectors", "variances"),
@@ -64,6 +65,10 @@ class LokiBasis:
     """Components by kind (one of ``KINDS``). A random basis has only "post"."""
     best: tuple[str, ...]
     """For each layer, the kind that ranked held-out keys best."""
+    mean_LKD: Tensor
+    """Mean of the keys after their rotary embedding."""
+    covariance_LKDD: Tensor
+    """Covariance of the keys after their rotary embedding."""
     fingerprint: Fingerprint
     """Fingerprint of the calibrated model."""
     seq_length: int
@@ -71,9 +76,9 @@ class LokiBasis:
     tokens: int
     """Number of calibration tokens."""
     recall: dict[str, list[float]] = field(default_factory=dict)
-    """Recall of each layer, by kind: how well the components rank held-out keys. A ranking with a quarter of the dims
-    chooses a quarter of the keys. The recall is the fraction of the truly best quarter that this ranking chooses. Empty
-    for a random basis."""
+    """Recall of each layer, by kind: how well the components rank held-out keys. A ranking with the default number of
+    components chooses the default share of the keys. The recall is the fraction of the truly best keys that this
+    ranking chooses. Empty for a random basis."""
 
     @property
     def layers(self) -> int:
@@ -90,16 +95,16 @@ class LokiBasis:
         """Return the number of KV heads."""
         return next(iter(self.components.values())).vectors_LKDD.shape[1]
 
-    def of_layer(self, layer: int, config: LokiConfig) -> Tensor:
-        """Return the directions that rank the keys of one layer, [2, K, D, d]. The first matrices project the queries,
-        and the second matrices project the keys. The settings select the kind of components and their number d.
+    def of_layer(self, layer: int, config: LokiConfig) -> Encoder:
+        """Return the encoder of one layer. The settings select the kind of components and their number d.
 
         Args:
             layer: Index of the layer.
             config: Loki's settings.
         """
         kind = self.best[layer] if config.basis == "best" else config.basis
-        return self.components[kind].sides(layer, config.dim_count(self.head_dim))
+        sides = self.components[kind].sides(layer, config.dim_count(self.head_dim))
+        return Encoder.of(*sides, self.mean_LKD[layer], self.covariance_LKDD[layer])
 
     def random(self, seed: int = 0) -> LokiBasis:
         """Return a basis of random directions for the same model. A calibrated basis must rank keys better.
@@ -110,7 +115,7 @@ class LokiBasis:
         shape = (self.layers, self.kv_heads, self.head_dim, self.head_dim)
         normal = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         components = Components(torch.linalg.qr(normal).Q.float(), torch.ones(shape[:-1]))
-        return LokiBasis({"post": components}, ("post",) * self.layers, self.fingerprint, self.seq_length, self.tokens)
+        return replace(self, components={"post": components}, best=("post",) * self.layers, recall={})
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file, completely or not at all.
@@ -121,7 +126,7 @@ class LokiBasis:
         Raises:
             UserError: The file cannot be written.
         """
-        tensors = {"fingerprint": self.fingerprint.sample}
+        tensors = {"fingerprint": self.fingerprint.sample, "mean": self.mean_LKD, "covariance": self.covariance_LKDD}
         for kind, each in self.components.items():
             parts = zip(PARTS[kind], (each.vectors_LKDD, each.variances_LKD, each.queries_LKDD), strict=False)
             tensors |= {f"{kind}.{part}": tensor.contiguous() for part, tensor in parts if tensor is not None}
@@ -157,6 +162,8 @@ class LokiBasis:
             basis = cls(
                 {kind: Components(*(tensors[f"{kind}.{part}"].float() for part in PARTS[kind])) for kind in KINDS},
                 tuple(str(kind) for kind in parse_json(about["best"])),
+                tensors["mean"].float(),
+                tensors["covariance"].float(),
                 Fingerprint(about["model"], about["rope"], tensors["fingerprint"]),
                 int(about["seq_length"]),
                 int(about["tokens"]),
@@ -166,6 +173,11 @@ class LokiBasis:
             raise UserError(f"{path} is damaged ({error}); {AGAIN}") from None
         for kind, each in basis.components.items():
             _check(each, f"{path}: {kind}")
+        sizes, statistics = basis.components["post"].vectors_LKDD.shape, (basis.mean_LKD, basis.covariance_LKDD)
+        if [each.shape for each in statistics] != [sizes[:3], sizes]:
+            raise UserError(f"{path}: the mean or the covariance of the keys has a wrong shape; {AGAIN}")
+        if not all(each.isfinite().all() for each in statistics):
+            raise UserError(f"{path}: the mean or the covariance of the keys has NaN or infinite numbers; {AGAIN}")
         if not set(basis.best) <= set(KINDS):
             raise UserError(f"{path} is damaged: kinds of components are {KINDS}, not {set(basis.best)}; {AGAIN}")
         return basis

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from fourfold.inference.loki.attend import project
+from fourfold.inference.loki.codes import Encoder
 from fourfold.inference.loki.growing_tensor import GrowingTensor
 
 
@@ -87,22 +87,21 @@ class GrowingLayer(DynamicLayer):
 
 
 class LokiLayer(GrowingLayer):
-    """Keys and values, and a *proxy* of the keys: their leading dims after rotation by the basis, [B, K, S, d]. To rank
-    the keys, Loki reads only the proxy."""
+    """Keys and values, and the codes of the keys, [B, K, S, C]. To rank the keys, Loki reads only the codes."""
 
-    def __init__(self, basis_2KDd: Tensor, capacity: int = 0) -> None:
+    def __init__(self, encoder: Encoder, capacity: int = 0) -> None:
         super().__init__(capacity)
-        self.basis = basis_2KDd
-        self.proxy_buffer = GrowingTensor(capacity)
-        self.proxy_BKSd: Tensor | None = None
-        """The proxy during an attention pass, on the device of the keys that ``update`` returned. The attention reads
+        self.encoder = encoder
+        self.code_buffer = GrowingTensor(capacity)
+        self.code_BKSC: Tensor | None = None
+        """The codes during an attention pass, on the device of the keys that ``update`` returned. The attention reads
         this attribute instead of the buffer, because the buffers of an offloaded cache are back on the CPU by then."""
 
     @property
     def buffers(self) -> tuple[GrowingTensor, ...]:
-        return self.key_buffer, self.value_buffer, self.proxy_buffer
+        return self.key_buffer, self.value_buffer, self.code_buffer
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.proxy_buffer.append(project(key_states, self.basis[1]))
-        self.proxy_BKSd = self.proxy_buffer.filled
+        self.code_buffer.append(self.encoder.encode(key_states))
+        self.code_BKSC = self.code_buffer.filled
         return super().update(key_states, value_states)

@@ -118,7 +118,7 @@ def _recipes(
         )
         for number in range(len(attentions))
     ]
-    if len(config.skip_layers) and all(recipe.basis_2KDd is None for recipe in recipes):
+    if len(config.skip_layers) and all(recipe.encoder is None for recipe in recipes):
         raise UserError("loki: skip_layers leaves no layer to Loki; remove some from it, or use dense attention")
     if len(windows) == len(attentions):
         raise UserError(

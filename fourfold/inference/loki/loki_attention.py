@@ -20,6 +20,7 @@ from fourfold.errors import UserError
 from fourfold.inference.loki.architecture import AttentionModule
 from fourfold.inference.loki.attend import decode
 from fourfold.inference.loki.cache import GrowingLayer, LokiLayer
+from fourfold.inference.loki.codes import BITS
 from fourfold.inference.loki.replace_cache import LayerRecipe, replace_layer
 from fourfold.inference.loki.select import keys_per_sequence
 from fourfold.inference.loki.simulate import Probe, simulate
@@ -38,14 +39,16 @@ class LayerState:
     hooks: tuple[RemovableHandle, ...] = ()
     layer: GrowingLayer | None = None
     """The layer of the cache during a pass."""
+    is_exact: bool = False
+    """Whether a simulation ranks keys by their exact scores."""
     probe: Probe | None = None
     """Records the quality of the chosen keys, if quality is measured."""
 
     def release(self) -> None:
-        """Drop the references to the cache layer and its proxy, so that the model does not keep them in memory after a
+        """Drop the references to the cache layer and its codes, so that the model does not keep them in memory after a
         pass."""
         if isinstance(self.layer, LokiLayer):
-            self.layer.proxy_BKSd = None
+            self.layer.code_BKSC = None
         self.layer = None
 
 
@@ -61,11 +64,11 @@ def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: di
     assert state is not None
     hidden_states = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
     recipe = state.recipe
-    if recipe.basis_2KDd is not None and recipe.basis_2KDd.device != hidden_states.device:
+    if recipe.encoder is not None and recipe.encoder.keys_KDd.device != hidden_states.device:
         # The first pass may run in inference mode. A tensor made in this mode cannot be used outside of it, so leave
         # the mode.
         with torch.inference_mode(False):
-            recipe.basis_2KDd = recipe.basis_2KDd.to(hidden_states.device)
+            recipe.encoder = recipe.encoder.to(hidden_states.device)
     state.release()
     # Before version 5.24, transformers used the name past_key_values.
     cache = keywords.get("cache", keywords.get("past_key_values"))
@@ -111,11 +114,11 @@ def loki_attention(
             prompt at once.
     """
     state = state_of(module)
-    basis_2KDd = None if state is None else state.recipe.basis_2KDd
+    encoder = None if state is None else state.recipe.encoder
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     # The layer may be one that stays dense. Or it may belong to a model without Loki that shares its configuration with
     # a model that uses Loki.
-    if state is None or basis_2KDd is None:
+    if state is None or encoder is None:
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     for name in ("softcap", "s_aux"):
         if keywords.get(name) is not None:
@@ -125,16 +128,19 @@ def loki_attention(
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     length, is_simple = key.shape[2], _is_simple(attention_mask)
     if query.shape[2] == 1 and isinstance(layer, LokiLayer) and is_simple and not config.is_dense_at(length):
-        assert layer.proxy_BKSd is not None
+        assert layer.code_BKSC is not None
+        if config.bits != BITS:
+            raise UserError(f"loki: bits = {config.bits} works only in `fourfold loki evaluate --text`; use {BITS}")
         visible_B1S = None if attention_mask is None else attention_mask[:, :, 0].expand(query.shape[0], -1, -1)
         k, k_B = config.key_count(length), None
         if visible_B1S is not None:
             k, k_B = config.largest_key_count(length), keys_per_sequence(visible_B1S[:, 0].sum(-1), config)
-        out = decode(query[:, :, 0], key, value, layer.proxy_BKSd, basis_2KDd[0], k, config, scaling, visible_B1S, k_B)
+        out = decode(query[:, :, 0], key, value, layer.code_BKSC, encoder, k, config, scaling, visible_B1S, k_B)
         return out[:, None], None
     if config.prefill == "simulate" and query.shape[2] > 1 and not config.is_dense_at(length):
         if query.shape[2] == length and is_simple:  # The cache holds only this prompt.
-            out = simulate(query, key, value, basis_2KDd, config, scaling, attention_mask, state.probe)
+            ranked_by = None if state.is_exact else encoder
+            out = simulate(query, key, value, ranked_by, config, scaling, attention_mask, state.probe)
             return out.transpose(1, 2).contiguous(), None
         raise UserError(
             'loki: prefill = "simulate" needs a whole prompt at once, an empty dynamic cache, and no custom mask; '

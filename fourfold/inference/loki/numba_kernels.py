@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import get_num_threads, njit, prange, set_num_threads, types
-from numba.core import cgutils
+from numba import get_num_threads, njit, prange, set_num_threads
 from numba.core.config import NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # Numba sets it at import
-from numba.extending import intrinsic, overload
 from torch import Tensor
 
+from fourfold.inference.loki.codes import BITS, INTERVALS, PER_BYTE
+from fourfold.inference.loki.numba_functions import OPTIONS, as_float32, compiled, exp, inlined, prefetch_row
 from fourfold.inference.loki.select import DecodeStep
 from fourfold.inference.loki.settings import LokiConfig
 
@@ -33,36 +31,24 @@ TINY = np.float32(np.finfo(np.float32).tiny)
 NAN_BITS = np.uint32(0x7F800000)
 """A float32 is NaN if its bits without the sign are above this value."""
 
-LAST_RANK = np.uint32(0xFFFFFFFF)
+TABLES = 8
+"""Number of bytes of a key whose tables are used together. Their tables fit into the first-level cache."""
 
-NEAR = 256
-"""Number of keys in a block. A block stays in the first-level cache while the query heads are multiplied with it, four
-heads at a time."""
+LAST_RANK = np.uint32(0xFFFFFFFF)
 
 AHEAD = 6
 """Number of rows to prefetch ahead. Chosen rows are scattered, so the processor cannot predict them."""
 
-CACHE_LINE = 64
-
 _numba_lock = threading.Lock()
 """Only one thread may call Numba at a time, because some of Numba's threading layers abort the process otherwise."""
-
-_options: dict[str, Any] = {
-    "nogil": True,
-    "error_model": "numpy",
-    "fastmath": {"reassoc", "contract", "nsz", "arcp", "afn"},
-}
-"""Fast-math options. Sums may be reordered so that they vectorize. Infinities and NaNs are handled correctly."""
-
-_compiled, _inlined = njit(**_options), njit(inline="always", **_options)
 
 
 def _compiled_for_threads(step: Callable[..., None]) -> Callable[..., None]:
     """Compile a step for several threads, and cache the result for later processes."""
     try:
-        compiled: Callable[..., None] = njit(parallel=True, cache=True, **_options)(step)
+        compiled: Callable[..., None] = njit(parallel=True, cache=True, **OPTIONS)(step)
     except RuntimeError:  # There is no folder for Numba's cache.
-        compiled = njit(parallel=True, **_options)(step)
+        compiled = njit(parallel=True, **OPTIONS)(step)
     return compiled
 
 
@@ -72,12 +58,12 @@ def decode(step: DecodeStep) -> Tensor:
     length, rows = step.key_BKSD.shape[2], batch * heads
     # Check the shapes here, because compiled code reads out of bounds without an error.
     assert step.key_BKSD.shape == step.value_BKSD.shape == (batch, heads, length, width), "keys and values differ"
-    assert step.proxy_BKSd.shape == (batch, heads, length, step.query_BKGd.shape[3]), "every key has its leading dims"
+    assert step.code_BKSC.shape == (batch, heads, length, step.query_BKGd.shape[3] // PER_BYTE), "every key has codes"
     k_B = np.full(batch, step.k) if step.k_B is None else step.k_B.clamp(max=step.k).numpy()
     out_RHD = torch.empty(rows, -(-group // 4) * 4, width)
     task = (
         _padded_to_fours(step.query_BKGd), _padded_to_fours(step.query_BKGD.float() * step.scaling),
-        *_rows(step.proxy_BKSd), *_rows(step.key_BKSD), *_rows(step.value_BKSD),
+        *_rows(step.code_BKSC), *_rows(step.key_BKSD), *_rows(step.value_BKSD),
         heads, length, group, k_B, k_B.max(), _flags(step.visible_BS, batch), _flags(step.always_BS, batch),
         out_RHD.numpy(),
     )  # fmt: skip
@@ -102,7 +88,8 @@ def decode(step: DecodeStep) -> Tensor:
 def compile_for(dtype: torch.dtype) -> None:
     """Compile the step for caches of this dtype now, or load it from disk, so that the first token does not wait."""
     query, keys = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 2, 4, dtype=dtype)
-    decode(DecodeStep(query, query, keys, keys, keys, 1, LokiConfig(k=1), 1.0))
+    codes = torch.zeros(1, 1, 2, 1, dtype=torch.uint8)
+    decode(DecodeStep(query, query, keys, keys, codes, 1, LokiConfig(k=1), 1.0))
 
 
 def _padded_to_fours(query_BKGx: Tensor) -> np.ndarray:
@@ -130,7 +117,7 @@ def _flags(flags_BS: Tensor | None, batch: int) -> np.ndarray:
 
 @_compiled_for_threads
 def _decode(
-    threads, query_RHd, query_RHD, proxies, proxy_R, keys, key_R, values, value_R,
+    threads, query_RHd, query_RHD, codes, code_R, keys, key_R, values, value_R,
     heads, length, group, k_B, largest_k, visible_BS, kept_BS, out_RHD,
 ):  # fmt: skip
     """Divide the rows among threads. Each thread computes its rows one after another, and threads wait for each other
@@ -147,7 +134,7 @@ def _decode(
         for row in range(rows * thread // threads, rows * (thread + 1) // threads):
             sequence = row // heads
             visible_S, kept_S = visible_BS[sequence], kept_BS[sequence]
-            _score(query_RHd[row], proxies[proxy_R[row] : proxy_R[row] + length], scores_HS)
+            _score(query_RHd[row], codes[code_R[row] : code_R[row] + length], scores_HS)
             seen = _rank(scores_HS[:group], visible_S, kept_S, ranks_S)
             chosen = chosen_k[: min(k_B[sequence], seen)]
             _choose(ranks_S, chosen)
@@ -155,18 +142,57 @@ def _decode(
             _attend(query_RHD[row], of_keys, of_values, chosen, out_RHD[row])
 
 
-@_compiled
-def _score(query_Hd, proxy_Sx, scores_HS):
-    """Compute the dot product of every head with the leading dims of every key."""
-    for begin in range(0, proxy_Sx.shape[0], NEAR):
-        for h in range(0, query_Hd.shape[0], 4):
-            four = query_Hd[h], query_Hd[h + 1], query_Hd[h + 2], query_Hd[h + 3]
-            scores_4S = scores_HS[h : h + 4]
-            for s in range(begin, min(begin + NEAR, proxy_Sx.shape[0])):
-                scores_4S[0, s], scores_4S[1, s], scores_4S[2, s], scores_4S[3, s] = _products(four, proxy_Sx[s])
+@compiled
+def _score(query_Hd, code_SC, scores_HS):
+    """Compute the dot product of every head with the codes of every key, four heads at a time.
+
+    The codes of a byte have 256 combinations. So look up the sum of their products in a table, instead of computing it
+    for every key.
+    """
+    table_NB4 = np.empty((TABLES, 256, 4), np.float32)
+    scores_HS[:] = np.float32(0)
+    for h in range(0, query_Hd.shape[0], 4):
+        for first in range(0, code_SC.shape[1], TABLES):
+            count = min(TABLES, code_SC.shape[1] - first)
+            for n in range(count):
+                _fill(table_NB4[n], query_Hd[h : h + 4], first + n, code_SC.shape[1])
+            for s in range(code_SC.shape[0]):
+                # The compiler unrolls the loop over tables if their number is a constant.
+                if count == TABLES:
+                    sums = _look_up(table_NB4, code_SC[s], first, TABLES)
+                else:
+                    sums = _look_up(table_NB4, code_SC[s], first, count)
+                scores_HS[h, s] += sums[0]
+                scores_HS[h + 1, s] += sums[1]
+                scores_HS[h + 2, s] += sums[2]
+                scores_HS[h + 3, s] += sums[3]
 
 
-@_compiled
+@inlined
+def _look_up(table_NB4, code_C, first, count):
+    """Return the sums of the table entries of bytes ``first`` to ``first + count``, for four query heads."""
+    sum0, sum1, sum2, sum3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+    for n in range(count):
+        byte = code_C[first + n]
+        sum0 += table_NB4[n, byte, 0]
+        sum1 += table_NB4[n, byte, 1]
+        sum2 += table_NB4[n, byte, 2]
+        sum3 += table_NB4[n, byte, 3]
+    return sum0, sum1, sum2, sum3
+
+
+@compiled
+def _fill(table_B4, query_4d, c, size):
+    """For each value of byte c, write the product of its codes with four query heads to a table."""
+    table_B4[:] = np.float32(0)
+    for byte in range(256):
+        for place in range(PER_BYTE):
+            code = np.float32((byte >> (place * BITS)) & (INTERVALS - 1))
+            for h in range(4):
+                table_B4[byte, h] += query_4d[h, place * size + c] * code
+
+
+@compiled
 def _rank(scores_GS, visible_S, kept_S, ranks_S):
     """Write each key's rank to ``ranks_S``, an unsigned integer with the order of the combined scores. Return the
     number of visible keys.
@@ -203,7 +229,7 @@ def _rank(scores_GS, visible_S, kept_S, ranks_S):
     return seen
 
 
-@_compiled
+@compiled
 def _choose(ranks_S, chosen_k):
     """Fill ``chosen_k`` with the positions of the largest ranks, ascending. Among ties, take the leftmost."""
     least, wanted = _search(ranks_S, chosen_k.size)
@@ -218,7 +244,7 @@ def _choose(ranks_S, chosen_k):
             n += 1
 
 
-@_compiled
+@compiled
 def _search(ranks_S, k):
     """Return the k-th largest rank, and how many keys with exactly this rank are among the k."""
     least, wanted = np.uint32(0), k
@@ -237,7 +263,7 @@ def _search(ranks_S, k):
     return least, wanted
 
 
-@_compiled
+@compiled
 def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD):
     """Attend exactly to the chosen keys, and write the output to ``out_HD``. Without chosen keys, write zeros."""
     k = chosen_k.size
@@ -246,32 +272,32 @@ def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD):
     for h in range(0, query_HD.shape[0], 4):
         four = query_HD[h], query_HD[h + 1], query_HD[h + 2], query_HD[h + 3]
         for n in range(k):
-            _prefetch_row(key_SD, chosen_k[min(n + AHEAD, k - 1)])
+            prefetch_row(key_SD, chosen_k[min(n + AHEAD, k - 1)])
             row_D = key_SD[chosen_k[n]]
             weights_4k[0, n], weights_4k[1, n], weights_4k[2, n], weights_4k[3, n] = _products(four, row_D)
         for i in range(4):
             share_4[i] = np.float32(1) / max(_exponentiate(weights_4k[i]), TINY)
         out0, out1, out2, out3 = out_HD[h], out_HD[h + 1], out_HD[h + 2], out_HD[h + 3]
         for n in range(k):
-            _prefetch_row(value_SD, chosen_k[min(n + AHEAD, k - 1)])
+            prefetch_row(value_SD, chosen_k[min(n + AHEAD, k - 1)])
             weight0, weight1 = weights_4k[0, n] * share_4[0], weights_4k[1, n] * share_4[1]
             weight2, weight3 = weights_4k[2, n] * share_4[2], weights_4k[3, n] * share_4[3]
             row_D = value_SD[chosen_k[n]]
             for c in range(out0.size):
-                number = _as_float32(row_D[c])
+                number = as_float32(row_D[c])
                 out0[c] += weight0 * number
                 out1[c] += weight1 * number
                 out2[c] += weight2 * number
                 out3[c] += weight3 * number
 
 
-@_inlined
+@inlined
 def _products(four, key):
-    """Compute the dot products of four query heads with one key, or with its leading dims."""
+    """Compute the dot products of four query heads with one key."""
     query0, query1, query2, query3 = four
     sum0, sum1, sum2, sum3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
     for c in range(query0.size):
-        number = _as_float32(key[c])
+        number = as_float32(key[c])
         sum0 += query0[c] * number
         sum1 += query1[c] * number
         sum2 += query2[c] * number
@@ -279,69 +305,13 @@ def _products(four, key):
     return sum0, sum1, sum2, sum3
 
 
-@_compiled
+@compiled
 def _exponentiate(scores_S):
     """Replace each score with exp(score − largest). NaN stays NaN. Return the sum without the NaNs."""
     largest, total = NEVER, np.float32(0)
     for s in range(scores_S.size):
         largest = scores_S[s] if scores_S[s] > largest else largest
     for s in range(scores_S.size):
-        scores_S[s] = _exp(scores_S[s] - largest)
+        scores_S[s] = exp(scores_S[s] - largest)
         total += scores_S[s] if scores_S[s] == scores_S[s] else np.float32(0)
     return total
-
-
-@_inlined
-def _exp(x):
-    """Return e^x for x ≤ 0, but at least e^−87. Compute 2^n · e^r with |r| ≤ ln 2 / 2, with a series up to r⁶ for e^r.
-    The relative error is 4e−7 down to e^−5, and 4e−6 down to e^−87.
-
-    The compiler can vectorize this function. The C library's function takes only one number at a time.
-    """
-    x = np.float32(-87) if x < np.float32(-87) else x  # A NaN stays NaN, because it is not below −87.
-    powers_of_two = x * np.float32(1 / np.log(2))
-    n = np.floor(powers_of_two + np.float32(0.5))
-    r = (powers_of_two - n) * np.float32(np.log(2))
-    series = np.float32(1 / 720)
-    series = series * r + np.float32(1 / 120)
-    series = series * r + np.float32(1 / 24)
-    series = series * r + np.float32(1 / 6)
-    series = series * r + np.float32(1 / 2)
-    series = (series * r + np.float32(1)) * r + np.float32(1)
-    return np.float32(series * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32))
-
-
-@_inlined
-def _prefetch_row(rows_SD, row):
-    """Prefetch a row into the cache."""
-    for c in range(0, rows_SD.shape[1], CACHE_LINE // rows_SD.itemsize):
-        _prefetch(rows_SD, row, c)
-
-
-@intrinsic
-def _prefetch(_, rows, row, column):
-    """Issue the prefetch instruction for the cache line that holds rows[row, column]."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        place = cgutils.get_item_pointer(context, builder, signature.args[0], array, arguments[1:], wraparound=False)
-        address, number = ir.PointerType(ir.IntType(8)), ir.IntType(32)
-        function_type = ir.FunctionType(ir.VoidType(), [address, number, number, number])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [address], function_type)
-        to_read, keep, data = number(0), number(3), number(1)
-        builder.call(prefetch, [builder.bitcast(place, address), to_read, keep, data])
-        return context.get_dummy_value()
-
-    return types.void(rows, types.intp, types.intp), generate
-
-
-def _as_float32(number):
-    """Return a number of the cache as float32. This function works only in compiled code."""
-    raise NotImplementedError
-
-
-@overload(_as_float32, inline="always")
-def _compile_as_float32(number):
-    if number == types.uint16:  # An unsigned 16-bit integer holds the bits of a bfloat16.
-        return lambda number: np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)
-    return lambda number: number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -124,10 +124,18 @@ def calibrate(model: PreTrainedModel, windows: Sequence[Sequence[int]]) -> LokiB
         raise UserError(f"calibration on {tokens} tokens cannot tell {head_dim} directions apart; give more text")
     components = {kind: _joined(of_layers, Moments.components) for kind, of_layers in moments.items()}
     components["scores"] = _joined(moments["post"], Moments.components_of_scores)
-    recall = _compare(model, attentions, components, held)
+    basis = LokiBasis(
+        components,
+        ("scores",) * len(attentions),
+        torch.stack([each.sum_KD / each.count for each in moments["post"]]).float(),
+        torch.stack([each.covariance_KDD() for each in moments["post"]]).float(),
+        Fingerprint.of(text_config(model), attentions),
+        max(map(len, windows)),
+        tokens,
+    )
+    recall = _compare(model, attentions, basis, held)
     best = tuple(max(KINDS, key=lambda kind: recall[kind][n]) for n in range(len(attentions)))
-    fingerprint = Fingerprint.of(text_config(model), attentions)
-    return LokiBasis(components, best, fingerprint, max(map(len, windows)), tokens, recall)
+    return replace(basis, best=best, recall=recall)
 
 
 def _square_root(square_KDD: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,19 +155,19 @@ def _joined(of_layers: list[Moments], components: Callable[[Moments], tuple[Tens
 def _compare(
     model: PreTrainedModel,
     attentions: list[AttentionModule],
-    components: dict[str, Components],
+    basis: LokiBasis,
     held: Sequence[Sequence[int]],
 ) -> dict[str, list[float]]:
-    """Return the recall of each kind of components in each layer. The recall is measured for a ranking with a quarter
-    of the dims, which chooses a quarter of the keys."""
-    config = LokiConfig(min_k=1, min_seq=0, sink=0, recent=0)
-    probes = {kind: [Probe() for _ in attentions] for kind in components}
+    """Return the recall of each kind of components in each layer, with Loki's default numbers of components and keys,
+    and without keys that are always chosen."""
+    configs = {kind: LokiConfig(min_k=1, min_seq=0, sink=0, recent=0, basis=kind) for kind in KINDS}
+    probes = {kind: [Probe() for _ in attentions] for kind in KINDS}
 
     def rank(number: int, query: Tensor, keys: dict[str, Tensor], scaling: float) -> None:
         key = keys["post"][:, :, :ROWS_COMPARED]
-        for kind, each in components.items():
-            basis_2KDd = each.sides(number, config.dim_count(key.shape[-1])).to(key.device)
-            simulate(query[:, :, :ROWS_COMPARED], key, key, basis_2KDd, config, scaling, None, probes[kind][number])
+        for kind, config in configs.items():
+            encoder = basis.of_layer(number, config).to(key.device)
+            simulate(query[:, :, :ROWS_COMPARED], key, key, encoder, config, scaling, None, probes[kind][number])
 
     _observe(model, attentions, held, rank)
     return {kind: [float(torch.cat(probe.recall).mean()) for probe in each] for kind, each in probes.items()}

@@ -67,21 +67,20 @@ def measure_quality(
             "windows (--seq-len), or fewer keys (--loki k=…, k_f=… or min_k=…)"
         )
     disable_loki(model)
-    exact = only_by_score(config).model_copy(update={"d": basis.head_dim, "d_f": None})
     variants = {
         "loki": (basis, config),
-        "oracle": (basis, exact),
+        "oracle": (basis, only_by_score(config)),
         "random": (basis.random(), config.model_copy(update={"basis": "best"})),
     }
     perplexity = {"dense": _perplexity(model, windows)}
     found: dict[str, list[dict[str, float] | None]] = {}
     for name, (ranked_by, chosen_by) in variants.items():
-        with _probed(model, ranked_by, chosen_by) as probes:
+        with _probed(model, ranked_by, chosen_by, is_exact=name == "oracle") as probes:
             perplexity[name] = _perplexity(model, windows)
         found[name] = [_summary(probe) for probe in probes]
     layers: list[dict[str, Any]] = []
     for number, of_loki in enumerate(found["loki"]):
-        d = None if of_loki is None else basis.of_layer(number, config).shape[-1]
+        d = None if of_loki is None else config.dim_count(basis.head_dim)
         layers.append({"layer": number, "d": d, **{name: found[name][number] for name in variants}})
     return {
         "windows": len(windows),
@@ -135,14 +134,14 @@ def compare_tasks(
 
 
 @contextmanager
-def _probed(model: PreTrainedModel, basis: LokiBasis, config: LokiConfig) -> Iterator[list[Probe]]:
-    """Enable Loki for the block, and yield each layer's probe."""
+def _probed(model: PreTrainedModel, basis: LokiBasis, config: LokiConfig, *, is_exact: bool) -> Iterator[list[Probe]]:
+    """Enable Loki, or the oracle, for the block, and yield each layer's probe."""
     enable_loki(model, basis, config)
     probes: list[Probe] = []
     for attention in attentions_of(model):
         state = state_of(attention)
         assert state is not None
-        state.probe = Probe()
+        state.probe, state.is_exact = Probe(), is_exact
         probes.append(state.probe)
     try:
         yield probes

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from fourfold.inference.loki.cache import GrowingLayer, LokiLayer
+from fourfold.inference.loki.codes import Encoder
 from fourfold.inference.loki.settings import LokiConfig
 
 log = logging.getLogger("fourfold.loki")
@@ -20,7 +19,7 @@ class LayerRecipe:
     """Settings for the cache of one layer."""
 
     config: LokiConfig
-    basis_2KDd: Tensor | None = None
+    encoder: Encoder | None = None
     """The result of ``LokiBasis.of_layer``. None if the layer stays dense."""
     capacity: int = 0
     """Number of tokens to allocate memory for at the start."""
@@ -28,7 +27,7 @@ class LayerRecipe:
     """Types of caches that a warning has already named. All recipes of a model share this set."""
 
     def new_layer(self) -> GrowingLayer:
-        return GrowingLayer(self.capacity) if self.basis_2KDd is None else LokiLayer(self.basis_2KDd, self.capacity)
+        return GrowingLayer(self.capacity) if self.encoder is None else LokiLayer(self.encoder, self.capacity)
 
 
 def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool) -> GrowingLayer | None:
@@ -48,9 +47,10 @@ def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool)
     layer = cache.layers[number]
     if _is_replaceable(layer, recipe, is_loki):
         layer = cache.layers[number] = _filled_from(layer, recipe)
-    elif is_loki and recipe.basis_2KDd is not None:
+    elif is_loki and recipe.encoder is not None:
         if isinstance(layer, LokiLayer):
-            layer = cache.layers[number] = _with_current_basis(layer, recipe, recipe.basis_2KDd)
+            if layer.encoder is not recipe.encoder:  # Loki was enabled again since the codes were computed.
+                layer = cache.layers[number] = _filled_from(layer, recipe)
         elif not isinstance(layer, GrowingLayer) and type(layer) not in recipe.warned:
             recipe.warned.add(type(layer))
             log.warning("layer %d: attention to a cache of type %s is dense", number, type(layer).__name__)
@@ -66,7 +66,7 @@ def _is_replaceable(layer: object, recipe: LayerRecipe, is_loki: bool) -> bool:
     if type(layer) is DynamicLayer:
         return True
     is_whole = type(layer) is DynamicSlidingWindowLayer and layer.cumulative_length < layer.sliding_window
-    return recipe.basis_2KDd is not None and (type(layer) is GrowingLayer or is_whole)
+    return recipe.encoder is not None and (type(layer) is GrowingLayer or is_whole)
 
 
 def _filled_from(layer: object, recipe: LayerRecipe) -> GrowingLayer:
@@ -77,14 +77,3 @@ def _filled_from(layer: object, recipe: LayerRecipe) -> GrowingLayer:
         assert layer.keys is not None and layer.values is not None
         new.update(layer.keys, layer.values)
     return new
-
-
-def _with_current_basis(layer: LokiLayer, recipe: LayerRecipe, basis_2KDd: Tensor) -> GrowingLayer:
-    """Return the layer. If the basis or the number of ranking dims has changed, return a new layer whose proxy is
-    computed again from the keys."""
-    # In all steps except the first, the tensor is the same, so there is nothing to compare.
-    if layer.basis is not basis_2KDd:
-        if layer.basis.shape != basis_2KDd.shape or not torch.equal(layer.basis.to(basis_2KDd.device), basis_2KDd):
-            return _filled_from(layer, recipe)
-        layer.basis = basis_2KDd
-    return layer

@@ -25,7 +25,7 @@ class DecodeStep:
     """Queries, projected and scaled."""
     key_BKSD: Tensor
     value_BKSD: Tensor
-    proxy_BKSd: Tensor
+    code_BKSC: Tensor
     k: int
     config: LokiConfig
     scaling: float

@@ -49,10 +49,9 @@ class LokiConfig(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     d: Annotated[int, Field(ge=1)] | None = None
-    """Number of leading dims (after rotation by the basis) that are used to rank keys. Set at most one of ``d``
-    and ``d_f``."""
+    """Number of leading components that rank the keys. Set at most one of ``d`` and ``d_f``."""
     d_f: Share | None = None
-    """The number of ranking dims as a fraction of head_dim (default 0.25)."""
+    """The number of ranking components as a fraction of head_dim (default 0.25)."""
     k: Annotated[int, Field(ge=1)] | None = None
     """Number of keys that a step attends to. Set at most one of ``k`` and ``k_f``."""
     k_f: Share | None = None
@@ -63,6 +62,9 @@ class LokiConfig(BaseModel):
     """Number of keys at the start that are always chosen (default 4, but at most a quarter of a step's keys)."""
     recent: Annotated[int, Field(ge=0)] | None = None
     """Number of keys at the end that are always chosen (default 64, but at most a quarter of a step's keys)."""
+    bits: Literal[2, 16] = 2
+    """Bits of a component in a key's code. With 16, a simulation ranks keys by the components themselves, as in the
+    paper. Decoding steps support only 2."""
     skip_layers: LayerNumbers = ()
     """Layers that stay dense."""
     min_seq: int = Field(512, ge=0)
@@ -128,7 +130,7 @@ class LokiConfig(BaseModel):
         return min(max(self.key_count(length), self.min_seq - 1), length)
 
     def dim_count(self, head_dim: int) -> int:
-        """Return the number of leading dims that rank keys.
+        """Return the number of leading components that rank keys.
 
         Args:
             head_dim: Size of a head.

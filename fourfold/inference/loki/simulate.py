@@ -5,7 +5,7 @@ applied to the length of the whole text. So every token attends to as many keys 
 it sees if there are fewer. The paper does the same, so the results are comparable.
 
 Shape letters: B sequences, N query heads, K KV heads, G = N / K, Q rows (one per query), S keys, D head_dim, d leading
-dims.
+components.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fourfold.inference.loki.attend import project
+from fourfold.inference.loki.codes import BITS, Encoder, decoded
 from fourfold.inference.loki.select import NEVER, choose_keys, combine_heads, keys_per_sequence
 from fourfold.inference.loki.settings import LokiConfig
 
@@ -44,7 +44,7 @@ def simulate(
     query_BNQD: Tensor,
     key_BKSD: Tensor,
     value_BKSD: Tensor,
-    basis_2KDd: Tensor,
+    encoder: Encoder | None,
     config: LokiConfig,
     scaling: float,
     mask_B1QS: Tensor | None = None,
@@ -53,13 +53,17 @@ def simulate(
     """Return the outputs of attention from each token to the best of its preceding keys, [B, N, Q, D], with Q = S.
 
     Args:
-        basis_2KDd: The directions that rank the keys, as ``LokiBasis.of_layer`` returns them.
+        encoder: The layer's encoder, as ``LokiBasis.of_layer`` returns it. None ranks the keys by their exact scores.
         mask_B1QS: True if a query may see a key. None for causal attention. A sequence's k depends on the largest
             number of keys that one of its queries sees, so padding does not count.
         probe: Records the quality of the choices.
     """
     query_BKGQD = query_BNQD.unflatten(1, (key_BKSD.shape[1], -1))
-    query_BKGQd, key_BKSd = project(query_BKGQD, basis_2KDd[0][:, None]), project(key_BKSD, basis_2KDd[1])
+    query_BKGQd, key_BKSd = query_BKGQD.float(), key_BKSD.float()
+    if encoder is not None:
+        query_BKGQd = encoder.project_queries(query_BKGQD.flatten(2, 3)).unflatten(2, query_BKGQD.shape[2:4])
+        is_coded = config.bits == BITS
+        key_BKSd = decoded(encoder.encode(key_BKSD), torch.float32) if is_coded else encoder.project_keys(key_BKSD)
     length = key_BKSD.shape[2]
     rows = max(1, CHUNK_SCORES // (query_BNQD.shape[0] * query_BNQD.shape[1] * length))
     k_B = None if mask_B1QS is None else keys_per_sequence(mask_B1QS[:, 0].sum(-1).amax(-1), config)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fourfold.inference.loki import codes
 from fourfold.inference.loki.select import DecodeStep
 
 PROGRAMS, LEAST_SPLIT, MOST_SPLIT, BLOCK = 512, 512, 4096, 256
@@ -40,13 +41,15 @@ the smallest shared memories."""
 
 BINS = tl.constexpr(2048)
 NEVER = tl.constexpr(float("-inf"))
+BITS, PER_BYTE = tl.constexpr(codes.BITS), tl.constexpr(codes.PER_BYTE)
+LAST_CODE = tl.constexpr(codes.INTERVALS - 1)
 
 
 def decode(step: DecodeStep) -> Tensor:
     """Run a step on the current GPU."""
-    query_BKGD, key_BKSD, value_BKSD, proxy_BKSd = step.query_BKGD, step.key_BKSD, step.value_BKSD, step.proxy_BKSd
+    query_BKGD, key_BKSD, value_BKSD, code_BKSC = step.query_BKGD, step.key_BKSD, step.value_BKSD, step.code_BKSC
     batch, heads, group, width = query_BKGD.shape
-    length, d = proxy_BKSd.shape[2:]
+    length, size = code_BKSC.shape[2:]
     assert key_BKSD.stride(3) == value_BKSD.stride(3) == 1, "rows must be contiguous"
     rows, k, device = batch * heads, step.k, query_BKGD.device
     visible_BS, always_BS = step.visible_BS, step.always_BS
@@ -61,11 +64,11 @@ def decode(step: DecodeStep) -> Tensor:
     sizes = {"G": group, "GP": max(16, triton.next_power_of_2(group))}
     scores_RGS = torch.empty(rows, group, length, dtype=torch.float32, device=device)
     maxima_RPG, sums_RPG = torch.empty(2, rows, splits, group, dtype=torch.float32, device=device)
-    wide = {"d": d, "DP": max(16, triton.next_power_of_2(d))}
+    wide = {"C": size, "CP": max(16, triton.next_power_of_2(size))}
     _score[grid](
-        step.query_BKGd.contiguous(), proxy_BKSd, visible_BS, scores_RGS, maxima_RPG, sums_RPG,
-        heads, length, splits, *proxy_BKSd.stride(),
-        **sizes, **wide, **blocks | {"BLOCK": block_of(wide["DP"], proxy_BKSd, BLOCK)}, MASKED=visible_BS is not None,
+        step.query_BKGd.contiguous(), code_BKSC, visible_BS, scores_RGS, maxima_RPG, sums_RPG,
+        heads, length, splits, *code_BKSC.stride()[:3],
+        **sizes, **wide, **blocks | {"BLOCK": block_of(wide["CP"], key_BKSD, BLOCK)}, MASKED=visible_BS is not None,
     )  # fmt: skip
 
     ranks_RS = torch.empty(rows, length, dtype=torch.int32, device=device)
@@ -111,22 +114,24 @@ def block_of(width: int, keys: Tensor, most: int) -> int:
 
 @triton.jit(do_not_specialize=["splits"])
 def _score(
-    query, proxy, visible, scores, maxima, sums, heads, length, splits, of_batch, of_head, of_row, of_dim,
-    G: tl.constexpr, GP: tl.constexpr, d: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr,
+    query, code, visible, scores, maxima, sums, heads, length, splits, of_batch, of_head, of_row,
+    G: tl.constexpr, GP: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, MASKED: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the scores of a split's keys for each query head, and their maximum and Σ exp(score − maximum)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    g, c = tl.arange(0, GP), tl.arange(0, DP)
-    query_GPDP = tl.load(query + row * G * d + g[:, None] * d + c[None, :], (g[:, None] < G) & (c[None, :] < d), 0.0)
-    keys = proxy + (row // heads) * of_batch + (row % heads) * of_head
+    g, c = tl.arange(0, GP), tl.arange(0, CP)
+    queries = query + (row * G + g[:, None]) * PER_BYTE * C + c[None, :]
+    codes_of_row = code + (row // heads) * of_batch + (row % heads) * of_head
     largest_GP, total_GP = tl.full([GP], NEVER, tl.float32), tl.zeros([GP], tl.float32)
     for begin in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, length), BLOCK):
         s = begin + tl.arange(0, BLOCK)
-        keys_SDP = tl.load(
-            keys + s[:, None] * of_row + c[None, :] * of_dim, (s[:, None] < length) & (c[None, :] < d), 0.0
-        )
-        scores_GPS = tl.dot(query_GPDP, tl.trans(keys_SDP), input_precision="ieee")
+        code_SCP = tl.load(codes_of_row + s[:, None] * of_row + c[None, :], (s[:, None] < length) & (c[None, :] < C), 0)
+        scores_GPS = tl.zeros([GP, BLOCK], tl.float32)
+        for place in tl.static_range(PER_BYTE):
+            query_GPCP = tl.load(queries + place * C, (g[:, None] < G) & (c[None, :] < C), 0.0)
+            key_SCP = ((code_SCP >> (place * BITS)) & LAST_CODE).to(query_GPCP.dtype)
+            scores_GPS = tl.dot(query_GPCP, tl.trans(key_SCP), scores_GPS, input_precision="ieee")
         seen_S = s < length
         if MASKED:
             seen_S &= tl.load(visible + (row // heads) * length + s, seen_S, 0) != 0

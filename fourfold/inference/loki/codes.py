@@ -1,0 +1,82 @@
+"""Encode the leading components of keys in 2 bits each. Loki ranks the keys by these codes.
+
+A code says in which interval a component lies. The intervals are as wide as the component's standard deviation, which
+is nearly the best width for 4 intervals of a normal distribution. Coarse codes rank better than exact numbers: in the
+bytes of one bfloat16 number, eight components fit.
+
+Shape letters as in attend.py. C bytes hold the codes of d components.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+BITS = 2
+INTERVALS = 1 << BITS
+PER_BYTE = 8 // BITS
+"""Number of codes in a byte."""
+
+
+@dataclass(frozen=True, eq=False)
+class Encoder:
+    """The leading directions of one layer. A unit along a direction is one interval."""
+
+    queries_KDd: Tensor
+    """Columns that project the queries. Columns of zeros fill up the last byte."""
+    keys_KDd: Tensor
+    """Columns that project the keys."""
+    shift_K1d: Tensor
+    """Added to the projected keys, so that the middle of the intervals is at the mean of the keys."""
+
+    @classmethod
+    def of(cls, queries_KDd: Tensor, keys_KDd: Tensor, mean_KD: Tensor, covariance_KDD: Tensor) -> Encoder:
+        """Return an encoder for directions.
+
+        Args:
+            queries_KDd: Columns that project the queries.
+            keys_KDd: Columns that project the keys.
+            mean_KD: Mean of the keys after their rotary embedding.
+            covariance_KDD: Covariance of the keys after their rotary embedding.
+        """
+        variance_K1d = (keys_KDd * (covariance_KDD @ keys_KDd)).sum(-2, keepdim=True)
+        width_K1d = variance_K1d.clamp(min=1e-20).sqrt()
+        keys_KDd = keys_KDd / width_K1d
+        shift_K1d = INTERVALS / 2 - mean_KD[:, None] @ keys_KDd
+        missing = (0, -keys_KDd.shape[-1] % PER_BYTE)
+        return cls(pad(queries_KDd * width_K1d, missing), pad(keys_KDd, missing), pad(shift_K1d, missing))
+
+    def to(self, device: torch.device) -> Encoder:
+        return Encoder(self.queries_KDd.to(device), self.keys_KDd.to(device), self.shift_K1d.to(device))
+
+    @property
+    def bytes_per_key(self) -> int:
+        """Return the size of the codes of one key, C."""
+        return self.keys_KDd.shape[-1] // PER_BYTE
+
+    def project_queries(self, query_BKxD: Tensor) -> Tensor:
+        """Return projected queries, [B, K, x, d] in float32. Their products with the codes rank the keys: they are the
+        scores, up to rounding and up to a constant that is the same for all keys."""
+        return torch.matmul(query_BKxD.float(), self.queries_KDd)
+
+    def project_keys(self, key_BKSD: Tensor) -> Tensor:
+        """Return the components of keys, [B, K, S, d] in float32. Their integer part is the interval of the code."""
+        return torch.matmul(key_BKSD.float(), self.keys_KDd) + self.shift_K1d
+
+    @torch.no_grad()
+    def encode(self, key_BKSD: Tensor) -> Tensor:
+        """Return the codes of keys, [B, K, S, C] in uint8. Byte c holds the codes of the components c, c + C, c + 2C,
+        and c + 3C."""
+        interval_BKSd = self.project_keys(key_BKSD).floor().clamp(0, INTERVALS - 1)
+        interval_BKS4C = interval_BKSd.unflatten(-1, (PER_BYTE, -1))
+        place_41 = INTERVALS ** torch.arange(PER_BYTE, device=key_BKSD.device)[:, None]
+        return (interval_BKS4C * place_41).sum(-2).to(torch.uint8)
+
+
+def decoded(code_BKSC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the intervals of codes as numbers from 0 to 3, [B, K, S, d]."""
+    shift_41 = torch.arange(0, 8, BITS, dtype=torch.uint8, device=code_BKSC.device)[:, None]
+    return ((code_BKSC[..., None, :] >> shift_41) & (INTERVALS - 1)).flatten(-2).to(dtype)
