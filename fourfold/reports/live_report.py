@@ -36,24 +36,20 @@ class LiveReport:
         """Rewrite the report if it is due."""
         began = time.monotonic()
         if began >= self._next:
-            self._next = math.inf
-            if self._write(math.ceil(self._wait)):
-                self._is_live = True
-                ended = time.monotonic()
-                self._wait = max(SHORTEST_WAIT, WAIT_PER_WRITING * (ended - began))
-                self._next = ended + self._wait
+            self._write(math.ceil(self._wait))
+            self._is_live = True
+            ended = time.monotonic()
+            self._wait = max(SHORTEST_WAIT, WAIT_PER_WRITING * (ended - began))
+            self._next = ended + self._wait
 
     def close(self) -> None:
         """Write the final report, which does not reload itself."""
         if self._is_live:
             self._write(None)
 
-    def _write(self, reload_seconds: int | None) -> bool:
-        """Write the report, and return whether this succeeded. A failure is only a warning, because training can
-        continue."""
+    def _write(self, reload_seconds: int | None) -> None:
+        """Write the report. A failure is only a warning, because training can continue."""
         try:
             write_run_report(self._run_dir, reload_seconds)
         except UserError as error:
-            print(f"warning: the live report ends: {error}", file=sys.stderr)
-            return False
-        return True
+            print(f"warning: the live report was not written: {error}", file=sys.stderr)
