@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
+from fourfold.reports.live_report import LiveReport
 from fourfold.training.outcome import Outcome
 from fourfold.training.trainer import CallbackMaker, train
 
@@ -19,7 +20,7 @@ def train_with_callbacks(place: Place, run: RunConfig, profile: bool) -> Outcome
     Returns:
         The outcome of this process.
     """
-    callbacks: list[CallbackMaker] = []  # Import each callback only if it is needed.
+    callbacks: list[CallbackMaker] = []  # Import the other callbacks only if they are needed.
     if run.audit.interval:
         from fourfold.memorization.in_training import CanaryAudit
 
@@ -32,4 +33,5 @@ def train_with_callbacks(place: Place, run: RunConfig, profile: bool) -> Outcome
         from fourfold.verification.timeline import Timeline
 
         callbacks.append(Timeline)
+    callbacks.append(LiveReport)  # After the callbacks whose results it shows.
     return train(place, run, callbacks)

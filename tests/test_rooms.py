@@ -58,9 +58,9 @@ ROOMS = (
     "memorization",
     "evaluation",
     "verification",
+    "reports",
     "train_with_callbacks",
     "jobs",
-    "reports",
     "cli",
 )
 """The rooms, from bottom to top. If a module's path begins with several of these names, the module belongs to the

@@ -20,6 +20,7 @@ def generate(
     model: options.ModelName,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the text.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Answer the text as a message of a chat.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 100,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
     top_k: options.TopK = None,
@@ -43,6 +44,8 @@ def generate(
     If --model is a run or checkpoint of fourfold, it is first exported to a temporary folder in the Hugging Face
     format.
 
+    With --chat, the model answers the text. The prompt is then in the format of the model's chat template.
+
     Example: fourfold generate --model exported --prompt "Once" --basis basis.safetensors
     """
     if (prompt is None) == (prompt_file is None):
@@ -52,7 +55,7 @@ def generate(
             f"--loki {loki_values[0]} needs --basis BASIS.safetensors, which fourfold loki calibrate writes"
         )
     with importing():
-        from fourfold.data.transformers_tokenizer import load_any_tokenizer
+        from fourfold.data.transformers_tokenizer import TransformersTokenizer, load_any_tokenizer
         from fourfold.huggingface.export_model import as_huggingface
         from fourfold.huggingface.transformers_models import load_model
         from fourfold.inference.generate import Sampling, encode_prompt
@@ -66,6 +69,10 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, seed)
     with as_huggingface(model) as (folder, own_tokenizer):
         text = load_any_tokenizer(tokenizer or own_tokenizer)
+        if chat:
+            if not (isinstance(text, TransformersTokenizer) and text.tokenizer.chat_template):
+                raise UserError(f"--chat needs a chat template, and {model} has none; leave out --chat")
+            prompt = text.chat_prompt(prompt)
         with importing(), working("Loading the model"):  # ``load_model`` imports transformers, which is slow.
             opened = load_model(folder, dtype, device)
         if basis is not None:

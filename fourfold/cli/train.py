@@ -5,19 +5,37 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fourfold.cli.options import Overrides, RunFile
+from fourfold.cli.options import Overrides
+from fourfold.errors import UserError
 from fourfold.exit_codes import STOPPED, ended_by
 from fourfold.processes import lossy_output
+
+if TYPE_CHECKING:
+    from fourfold.config.run import RunConfig
+
+_instead = partial(typer.Option, rich_help_panel="Options instead of a run file")
+"""Define an option that replaces a part of the run file."""
+
+
+MODEL_HELP = "A preset, such as llama-12m, or a Hugging Face model to tune."
+DATA_HELP = "A folder, a file, or another input of `fourfold prepare`. Or a prepared corpus."
+PROCESSES_HELP = "Number of processes. Default: one for each GPU, or one on a CPU."
+STEPS_HELP = "Number of steps. Default: up to 4 passes over the data, or 1 for a Hugging Face model."
 
 
 @lossy_output(any_error=True)
 def train(
-    run_file: RunFile,
+    run_file: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="The run file.")] = None,
+    model: Annotated[str | None, _instead(metavar="PRESET|DIR|ID", help=MODEL_HELP)] = None,
+    data: Annotated[str | None, _instead(metavar="INPUT|CORPUS", help=DATA_HELP)] = None,
+    processes: Annotated[int | None, _instead(min=1, max=4096, help=PROCESSES_HELP)] = None,
+    steps: Annotated[int | None, _instead(min=1, help=STEPS_HELP)] = None,
     overrides: Overrides = [],  # noqa: B006 (typer only reads it)
     profile: Annotated[
         bool,
@@ -28,21 +46,26 @@ def train(
         ),
     ] = False,
 ) -> None:
-    """Train a model described by a run file.
+    """Train a model described by a run file, or by --model and --data.
 
     Starts one local process for each rank of the grid, or joins the processes that torchrun or srun has started.
     Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1 save a checkpoint and stop with exit code 3. A second signal stops immediately,
     without saving (exit code 130 or 143). A job that hangs ends with exit code 4. Local processes that crash or hang
     are restarted, as set in [fault_tolerance].
+
+    With --model and --data, the command first tokenizes the data, chooses the grid and all other settings, and prints
+    them as a run file.
+
+    Example: fourfold train --model llama-12m --data text/ --processes 4
     """
     from fourfold import jobs
     from fourfold.environment import read_environment
     from fourfold.processes import time_of_start
-    from fourfold.run_file.load import load_run
     from fourfold.training.metrics import steps_taken
     from fourfold.training.run_folder import PROFILE_FILE, where_it_continues
 
-    run = load_run(run_file, overrides)
+    instead = {"model": model, "data": data, "processes": processes, "steps": steps}
+    run = _run_to_train(run_file, instead, overrides)
     try:
         outcome = jobs.train(run, profile, time_of_start())
     except (KeyboardInterrupt, SystemExit) as end:
@@ -67,3 +90,26 @@ def train(
         if outcome.is_first_process:
             print(f"Stopped. {where_it_continues(run)}")
         raise typer.Exit(STOPPED)
+
+
+def _run_to_train(run_file: Path | None, instead: dict[str, Any], overrides: list[str]) -> RunConfig:
+    """Load the run file. Or choose a run for the options that replace the run file, and print its run file."""
+    given = [option for option, value in instead.items() if value is not None]
+    if run_file is not None:
+        from fourfold.run_file.load import load_run
+
+        if given:
+            raise UserError(f"--{given[0]} is for training without a run file; leave out --{given[0]} or {run_file}")
+        return load_run(run_file, overrides)
+    if instead["model"] is None or instead["data"] is None:
+        missing = "RUN.toml" if not given else "--data" if instead["data"] is None else "--model"
+        raise UserError(f"{missing} is missing for `train`; for example fourfold train --model llama-12m --data text/")
+    from fourfold.environment import read_environment
+    from fourfold.training.run_folder import RUN_FILE, folder_of
+    from fourfold.tuning.run_for_data import run_for_data
+
+    if read_environment(os.environ) is not None:
+        raise UserError("torchrun and srun need a run file; use `fourfold prepare` first, and name the corpus in it")
+    run, text = run_for_data(**instead, overrides=overrides)
+    print(f"Run file ({folder_of(run) / RUN_FILE} has it with all defaults):\n\n{text}", flush=True)
+    return run

@@ -68,6 +68,12 @@ class TransformersTokenizer:
         """Return the text of these ids without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def chat_prompt(self, message: str) -> str:
+        """Return the text that asks for the answer to a user's message. Later calls of ``encode_batch`` add no special
+        tokens, because the chat template writes them."""
+        self._special_tokens, talk = False, [{"role": "user", "content": message}]
+        return str(self.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
+
 
 AnyTokenizer = Tokenizer | TransformersTokenizer
 

@@ -95,9 +95,8 @@ def request_from_options(
     if run_file is not None:
         changed = {} if precision is None else training_keys(precision)
         run = load_run(run_file, [*overrides, *(f"training.{key}={value}" for key, value in changed.items())])
-        sizes, name, own = run.model, run.name, workload_of(run)
-        gpus = gpus or run.parallel.world_size
-        base = own.but(**dict.fromkeys(LIMITED, 1), micro_batch_size=1, batch_parts=1, zero=0, recompute=0)
+        asked = request_for_run(run, gpus or run.parallel.world_size)
+        sizes, name, own, base, gpus = run.model, run.name, asked.own, asked.base, asked.gpus
     else:
         assert model is not None
         if gpus is None:
@@ -120,6 +119,14 @@ def request_from_options(
             f"--seq {sizes.max_position_embeddings} works"
         )
     return Request(name, sizes, base, gpus, own, run, precision, optimizer, note)
+
+
+def request_for_run(run: RunConfig, gpus: int) -> Request:
+    """Make the request to plan a run's model and batch on this number of GPUs. Raise ``UserError`` if the planner
+    cannot predict the run."""
+    own = workload_of(run)
+    base = own.but(**dict.fromkeys(LIMITED, 1), micro_batch_size=1, batch_parts=1, zero=0, recompute=0)
+    return Request(run.name, run.model, base, gpus, own, run, None, None)
 
 
 def _check_counts(gpus: float | None, seq: float | None, batch: float | None) -> None:

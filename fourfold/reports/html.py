@@ -14,16 +14,21 @@ LONG_TEXT = 40
 """Facts with more characters than this get a wide card."""
 
 
-def page(title: str, subtitle: str, sections: Sequence[str], *, has_search: bool = False) -> str:
+def page(
+    title: str, subtitle: str, sections: Sequence[str], *, has_search: bool = False, reload_seconds: int | None = None
+) -> str:
     """Return a complete HTML document, with the scripts that draw charts. The sections are HTML. Title and subtitle are
     plain text.
 
     Args:
         has_search: Whether a section contains a ``search_table``.
+        reload_seconds: Number of seconds after which the page reloads itself. None never reloads it.
     """
     body = "\n".join(sections)
     needed = {"echarts.min.js": True, "charts.js": True, "table.js": has_search}
     drawing = "\n".join(f"<script>{asset(name)}</script>" for name, is_needed in needed.items() if is_needed)
+    if reload_seconds is not None:
+        drawing += f"\n<script>{Template(asset('reload.js')).substitute(seconds=reload_seconds)}</script>"
     texts = {"policy": _POLICY, "title": escape(title), "subtitle": escape(subtitle), "style": asset("page.css")}
     return Template(asset("page.html")).substitute(texts, body=body, drawing=drawing)
 

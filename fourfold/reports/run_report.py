@@ -19,11 +19,15 @@ from fourfold.training.metrics import MEMORIZATION_FILE, TASKS_FILE, read_metric
 from fourfold.training.run_folder import SAMPLE_FILE, SUMMARY_FILE
 
 
-def write_run_report(run_dir: Path) -> Path:
+def write_run_report(run_dir: Path, reload_seconds: int | None = None) -> Path:
     """Write the report of a run to ``run_dir``/report.html, one file that needs no network, and return its path.
 
     The report is made from run.toml and metrics.jsonl and, if they exist, sample.txt (generated text),
     memorization.jsonl, tasks.jsonl, and summary.json (an object that maps labels to text or numbers).
+
+    Args:
+        run_dir: The run's folder.
+        reload_seconds: Number of seconds after which the page reloads itself, for a run that is still training.
 
     Raises:
         UserError: run.toml or metrics.jsonl is missing, no step is recorded, a record or summary.json is damaged, or
@@ -42,8 +46,10 @@ def write_run_report(run_dir: Path) -> Path:
         sections.append(html.text_block("Sample", read_text(sample), wrap=True))
     sections.append(html.text_block("Run file", run.run_file))
     subtitle = f"fourfold training run, {counted(len(run.records), 'step')} recorded"
+    if reload_seconds is not None:
+        subtitle += f". Training continues, and this page reloads itself every {counted(reload_seconds, 'second')}."
     report = run.folder / "report.html"
-    write_output(report, html.page(run.name, subtitle, sections))
+    write_output(report, html.page(run.name, subtitle, sections, reload_seconds=reload_seconds))
     return report
 
 

@@ -10,7 +10,11 @@ from fourfold.config.run import RunConfig
 
 def to_toml(run: RunConfig) -> str:
     """Return the text of a run file that loads to an equal run."""
-    table = run.model_dump(mode="json", exclude_none=True)
+    return table_to_toml(run.model_dump(mode="json", exclude_none=True))
+
+
+def table_to_toml(table: dict[str, Any]) -> str:
+    """Return the text of a run file with these keys and sections."""
     sections = {name: value for name, value in table.items() if isinstance(value, dict)}
     lines = [f"{name} = {_value(value)}" for name, value in table.items() if name not in sections]
     for name, section in sections.items():

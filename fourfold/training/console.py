@@ -22,6 +22,8 @@ Facts = Mapping[str, Fact]
 # more steps, it would adapt slowly when the speed changes.
 _ETA_WINDOW = 50
 _BAR_COLUMNS = 24
+# A narrow terminal cuts off the end of the line, so the most important fields come first.
+_FIRST_IN_TERMINAL = ("loss", "tokens/s", "eta")
 
 
 class Progress:
@@ -31,8 +33,8 @@ class Progress:
     `log_interval` steps, and also for the first step, the last step, and each step with a validation loss.
 
     The fields are in torchtitan's order: step, loss, grad_norm, memory, tokens/s, tflops, mfu. Then follow lr, ETA, and
-    the fields that only some steps have. tokens/s is the sum over all devices, and tflops is for one device. mfu is
-    shown only if the device has a published peak.
+    the fields that only some steps have. In a terminal, loss, tokens/s, and ETA come first. tokens/s is the sum over
+    all devices, and tflops is for one device. mfu is shown only if the device has a published peak.
     """
 
     def __init__(self, total_steps: int, is_tty: bool | None = None, log_interval: int = 10) -> None:
@@ -72,7 +74,8 @@ class Progress:
         scheduled = metrics.step % self._log_interval == 0 or metrics.step == self._total_steps
         return scheduled or not self._shown_any or "validation_loss" in metrics.more
 
-    def _numbers(self, metrics: StepMetrics) -> str:
+    def _numbers(self, metrics: StepMetrics, first: tuple[str, ...] = ()) -> str:
+        """Return the fields in one line. Fields whose names begin with one of ``first`` come first."""
         value, unit = _flops(metrics)
         fields = [
             f"loss: {metrics.loss:8.5f}",
@@ -91,7 +94,7 @@ class Progress:
             fields.append(f"expert_load: {metrics.more['expert_load']:.2f}")
         if "validation_loss" in metrics.more:
             fields.append(f"validation_loss: {metrics.more['validation_loss']:.5f}")
-        return "  ".join(fields)
+        return "  ".join(sorted(fields, key=lambda field: not field.startswith(first)))
 
     def _redraw(self, console: Console, metrics: StepMetrics) -> None:
         if self._live is None:
@@ -106,7 +109,7 @@ class Progress:
         done = ProgressBar(total=self._total_steps, completed=metrics.step, width=_BAR_COLUMNS)
         step = Text(f"step {metrics.step}/{self._total_steps}", style="bold")
         bar.add_row(step, done, Text(f"{metrics.step / self._total_steps:.1%}", style="cyan"))
-        return Group(bar, Text(self._numbers(metrics), no_wrap=True, overflow="ellipsis"))
+        return Group(bar, Text(self._numbers(metrics, _FIRST_IN_TERMINAL), no_wrap=True, overflow="ellipsis"))
 
     def _eta(self, metrics: StepMetrics) -> timedelta:
         """Estimate the time left from the recent steps, including the time for evaluations and checkpoints."""

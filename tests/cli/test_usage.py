@@ -157,7 +157,7 @@ def test_a_refusal_names_the_option(cli: Cli, line: str, sentence: str) -> None:
         ("frobnicate", "no command 'frobnicate'; choose from plan, trace, tune"),
         ("launch slrum run.toml", "no command 'slrum' for `launch`; did you mean 'slurm'?"),
         ("plan valdate rows.csv", "no command 'valdate' for `plan`; did you mean 'validate'?"),
-        ("train", "RUN.toml is missing for `train`; `fourfold train --help` describes it"),
+        ("train", "RUN.toml is missing for `train`; for example fourfold train --model llama-12m"),
         ("launch slurm run.toml", "--site is missing for `launch slurm`; for example fourfold launch slurm"),
         ("plan --model gpt2 --top 0", "--top 0: must be greater than or equal to 1"),
         ("plan --model gpt2 --gpus many", "--gpus many: must be a whole number, such as 8"),

@@ -57,6 +57,16 @@ def test_eta_follows_the_clock_and_not_the_step_alone(capsys, monkeypatch):
     assert capsys.readouterr().out.splitlines()[-1].endswith("eta: 0:01:40")
 
 
+def test_a_terminal_of_80_columns_shows_loss_throughput_and_eta(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with closing(Progress(100_000, is_tty=True)) as progress:
+        progress.update(step_metrics(1, tokens_per_second=12_345_678.0, step_seconds=59.0))
+        progress.close()
+    lines = [line for line in re.sub(r"\x1b\[[0-9;?]*\w", "", capsys.readouterr().out).splitlines() if "loss" in line]
+    assert lines and all(len(line) <= 80 for line in lines)
+    assert all("loss:  2.50000  tokens/s: 12,345,678  eta: 68 days, 6:52:21  grad_norm" in line for line in lines)
+
+
 def test_plain_summaries_are_aligned(capsys):
     progress = Progress(1, is_tty=False)
     progress.print_facts("Run", {"parameters": 1234567, "peak": None})

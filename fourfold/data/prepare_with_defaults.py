@@ -1,0 +1,76 @@
+"""Prepare text or conversations with options that suit the input, for users who choose no options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from fourfold.data.order import falls_within
+from fourfold.data.prepare import PrepareSummary, prepare
+from fourfold.data.prepare_conversations import prepare_conversations
+from fourfold.data.sources import InputFile, list_inputs, read_documents, read_rows
+from fourfold.data.tokenizer import OWN, HFTokenizer
+from fourfold.errors import UserError, given_as
+
+BYTES_PER_TOKEN = 250
+"""A new tokenizer gets at most one token per this many bytes of input, so that most tokens occur often enough."""
+SMALLEST_VOCABULARY = 512
+HELD_OUT = (0.02, 0.05, 0.1)
+"""Fractions of the documents to hold out for validation. The first one that holds out ``ENOUGH`` documents is used."""
+ENOUGH = 4
+COUNTED = 1000
+"""Number of documents to look at when this fraction is chosen."""
+CONVERSATION_KEYS = {"messages", "conversations", "instruction", "completion"}
+"""A row is a conversation if it has one of these keys, and no key "text"."""
+
+
+def prepare_with_defaults(data: str, prefix: Path, tokenizer: Path | None, largest_vocabulary: int) -> PrepareSummary:
+    """Tokenize text or conversations, and hold out a few documents for validation if there are enough.
+
+    Args:
+        data: A file, a folder, a glob, "python-stdlib", or "hf:NAME[:CONFIG][:SPLIT]" (see ``list_inputs``).
+        prefix: Prefix of the files to write.
+        tokenizer: Folder of a model whose tokenizer and chat template are used. None trains a tokenizer on the text.
+        largest_vocabulary: Largest size of a trained tokenizer. Small inputs get a smaller one.
+
+    Raises:
+        UserError: The data cannot be read, or conversations are given without a tokenizer.
+    """
+    with given_as("--data"):
+        files = list_inputs([data])
+        if _holds_conversations(files[0]):
+            if tokenizer is None:
+                raise UserError(f"{data} has conversations; give --model a Hugging Face model with a chat template")
+            fraction = _fraction_to_hold_out(row for file in files for row in read_rows(file.path))
+            return prepare_conversations([data], prefix, tokenizer=tokenizer, validation_fraction=fraction)
+        fraction = _fraction_to_hold_out(text for file in files for text in read_documents(file.path))
+        begins_text = tokenizer is not None and HFTokenizer(tokenizer).usually_begins
+        suitable = max(SMALLEST_VOCABULARY, sum(file.size for file in files) // BYTES_PER_TOKEN)
+        return prepare(
+            [data],
+            prefix,
+            tokenizer=tokenizer,
+            train_tokenizer_vocab=min(largest_vocabulary, suitable) if tokenizer is None else None,
+            bos_token=OWN if begins_text else None,
+            validation_fraction=fraction,
+        )
+
+
+def _holds_conversations(file: InputFile) -> bool:
+    """Return whether the first row of a file is a conversation."""
+    if not file.path.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+        return False
+    _, row = next(read_rows(file.path), ("", {}))
+    return "text" not in row and not CONVERSATION_KEYS.isdisjoint(row)
+
+
+def _fraction_to_hold_out(documents: Iterable[object]) -> float:
+    """Return the smallest of ``HELD_OUT`` that holds out ``ENOUGH`` documents, or else the largest. If this would hold
+    out no document or all documents, return 0."""
+    count = sum(1 for _ in islice(documents, COUNTED))
+    held_out = {each: int(falls_within(np.arange(count), each, seed=0).sum()) for each in HELD_OUT}
+    fraction = next((each for each in HELD_OUT if held_out[each] >= ENOUGH), HELD_OUT[-1])
+    return fraction if 0 < held_out[fraction] < count else 0.0

@@ -1,0 +1,33 @@
+"""``fourfold generate --chat`` answers a message in the format of the model's chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import Cli, one_sentence
+from tiny_chat import CHATML, LLAMA3, make_chat_tokenizer
+
+pytest.importorskip("transformers")
+
+MESSAGE = "What is the capital of France?"
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3], ids=["chatml", "llama3"])
+def test_the_prompt_has_the_tokens_of_the_chat_template(cli: Cli, tmp_path: Path, template: str) -> None:
+    import transformers
+    from tiny_huggingface import make_model
+
+    folder = make_chat_tokenizer(make_model(tmp_path / "model", "llama", vocab_size=320), template)
+    ids = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [{"role": "user", "content": MESSAGE}], add_generation_prompt=True, return_dict=False
+    )
+    begin = ("generate", "--model", folder, "--prompt", MESSAGE, "--max-new-tokens", 4)
+    code, output, errors = cli(*begin, "--chat", "--json")
+    assert code == 0, errors
+    answer = json.loads(output)
+    assert answer["prompt_tokens"] == len(ids)
+    assert json.loads(cli(*begin, "--json")[1])["prompt_tokens"] < len(ids)
+    (folder / "chat_template.jinja").unlink()
+    assert "--chat needs a chat template" in one_sentence(cli(*begin, "--chat"))
