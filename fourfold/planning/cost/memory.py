@@ -8,12 +8,21 @@ from typing import NamedTuple
 import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number
-from fourfold.planning.cost.activations import BlockBytes, block_bytes, is_replicated, is_resharded, peak_bytes
+from fourfold.planning.cost.activations import (
+    BlockBytes,
+    block_bytes,
+    inputs_and_kept_weights,
+    is_replicated,
+    is_resharded,
+    kept_by_micro_batch,
+    peak_bytes,
+)
 from fourfold.planning.cost.expert_sizes import (
     dense_share,
     experts_of_one_shard,
     has_dense_first,
     has_experts,
+    has_own_shards,
     kinds_of_blocks,
     states_of_experts,
 )
@@ -76,10 +85,15 @@ def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Numbe
 
 
 def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
-    """Return the workload with the fraction of blocks with experts that this pipeline rank has."""
+    """Return the workload with the fractions of blocks with experts and with linear attention that this pipeline rank
+    has."""
+    model, is_stage = work.model, work.layout.pp > 1
+    if block.linear is not None:
+        linear = np.where(is_stage, blocks.linear / blocks.number, model.linear)
+        work = work.but(linear=linear, after_linear=np.where(is_stage, blocks.after_linear, model.after_linear))
     if block.dense is None:
         return work
-    return work.but(sparse=np.where(np.asarray(work.model.num_experts) > 0, 1 - blocks.dense / blocks.number, 0.0))
+    return work.but(sparse=np.where(np.asarray(model.num_experts) > 0, 1 - blocks.dense / blocks.number, 0.0))
 
 
 class Tables(NamedTuple):
@@ -117,9 +131,12 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
     higher = np.where(last, block.head - block.in_backward(work, layers), -np.inf)
     weights = _weights(work, layers, tables, block, higher)
     activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
+    activations = _in_later_micro_batches(work, rank, layers, block, (activations, gradients, weights), of_embedding)
     of_table = np.maximum(tables.embedding, tables.head)
     copied = copied + muon_workspace(work, layers) + lion_workspace(work, layers, of_table)
     left = _weights_left_at_the_end(work, layers, tables, block, weights)
+    # Gathered weights that are freed after use are not in memory when the optimizer makes its copies.
+    copied = copied - np.where(is_resharded(work), left, 0)
     at_end, activations = _at_the_peak(work, gradients, activations, copied, weights, left, tables, block)
     # The optimizer makes its copies (gradients, Muon's matrices, Lion's updates) after all activations are freed.
     gradients = np.where(at_end, gradients, 0)
@@ -129,6 +146,34 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
     allocated = parameters + gradients + optimizer + weights + activations
     reserve = np.where(program.count_runtime, runtime_bytes(work, machine), 0) + CACHED * allocated
     return parameters, gradients, optimizer, weights, activations, reserve
+
+
+def _in_later_micro_batches(
+    work: Workload, rank: Number, layers: Number, block: BlockBytes, held: tuple[Number, ...], embedding: Number
+) -> Number:
+    """Return the peak bytes of the activations of a pipeline rank, if a step has several micro-batches.
+
+    Args:
+        rank: The pipeline rank.
+        layers: Number of blocks on the rank.
+        block: The bytes of a block.
+        held: Bytes of the activations when the first backward pass begins, of all gradients, and of gathered weights.
+        embedding: Number of weight entries of the token embedding, before x and y split it. 0 if the rank has none.
+    """
+    (activations, gradients, weights), layout, step = held, work.layout, work.step
+    flying, kept = in_flight(work, rank), kept_by_micro_batch(work, layers, block)
+    # If no micro-batch follows those in flight, gradients exist only after a backward pass has freed its activations.
+    is_full = np.equal(flying, work.micro_batches)
+    later = activations - np.where(is_full, np.minimum(gradients, kept), 0)
+    # At the end of a backward pass, the embedding's gradient is copied to sum it. Replicas sum it only once per step.
+    sharded = (step.item_bytes + step.reduce_bytes) * embedding / (layout.x * layout.y)
+    sharded = (flying - 1) * kept + sharded - np.where(is_resharded(work), weights, 0)
+    copies = layout.dp * layout.cp
+    replicated = np.where(copies > 1, step.reduce_bytes * embedding / (layout.x * layout.y), 0)
+    summed = np.where(is_replicated(work), replicated, np.where((layout.zero == 1) & (copies > 1), 0, sharded))
+    later = np.maximum(later, inputs_and_kept_weights(work, layers) + summed)
+    has_several = (layout.pp > 1) & ~_is_gradual(work) & np.asarray(work.program.is_fourfold, bool)
+    return np.where(has_several, later, activations)
 
 
 def _at_the_peak(
@@ -256,8 +301,7 @@ def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, 
     """
     in_block = _weights_in_block(work, layers, tables, block, block.kept(work, 1) + np.maximum(higher, 0))
     both = 2 * work.step.item_bytes * tables.own_head / (work.layout.x * work.layout.y)
-    if has_experts(work):
-        both = both + _gathered_entries(states_of_experts(work), layers, Tables(0, 0, 0, 0), 0)
+    both = both + _gathered_experts(work, layers, 0)
     most = np.maximum(in_block - np.maximum(higher, 0), both + np.minimum(higher, 0))
     is_copied = is_resharded(work) & (work.layout.shards > 1) & np.greater(tables.own_head, 0)
     return np.where(is_copied & np.asarray(work.program.is_fourfold, bool), most, in_block)
@@ -285,15 +329,24 @@ def _gathered(
 ) -> Number:
     """Return the bytes of gathered weights for ``ones`` blocks of one kind and ``others`` blocks of a second kind."""
     weights = ones * replace(work, model=one).block_weights + others * replace(work, model=other).block_weights
-    held = _gathered_entries(work, layers, tables, weights)
-    if not has_experts(work):
-        return held
     experts = ones * one.expert_weights + others * other.expert_weights
-    return held + _gathered_entries(states_of_experts(work), layers, Tables(0, 0, 0, 0), experts)
+    return _gathered_entries(work, layers, tables, weights) + _gathered_experts(work, layers, experts)
 
 
-def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: Number) -> Number:
-    """Return the bytes of gathered weights: ``gathered`` entries of blocks, and embedding and head.
+def _gathered_experts(work: Workload, layers: Number, gathered: Number) -> Number:
+    """Return the bytes of gathered experts. With ``zero`` 3, FSDP2 frees its copies of experts after use, even if no
+    other rank shards them."""
+    if not has_experts(work):
+        return 0.0
+    is_freed = has_own_shards(work) & (work.layout.zero == 3)
+    return _gathered_entries(states_of_experts(work), layers, Tables(0, 0, 0, 0), gathered, is_freed)
+
+
+def _gathered_entries(
+    work: Workload, layers: Number, tables: Tables, gathered: Number, is_freed: Flag = False
+) -> Number:
+    """Return the bytes of gathered weights: ``gathered`` entries of blocks, and embedding and head. Count them if
+    several ranks shard the weights, or if the weights are freed after use (``is_freed``).
 
     The backward pass does not gather the embedding, because the embedding's gradient does not depend on its weight. If
     weights are gathered once per step, the head is gathered last, and FSDP2 keeps its buffer until the next gather.
@@ -304,7 +357,7 @@ def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: 
     buffer = item * np.where(np.asarray(work.micro_batches) == 1, tables.own_head, 0)
     held = np.where(is_resharded(work), item * (gathered + tables.head), every + buffer)
     whole = np.where(program.half_weights | (step.weight_bytes == step.item_bytes), 0, every)
-    return np.where((work.layout.shards > 1) & ~np.asarray(program.half_weights, bool), held, whole)
+    return np.where((is_freed | (layout.shards > 1)) & ~np.asarray(program.half_weights, bool), held, whole)
 
 
 def _summed(work: Workload, block: ModelShape) -> Number:
