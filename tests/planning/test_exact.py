@@ -14,8 +14,7 @@ from tiny_runs import DENSE, LLAMA, tiny_run
 
 from fourfold.config.run import RunConfig
 from fourfold.planning.cost.activations import peak_bytes
-from fourfold.planning.cost.memory import in_flight
-from fourfold.planning.cost.stage_split import blocks_of_ranks
+from fourfold.planning.cost.stage_split import blocks_of_ranks, in_flight
 from fourfold.planning.run_workload import workload_of
 from fourfold.verification.trace import TraceReport, trace
 

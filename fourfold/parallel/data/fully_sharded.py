@@ -131,7 +131,6 @@ class FullySharded(DataParallel):
     def begin_backward(self, last: bool) -> None:
         model, self._is_complete = _fsdp(self.model), last
         self.sums.finish()
-        self._free_summed()
         self.sums.at_once = self._reads_sums()
         groups = self.fsdp_groups()
         self.sums.at_once_over_shards = any(g._partial_reduce_output is not None for g in groups)
@@ -176,12 +175,10 @@ class FullySharded(DataParallel):
                 parameter.grad = parameter.grad.to(self.types.gradient)
 
     def _free_summed(self, *_: object) -> None:
-        """Free the gradients that FSDP2 has sent but still keeps, before the head computes the next logits, and before
-        the next backward pass.
+        """Free the gradients that FSDP2 has sent but still keeps, before the head computes the next logits.
 
-        FSDP2 would keep the gradients of the unit that came last in the backward pass until the next backward pass has
-        computed the gradients of its first unit. The unit that comes last is usually the embedding, so its gradients
-        are large.
+        FSDP2 would keep the gradients of the unit that came last in the backward pass until the next micro-batch's
+        backward pass. This unit is usually the embedding, so its gradients are large.
         """
         context: Any = _fsdp(self.model)._get_fsdp_state()._comm_ctx
         if hasattr(context, "reduce_scatter_states"):

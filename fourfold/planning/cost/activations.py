@@ -198,12 +198,11 @@ class BlockBytes(ArrayFields):
         later = np.minimum(work.model.after_linear, layers - 1)
         freed = self._kept(work, later)
         if has_experts(work):
-            kept_experts = np.where(work.layout.zero == 3, 0, experts_of_one_shard(work, work.step.item_bytes))
-            freed = freed + later * kept_experts
+            freed = freed + later * experts_of_one_shard(work, work.step.item_bytes)
         # FSDP2 has freed the head's weight too. In a pipeline, few ranks have a head.
-        has_head = (later > 0) & is_resharded(work) & (work.layout.pp == 1)
         head = work.model.padded_vocab_size * work.model.hidden_size / (work.layout.x * work.layout.y)
-        freed = freed + np.where(has_head, work.step.item_bytes * head, 0)
+        is_freed = (later > 0) & is_resharded(work) & (work.layout.pp == 1)
+        freed = freed + np.where(is_freed, work.step.item_bytes * head, 0)
         return np.where(work.model.linear > 0, np.maximum(own, self.linear.in_backward(work, layers) - freed), own)
 
     def without_sums(self, summed: Number) -> BlockBytes:

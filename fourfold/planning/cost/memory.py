@@ -8,15 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number
-from fourfold.planning.cost.activations import (
-    BlockBytes,
-    block_bytes,
-    inputs_and_kept_weights,
-    is_replicated,
-    is_resharded,
-    kept_by_micro_batch,
-    peak_bytes,
-)
+from fourfold.planning.cost.activations import BlockBytes, block_bytes, is_replicated, is_resharded, peak_bytes
+from fourfold.planning.cost.embedding_sums import with_sums_of_embedding
 from fourfold.planning.cost.expert_sizes import (
     dense_share,
     experts_of_one_shard,
@@ -33,10 +26,10 @@ from fourfold.planning.cost.optimizer_cost import (
     muon_workspace,
 )
 from fourfold.planning.cost.out_of_memory import CACHED, runtime_bytes
-from fourfold.planning.cost.stage_split import Blocks, blocks_of, split_of
+from fourfold.planning.cost.stage_split import Blocks, blocks_of, in_flight, split_of
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.model_shape import ModelShape
-from fourfold.planning.workload import SCHEDULES, Workload
+from fourfold.planning.workload import Workload
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", "logits", "reserve")
 """Categories of a rank's memory. All of them are counted at the same moment, when the most memory is in use.
@@ -46,32 +39,6 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", 
 - logits: how much the head and the loss raise the peak above the activations.
 - reserve: the runtime, communication buffers, and unused memory that the allocator holds.
 """
-
-
-def in_flight(work: Workload, rank: Number) -> Number:
-    """Return the number of micro-batches whose activations a pipeline rank (0, 1, …) holds at the same time. A
-    micro-batch counts as 1 if it has activations in all layers of the rank. There are p ranks with v stages each. The
-    result is at most the number of micro-batches.
-
-    - 1F1B: p − rank.
-    - Interleaved, with rounds of r micro-batches (r = p if p divides the number of micro-batches): the activations of
-      (v − 1)·r + 2(p − rank) − 1 stages, each with 1/v of the rank's layers (Narayanan et al. 2021, arXiv 2104.04473).
-    - InterleavedZeroBubble: the activations of (v − 1)·r + p stages. They stay in memory until the weight gradients are
-      computed.
-    - ZBVZeroBubble: p, or fewer if the first micro-batch returns before p micro-batches have entered.
-    - DualPipeV: p + ½.
-    - GPipe and LoopedBFS: all micro-batches.
-    """
-    layout = work.layout
-    behind, micro_batches = layout.pp - rank, work.micro_batches
-    in_a_round = micro_batches // np.maximum(micro_batches // layout.pp, 1)
-    earlier = (layout.stages_per_rank - 1) * in_a_round
-    chunks = earlier + np.where(layout.split_backward, layout.pp, 2 * behind - 1)
-    held = np.where(layout.stages_per_rank > 1, np.maximum(chunks / layout.stages_per_rank, 1), behind)
-    is_one = [np.equal(layout.schedule, SCHEDULES.index(name)) for name in ("ZBVZeroBubble", "DualPipeV")]
-    held = np.select(is_one, [np.minimum(layout.pp, (micro_batches + 1 + rank) / 2), layout.pp + 0.5], held)
-    held = np.where(layout.forwards_first, micro_batches, held)
-    return np.minimum(np.where(layout.pp > 1, held, 1), micro_batches)
 
 
 def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Number]:
@@ -131,7 +98,11 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
     higher = np.where(last, block.head - block.in_backward(work, layers), -np.inf)
     weights = _weights(work, layers, tables, block, higher)
     activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
-    activations = _in_later_micro_batches(work, rank, layers, block, (activations, gradients, weights), of_embedding)
+    of_block = weights - _weights_in_block(work, layers, tables, block, np.inf)
+    several = with_sums_of_embedding(
+        work, rank, layers, block, (activations, gradients, weights, of_block), of_embedding
+    )
+    activations = np.where(_is_gradual(work), activations, several)
     of_table = np.maximum(tables.embedding, tables.head)
     copied = copied + muon_workspace(work, layers) + lion_workspace(work, layers, of_table)
     left = _weights_left_at_the_end(work, layers, tables, block, weights)
@@ -146,34 +117,6 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
     allocated = parameters + gradients + optimizer + weights + activations
     reserve = np.where(program.count_runtime, runtime_bytes(work, machine), 0) + CACHED * allocated
     return parameters, gradients, optimizer, weights, activations, reserve
-
-
-def _in_later_micro_batches(
-    work: Workload, rank: Number, layers: Number, block: BlockBytes, held: tuple[Number, ...], embedding: Number
-) -> Number:
-    """Return the peak bytes of the activations of a pipeline rank, if a step has several micro-batches.
-
-    Args:
-        rank: The pipeline rank.
-        layers: Number of blocks on the rank.
-        block: The bytes of a block.
-        held: Bytes of the activations when the first backward pass begins, of all gradients, and of gathered weights.
-        embedding: Number of weight entries of the token embedding, before x and y split it. 0 if the rank has none.
-    """
-    (activations, gradients, weights), layout, step = held, work.layout, work.step
-    flying, kept = in_flight(work, rank), kept_by_micro_batch(work, layers, block)
-    # If no micro-batch follows those in flight, gradients exist only after a backward pass has freed its activations.
-    is_full = np.equal(flying, work.micro_batches)
-    later = activations - np.where(is_full, np.minimum(gradients, kept), 0)
-    # At the end of a backward pass, the embedding's gradient is copied to sum it. Replicas sum it only once per step.
-    sharded = (step.item_bytes + step.reduce_bytes) * embedding / (layout.x * layout.y)
-    sharded = (flying - 1) * kept + sharded - np.where(is_resharded(work), weights, 0)
-    copies = layout.dp * layout.cp
-    replicated = np.where(copies > 1, step.reduce_bytes * embedding / (layout.x * layout.y), 0)
-    summed = np.where(is_replicated(work), replicated, np.where((layout.zero == 1) & (copies > 1), 0, sharded))
-    later = np.maximum(later, inputs_and_kept_weights(work, layers) + summed)
-    has_several = (layout.pp > 1) & ~_is_gradual(work) & np.asarray(work.program.is_fourfold, bool)
-    return np.where(has_several, later, activations)
 
 
 def _at_the_peak(
@@ -338,15 +281,13 @@ def _gathered_experts(work: Workload, layers: Number, gathered: Number) -> Numbe
     other rank shards them."""
     if not has_experts(work):
         return 0.0
-    is_freed = has_own_shards(work) & (work.layout.zero == 3)
-    return _gathered_entries(states_of_experts(work), layers, Tables(0, 0, 0, 0), gathered, is_freed)
+    freed = has_own_shards(work) & (work.layout.zero == 3)
+    return _gathered_entries(states_of_experts(work), layers, Tables(0, 0, 0, 0), gathered, freed)
 
 
-def _gathered_entries(
-    work: Workload, layers: Number, tables: Tables, gathered: Number, is_freed: Flag = False
-) -> Number:
+def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: Number, freed: Flag = False) -> Number:
     """Return the bytes of gathered weights: ``gathered`` entries of blocks, and embedding and head. Count them if
-    several ranks shard the weights, or if the weights are freed after use (``is_freed``).
+    several ranks shard the weights, or if the weights are ``freed`` after use.
 
     The backward pass does not gather the embedding, because the embedding's gradient does not depend on its weight. If
     weights are gathered once per step, the head is gathered last, and FSDP2 keeps its buffer until the next gather.
@@ -357,7 +298,7 @@ def _gathered_entries(
     buffer = item * np.where(np.asarray(work.micro_batches) == 1, tables.own_head, 0)
     held = np.where(is_resharded(work), item * (gathered + tables.head), every + buffer)
     whole = np.where(program.half_weights | (step.weight_bytes == step.item_bytes), 0, every)
-    return np.where((is_freed | (layout.shards > 1)) & ~np.asarray(program.half_weights, bool), held, whole)
+    return np.where((freed | (layout.shards > 1)) & ~np.asarray(program.half_weights, bool), held, whole)
 
 
 def _summed(work: Workload, block: ModelShape) -> Number:

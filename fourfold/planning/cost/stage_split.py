@@ -1,4 +1,5 @@
-"""Compute the number of blocks on each pipeline rank for many layouts at once, with the split of ``config.stages``."""
+"""Compute the number of blocks on each pipeline rank for many layouts at once, with the split of ``config.stages``, and
+the number of micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from fourfold.config.stages import balanced
 from fourfold.planning.array_fields import Number, unique_rows
-from fourfold.planning.workload import Workload
+from fourfold.planning.workload import SCHEDULES, Workload
 
 
 class Blocks(NamedTuple):
@@ -80,6 +81,32 @@ def blocks_of(work: Workload) -> tuple[Blocks, ...]:
                            layout.layers_per_stage)  # fmt: skip
 
 
+def in_flight(work: Workload, rank: Number) -> Number:
+    """Return the number of micro-batches whose activations a pipeline rank (0, 1, …) holds at the same time. A
+    micro-batch counts as 1 if it has activations in all layers of the rank. There are p ranks with v stages each. The
+    result is at most the number of micro-batches.
+
+    - 1F1B: p − rank.
+    - Interleaved, with rounds of r micro-batches (r = p if p divides the number of micro-batches): the activations of
+      (v − 1)·r + 2(p − rank) − 1 stages, each with 1/v of the rank's layers (Narayanan et al. 2021, arXiv 2104.04473).
+    - InterleavedZeroBubble: the activations of (v − 1)·r + p stages. They stay in memory until the weight gradients are
+      computed.
+    - ZBVZeroBubble: p, or fewer if the first micro-batch returns before p micro-batches have entered.
+    - DualPipeV: p + ½.
+    - GPipe and LoopedBFS: all micro-batches.
+    """
+    layout = work.layout
+    behind, micro_batches = layout.pp - rank, work.micro_batches
+    in_a_round = micro_batches // np.maximum(micro_batches // layout.pp, 1)
+    earlier = (layout.stages_per_rank - 1) * in_a_round
+    chunks = earlier + np.where(layout.split_backward, layout.pp, 2 * behind - 1)
+    held = np.where(layout.stages_per_rank > 1, np.maximum(chunks / layout.stages_per_rank, 1), behind)
+    is_one = [np.equal(layout.schedule, SCHEDULES.index(name)) for name in ("ZBVZeroBubble", "DualPipeV")]
+    held = np.select(is_one, [np.minimum(layout.pp, (micro_batches + 1 + rank) / 2), layout.pp + 0.5], held)
+    held = np.where(layout.forwards_first, micro_batches, held)
+    return np.minimum(np.where(layout.pp > 1, held, 1), micro_batches)
+
+
 @lru_cache(maxsize=4096)
 def _split(
     layers: float, dense: float, linear: float, pp: float, stages_per_rank: float, v_shaped: float, ends: float,
@@ -90,24 +117,18 @@ def _split(
     Earlier ranks hold at least as many micro-batches as later ranks. So a rank between the first and the last is
     skipped if an earlier rank also has at least as many blocks of each kind.
     """
-    ranks = blocks_of_ranks(
-        int(layers), int(dense), linear, int(pp), int(stages_per_rank), bool(v_shaped), ends, counts
-    )
+    ranks = blocks_of_ranks(int(layers), int(dense), linear, int(pp), int(stages_per_rank), v_shaped > 0, ends, counts)
     fullest, between = {ranks[0]}, []
     for place, blocks in enumerate(ranks[1:-1], 1):
-        if not any(_has_at_most(blocks, other) for other in fullest):
+        if not any(all(map(operator.le, _kinds(blocks), _kinds(other))) for other in fullest):
             fullest.add(blocks)
             between += [place, *blocks]
     return (*ranks[0], *ranks[-1], max(blocks.number for blocks in ranks), *between)
 
 
-def _has_at_most(one: Blocks, other: Blocks) -> bool:
-    """Return whether a rank has at most as many blocks of each kind as another rank."""
-    own, others = (
-        (blocks.dense, blocks.number - blocks.dense, blocks.linear, blocks.number - blocks.linear)
-        for blocks in (one, other)
-    )
-    return all(map(operator.le, own, others))
+def _kinds(blocks: Blocks) -> tuple[Number, ...]:
+    """Return the number of blocks of each kind."""
+    return blocks.dense, blocks.number - blocks.dense, blocks.linear, blocks.number - blocks.linear
 
 
 @lru_cache(maxsize=4096)
@@ -126,11 +147,7 @@ def blocks_of_ranks(
     for stage, count in enumerate(counts or balanced(layers, stages, ends, ends)):
         rank = min(stage, stages - 1 - stage) if v_shaped else stage % pp
         are_linear, before = kinds[begin : begin + count], of_ranks[rank]
-        of_ranks[rank] = Blocks(
-            before.number + count,
-            before.dense + min(max(dense - begin, 0), count),
-            before.linear + sum(are_linear),
-            (are_linear[::-1] + [True]).index(True),
-        )
+        of_dense, after = min(max(dense - begin, 0), count), [*are_linear[::-1], True].index(True)
+        of_ranks[rank] = Blocks(before.number + count, before.dense + of_dense, before.linear + sum(are_linear), after)
         begin += count
     return tuple(of_ranks)
