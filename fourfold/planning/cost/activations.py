@@ -201,8 +201,8 @@ class BlockBytes(ArrayFields):
             freed = freed + later * experts_of_one_shard(work, work.step.item_bytes)
         # FSDP2 has freed the head's weight too. In a pipeline, few ranks have a head.
         head = work.model.padded_vocab_size * work.model.hidden_size / (work.layout.x * work.layout.y)
-        is_freed = (later > 0) & is_resharded(work) & (work.layout.pp == 1)
-        freed = freed + np.where(is_freed, work.step.item_bytes * head, 0)
+        has_head = (later > 0) & (work.layout.pp == 1) & is_resharded(work)
+        freed = freed + np.where(has_head, work.step.item_bytes * head, 0)
         return np.where(work.model.linear > 0, np.maximum(own, self.linear.in_backward(work, layers) - freed), own)
 
     def without_sums(self, summed: Number) -> BlockBytes:
@@ -316,8 +316,9 @@ def peak_bytes(
     # all other schedules, the head's backward directly follows its forward.
     heads_wait = np.where(has_head & (layout.pp > 1) & layout.forwards_first, in_flight - 1, 0)
     kept = in_flight * kept_by_micro_batch(work, layers, block) + heads_wait * block.head_kept
-    in_head_or_block = np.maximum(np.where(has_head, block.head, 0), in_block + waiting)
-    return kept + inputs_and_kept_weights(work, layers) + in_head_or_block
+    return (
+        kept + inputs_and_kept_weights(work, layers) + np.maximum(np.where(has_head, block.head, 0), in_block + waiting)
+    )
 
 
 def kept_by_micro_batch(work: Workload, layers: Number, block: BlockBytes) -> Number:

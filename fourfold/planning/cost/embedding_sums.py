@@ -10,7 +10,7 @@ from fourfold.planning.cost.stage_split import in_flight
 from fourfold.planning.workload import Workload
 
 
-def with_sums_of_embedding(
+def with_embedding(
     work: Workload, rank: Number, layers: Number, block: BlockBytes, held: tuple[Number, ...], embedding: Number
 ) -> Number:
     """Return the peak bytes of activations on a rank in a step with several micro-batches. In a pipeline, they include
@@ -31,14 +31,13 @@ def with_sums_of_embedding(
     is_late = (layout.shards == 1) | ((layout.zero == 1) & (layout.dp * layout.cp > 1))
     # FSDP2 holds the embedding's gradients until it sums the gradients of a block in the next backward pass.
     summed = np.where(is_late, 0, step.reduce_bytes * entries)
-    waiting = np.maximum(summed - of_block, 0)
-    # At the end of a backward pass, the gradients in the step's dtype are copied to be summed. The sum is a new tensor.
-    sums = step.reduce_bytes * entries / layout.shards
-    copied = (flying - 1) * kept + step.item_bytes * entries + summed - np.where(is_resharded(work), weights, 0)
-    copied = inputs_and_kept_weights(work, layers) + np.where(is_late, 0, copied + sums)
+    waiting = np.maximum(summed - np.maximum(of_block, 0), 0)
     # If no micro-batch follows those in flight, gradients exist only after a backward pass has freed its activations.
     is_full = np.equal(flying, work.micro_batches)
     started = activations + waiting - np.where(is_full, np.minimum(gradients + waiting, kept), 0)
-    later = np.maximum(started, copied - np.where(is_full, np.minimum(sums, kept), 0))
-    is_ours = (layout.pp > 1) & np.asarray(work.program.is_fourfold, bool)
-    return np.where(is_ours, later, activations)
+    # At the end of a backward pass, the gradients in the step's dtype are copied to be summed. The sum is a new tensor.
+    sums = step.reduce_bytes * entries / layout.shards
+    copied = (flying - 1) * kept + step.item_bytes * entries + summed + sums - np.where(is_resharded(work), weights, 0)
+    copied = np.where(is_late, 0, copied - np.where(is_full, np.minimum(sums, kept), 0))
+    later = np.maximum(started, inputs_and_kept_weights(work, layers) + copied)
+    return np.where((layout.pp > 1) & np.asarray(work.program.is_fourfold, bool), later, activations)

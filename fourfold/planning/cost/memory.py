@@ -9,7 +9,7 @@ import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.cost.activations import BlockBytes, block_bytes, is_replicated, is_resharded, peak_bytes
-from fourfold.planning.cost.embedding_sums import with_sums_of_embedding
+from fourfold.planning.cost.embedding_sums import with_embedding
 from fourfold.planning.cost.expert_sizes import (
     dense_share,
     experts_of_one_shard,
@@ -54,13 +54,11 @@ def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Numbe
 def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
     """Return the workload with the fractions of blocks with experts and with linear attention that this pipeline rank
     has."""
-    model, is_stage = work.model, work.layout.pp > 1
     if block.linear is not None:
-        linear = np.where(is_stage, blocks.linear / blocks.number, model.linear)
-        work = work.but(linear=linear, after_linear=np.where(is_stage, blocks.after_linear, model.after_linear))
+        work = work.but(linear=blocks.linear / blocks.number, after_linear=blocks.after_linear)
     if block.dense is None:
         return work
-    return work.but(sparse=np.where(np.asarray(model.num_experts) > 0, 1 - blocks.dense / blocks.number, 0.0))
+    return work.but(sparse=np.where(np.asarray(work.model.num_experts) > 0, 1 - blocks.dense / blocks.number, 0.0))
 
 
 class Tables(NamedTuple):
@@ -99,9 +97,7 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
     weights = _weights(work, layers, tables, block, higher)
     activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
     of_block = weights - _weights_in_block(work, layers, tables, block, np.inf)
-    several = with_sums_of_embedding(
-        work, rank, layers, block, (activations, gradients, weights, of_block), of_embedding
-    )
+    several = with_embedding(work, rank, layers, block, (activations, gradients, weights, of_block), of_embedding)
     activations = np.where(_is_gradual(work), activations, several)
     of_table = np.maximum(tables.embedding, tables.head)
     copied = copied + muon_workspace(work, layers) + lion_workspace(work, layers, of_table)

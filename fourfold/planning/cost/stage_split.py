@@ -3,7 +3,6 @@ the number of micro-batches in flight."""
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from functools import lru_cache
@@ -142,7 +141,7 @@ def blocks_of_ranks(
     # This layout is illegal, so any counts will do.
     if stages > layers:
         return (Blocks(-(-layers // pp), 0),) * pp
-    kinds = [math.floor((i + 1) * (1 - linear) + 1e-6) == math.floor(i * (1 - linear) + 1e-6) for i in range(layers)]
+    kinds = [int((i + 1) * (1 - linear) + 1e-6) == int(i * (1 - linear) + 1e-6) for i in range(layers)]
     of_ranks, begin = [Blocks(0, 0)] * pp, 0
     for stage, count in enumerate(counts or balanced(layers, stages, ends, ends)):
         rank = min(stage, stages - 1 - stage) if v_shaped else stage % pp
