@@ -34,8 +34,7 @@ from fourfold.planning.workload import CP_METHODS, Workload
 
 
 def kept_by_block(work: Workload, selective: bool) -> Number:
-    """Return the bytes that one block saves for the backward pass of a micro-batch, either without recompute or with
-    selective recompute.
+    """Return the bytes that one block saves for a micro-batch, either without recompute or with selective recompute.
 
     The layers of ``fourfold.parallel`` make autograd save these tensors:
 
@@ -118,8 +117,7 @@ def is_resharded(work: Workload) -> Flag:
 
 
 def kept_weights(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes of weights that a rank holds between the forward pass and the backward pass, in the step's
-    dtype.
+    """Return the bytes of weights that a rank holds between forward and backward pass, in the step's dtype.
 
     With ``zero`` 1 or 2 and z > 1, a rank keeps weights that are split only over z (docs/parallelism.md). In all other
     cases, the bytes are 0.
@@ -193,16 +191,16 @@ class BlockBytes(ArrayFields):
         own = self._in_backward(work, layers)
         if self.linear is None:
             return own
-        # When the backward pass reaches the last block with linear attention, the blocks after it have freed what they
-        # saved.
+        # When the backward pass reaches the last block with linear attention, later blocks have freed what they saved.
         later = np.minimum(work.model.after_linear, layers - 1)
         freed = self._kept(work, later)
         if has_experts(work):
             freed = freed + later * experts_of_one_shard(work, work.step.item_bytes)
         # FSDP2 has freed the head's weight too. In a pipeline, few ranks have a head.
         head = work.model.padded_vocab_size * work.model.hidden_size / (work.layout.x * work.layout.y)
-        has_head = (later > 0) & (work.layout.pp == 1) & is_resharded(work)
-        freed = freed + np.where(has_head, work.step.item_bytes * head, 0)
+        freed = freed + np.where(
+            (later > 0) & is_resharded(work) & (work.layout.pp == 1), work.step.item_bytes * head, 0
+        )
         return np.where(work.model.linear > 0, np.maximum(own, self.linear.in_backward(work, layers) - freed), own)
 
     def without_sums(self, summed: Number) -> BlockBytes:

@@ -11,7 +11,7 @@ from fourfold.planning.workload import Workload
 
 
 def with_embedding(
-    work: Workload, rank: Number, layers: Number, block: BlockBytes, held: tuple[Number, ...], embedding: Number
+    work: Workload, rank: Number, layers: Number, block: BlockBytes, held: tuple[Number, ...], entries: Number
 ) -> Number:
     """Return the peak bytes of activations on a rank in a step with several micro-batches. In a pipeline, they include
     the embedding's gradients while FSDP2 sums them and holds them.
@@ -22,11 +22,10 @@ def with_embedding(
         block: The bytes of a block.
         held: Bytes of the activations when a backward pass begins, of all gradients, of gathered weights, and of the
             summed gradients of a block that the weights include.
-        embedding: Number of weight entries of the embedding, before x and y split it. 0 if the rank has no embedding.
+        entries: Number of weight entries of the rank's share of the embedding over x and y. 0 if it has no embedding.
     """
     (activations, gradients, weights, of_block), layout, step = held, work.layout, work.step
     flying, kept = in_flight(work, rank), kept_by_micro_batch(work, layers, block)
-    entries = embedding / (layout.x * layout.y)
     # Replicas and ``zero`` 1 sum gradients only at the end of a step, when few activations are left.
     is_late = (layout.shards == 1) | ((layout.zero == 1) & (layout.dp * layout.cp > 1))
     # FSDP2 holds the embedding's gradients until it sums the gradients of a block in the next backward pass.
@@ -40,4 +39,5 @@ def with_embedding(
     copied = (flying - 1) * kept + step.item_bytes * entries + summed + sums - np.where(is_resharded(work), weights, 0)
     copied = np.where(is_late, 0, copied - np.where(is_full, np.minimum(sums, kept), 0))
     later = np.maximum(started, inputs_and_kept_weights(work, layers) + copied)
-    return np.where((layout.pp > 1) & np.asarray(work.program.is_fourfold, bool), later, activations)
+    has_several = (layout.pp > 1) & (work.micro_batches > 1)
+    return np.where(has_several & np.asarray(work.program.is_fourfold, bool), later, activations)
