@@ -1,7 +1,5 @@
-"""Compute the bytes of activations on one rank: what each block saves for the backward pass, and the peak of a step.
-
-x, y, z, and cp are the axes of the grid.
-"""
+"""Compute the bytes of activations on one rank: what each block saves for the backward pass, and the peak of a step. x,
+y, z, and cp are the axes of the grid."""
 
 from __future__ import annotations
 
@@ -321,8 +319,8 @@ def peak_bytes(
 
 def kept_by_micro_batch(work: Workload, layers: Number, block: BlockBytes) -> Number:
     """Return the bytes that the ``layers`` blocks of a rank save for the backward pass of a micro-batch."""
-    kept = _kept_and_in_backward(work, layers, block, 0)[0]
-    return kept + np.where(work.layout.pp > 1, work.program.stage_keeps, 0) * block.full
+    stage = np.where(work.layout.pp > 1, work.program.stage_keeps, 0) * block.full
+    return stage + _kept_and_in_backward(work, layers, block, 0)[0]
 
 
 def inputs_and_kept_weights(work: Workload, layers: Number) -> Number:
