@@ -14,8 +14,7 @@ from tiny_runs import DENSE, LLAMA, tiny_run
 
 from fourfold.config.run import RunConfig
 from fourfold.planning.cost.block_memory import peak_bytes
-from fourfold.planning.cost.memory import in_flight
-from fourfold.planning.cost.stage_split import blocks_of_ranks
+from fourfold.planning.cost.stage_split import blocks_of_ranks, in_flight
 from fourfold.planning.run_workload import workload_of
 from fourfold.verification.trace import TraceReport, trace
 
@@ -326,7 +325,7 @@ def test_pipelines_and_contexts_equal_the_trace(
     run = run_of(model, grid, mode, **more)
     traced, work = assert_equal_to_the_trace(run), workload_of(run)
     places = [told.memory.activations_peak for told in traced.pipeline or [traced]]
-    layers = blocks_of_ranks(int(work.model.num_hidden_layers), 0, len(places), int(work.layout.stages_per_rank),
+    layers = blocks_of_ranks(int(work.model.num_hidden_layers), 0, 0.0, len(places), int(work.layout.stages_per_rank),
                              bool(work.layout.v_shaped), 0.0, None)  # fmt: skip
     head = 0 if work.layout.v_shaped else len(places) - 1
     told = [peak_bytes(work, layers[rank].number, in_flight(work, rank), rank == head) for rank in range(len(places))]

@@ -81,6 +81,42 @@ def test_the_peak_of_hybrids_is_that_of_the_trace(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "parallel", "recompute"),
+    [
+        ("qwen3.5-9b", {"pp": 2, "z": 2, "cp": 2, "zero": 3, "cp_method": "ring"}, "full"),
+        ("gpt-oss-20b", {"pp": 2, "dp": 2}, "selective"),
+        ("deepseek-v3", {"pp": 2, "y": 2, "z": 2, "dp": 2, "zero": 3, "ep": 4}, "full"),
+    ],
+    ids=str,
+)
+def test_the_peak_of_pipelines_counts_the_sums_of_the_embedding(
+    model: str, parallel: dict[str, Any], recompute: str
+) -> None:
+    """Each pipeline rank has few blocks, so the embedding's gradients are a large part of the first rank's peak."""
+    run = run_of(parallel, recompute, 2, layers=4, model=model, seq=1024)
+    few = {} if model == "qwen3.5-9b" else {"num_experts": 16, "first_k_dense_replace": int(model == "deepseek-v3")}
+    run = run.model_copy(update={"model": run.model.model_copy(update=few)})
+    for rank, told in enumerate(trace(run, whole=True).pipeline):
+        assert planned_peak(run, rank) == pytest.approx(told.memory.total_peak, rel=0.01), rank
+
+
+@pytest.mark.parametrize(
+    ("parallel", "recompute"),
+    [
+        ({"dp": 4, "zero": 3, "ep": 4}, "selective"),
+        pytest.param({"y": 2, "z": 4, "cp": 2, "cp_method": "ulysses"}, "none", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_peak_of_few_blocks_with_experts_is_that_of_the_trace(parallel: dict[str, Any], recompute: str) -> None:
+    """With ``zero`` 3, experts that no other rank shards are freed after use. The optimizer steps without gathered
+    weights."""
+    run = run_of(parallel, recompute, 1, layers=2, model="gpt-oss-20b", seq=1024)
+    assert planned_peak(run) == pytest.approx(trace(run, whole=True).memory.total_peak, rel=0.01)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_peak_with_dense_first_layers_is_near_the_traces(recompute: str, micro_batches: int) -> None:
@@ -111,8 +147,8 @@ def test_a_second_micro_batch_adds_only_the_gradients_of_shards() -> None:
     assert two.total_peak - one.total_peak == pytest.approx(one.gradients, rel=0.01)
 
 
-def planned_peak(run: RunConfig) -> float:
-    planned = stage_memory(workload_of(run), load_machine("dgx-h100"), 0)
+def planned_peak(run: RunConfig, rank: int = 0) -> float:
+    planned = stage_memory(workload_of(run), load_machine("dgx-h100"), rank)
     return float(sum(size for category, size in planned.items() if category != "reserve"))
 
 

@@ -17,8 +17,9 @@ from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
 from fourfold.planning import plan_record
 from fourfold.planning.array_fields import stack
-from fourfold.planning.cost.memory import CATEGORIES, in_flight, peak_memory, stage_memory
+from fourfold.planning.cost.memory import CATEGORIES, peak_memory, stage_memory
 from fourfold.planning.cost.out_of_memory import CACHED, UNUSABLE, p_out_of_memory, runtime_bytes
+from fourfold.planning.cost.stage_split import in_flight
 from fourfold.planning.cost.step import PARTS, step_seconds
 from fourfold.planning.machines.constants import Constants, prior_constants
 from fourfold.planning.machines.machine import Machine, load_machine

@@ -164,7 +164,8 @@ def test_the_fullest_rank_of_a_pipeline_with_dense_first_layers(schedule: str, m
         run = run_of({"pp": pp, "dp": 2, "ep": 2, "schedule": schedule} | more, model, sequences=16)
         work = workload_of(run)
         stages = [stages_of_rank(run, rank) for rank in range(pp)]
-        assert blocks_of(work) == tuple((sum(s.layers for s in each), sum(s.dense for s in each)) for each in stages)
+        counts = tuple((sum(s.layers for s in each), sum(s.dense for s in each)) for each in stages)
+        assert tuple(blocks[:2] for blocks in blocks_of(work)) == counts
         held = [sum(map(float, stage_memory(work, H100, rank).values())) for rank in range(pp)]
         assert float(peak_memory(work, H100)) == pytest.approx(max(held), rel=1e-9)
         cases.append(work)

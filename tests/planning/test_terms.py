@@ -17,8 +17,8 @@ from fourfold.parallel.attention.ring import block_of_step
 from fourfold.planning.budget import checkpoint_interval, costs
 from fourfold.planning.cost.attention_time import kernel_of, keys_computed
 from fourfold.planning.cost.block_time import block_time
-from fourfold.planning.cost.memory import in_flight
 from fourfold.planning.cost.optimizer_cost import MOVED_BYTES
+from fourfold.planning.cost.stage_split import in_flight
 from fourfold.planning.cost.step import step_parts
 from fourfold.planning.cost.terms.bubble import bubble_seconds
 from fourfold.planning.cost.terms.collective import (

@@ -34,8 +34,7 @@ from fourfold.planning.workload import CP_METHODS, Workload
 
 
 def kept_by_block(work: Workload, selective: bool) -> Number:
-    """Return the bytes that one block saves for the backward pass of a micro-batch, either without recompute or with
-    selective recompute.
+    """Return the bytes that one block saves for a micro-batch, either without recompute or with selective recompute.
 
     The layers of ``fourfold.parallel`` make autograd save these tensors:
 
@@ -118,8 +117,7 @@ def is_resharded(work: Workload) -> Flag:
 
 
 def kept_weights(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes of weights that a rank holds between the forward pass and the backward pass, in the step's
-    dtype.
+    """Return the bytes of weights that a rank holds between forward and backward pass, in the step's dtype.
 
     With ``zero`` 1 or 2 and z > 1, a rank keeps weights that are split only over z (docs/parallelism.md). In all other
     cases, the bytes are 0.
@@ -194,15 +192,16 @@ class BlockBytes(ArrayFields):
         own = self._in_backward(work, layers)
         if self.linear is None:
             return own
-        # When the backward pass reaches the last block with linear attention, the blocks after it have freed what they
-        # saved. In a pipeline, a rank's last block may have linear attention, so count nothing as freed.
-        later = np.where(work.layout.pp > 1, 0, np.minimum(work.model.after_linear, layers - 1))
+        # When the backward pass reaches the last block with linear attention, later blocks have freed what they saved.
+        later = np.minimum(work.model.after_linear, layers - 1)
         freed = self._kept(work, later)
         if has_experts(work):
             freed = freed + later * experts_of_one_shard(work, work.step.item_bytes)
-        # FSDP2 has freed the head's weight too.
+        # FSDP2 has freed the head's weight too. In a pipeline, few ranks have a head.
         head = work.model.padded_vocab_size * work.model.hidden_size / (work.layout.x * work.layout.y)
-        freed = freed + np.where((later > 0) & is_resharded(work), work.step.item_bytes * head, 0)
+        freed = freed + np.where(
+            (later > 0) & is_resharded(work) & (work.layout.pp == 1), work.step.item_bytes * head, 0
+        )
         return np.where(work.model.linear > 0, np.maximum(own, self.linear.in_backward(work, layers) - freed), own)
 
     def without_sums(self, summed: Number) -> BlockBytes:
@@ -305,23 +304,33 @@ def peak_bytes(
         has_head: Whether the rank has the head.
         block: The bytes of a block, if they are already computed.
     """
-    model, layout, step, program = work.model, work.layout, work.step, work.program
+    model, layout, step = work.model, work.layout, work.step
     block = block_bytes(work) if block is None else block
-    of_block, of_tables = kept_weights(work)
-    kept, in_block = _kept_and_in_backward(work, layers, block, of_block)
-    kept = kept + np.where(layout.pp > 1, program.stage_keeps, 0) * block.full
-    seq = step.seq_length
-    inputs = 16 * layout.micro_batch_size * seq * work.micro_batches + 4 * seq * model.head_dim * model.rope
+    in_block = _kept_and_in_backward(work, layers, block, kept_weights(work)[0])[1]
     # If embedding and head share a weight, the head's part of its gradient stays in memory until the embedding's part
     # is computed.
     tied = np.asarray(model.tie_word_embeddings, bool) & (layout.pp == 1)
     waiting = np.where(tied, step.item_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y), 0)
-    weights = layers * of_block + of_tables
     # If all forward passes come first, the head's tensors of all earlier micro-batches wait for their backward pass. In
     # all other schedules, the head's backward directly follows its forward.
     heads_wait = np.where(has_head & (layout.pp > 1) & layout.forwards_first, in_flight - 1, 0)
-    kept = in_flight * kept + heads_wait * block.head_kept
-    return kept + inputs + weights + np.maximum(np.where(has_head, block.head, 0), in_block + waiting)
+    kept = in_flight * kept_by_micro_batch(work, layers, block) + heads_wait * block.head_kept
+    return (
+        kept + inputs_and_kept_weights(work, layers) + np.maximum(np.where(has_head, block.head, 0), in_block + waiting)
+    )
+
+
+def kept_by_micro_batch(work: Workload, layers: Number, block: BlockBytes) -> Number:
+    """Return the bytes that the ``layers`` blocks of a rank save for the backward pass of a micro-batch."""
+    stage = np.where(work.layout.pp > 1, work.program.stage_keeps, 0) * block.full
+    return stage + _kept_and_in_backward(work, layers, block, 0)[0]
+
+
+def inputs_and_kept_weights(work: Workload, layers: Number) -> Number:
+    """Return the bytes of the step's inputs and of the weights of ``kept_weights``, for ``layers`` blocks."""
+    (of_block, of_tables), step = kept_weights(work), work.step
+    inputs = 16 * work.layout.micro_batch_size * step.seq_length * work.micro_batches
+    return inputs + 4 * step.seq_length * work.model.head_dim * work.model.rope + layers * of_block + of_tables
 
 
 def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_block: Number) -> tuple[Number, Number]:

@@ -205,7 +205,7 @@ def sums_of_one_shard(work: Workload) -> Number:
 def experts_freed_early(work: Workload) -> Number:
     """Return the bytes of a block's expert weights that FSDP2 frees before the backward pass of the block's attention
     begins."""
-    return np.where(_has_own_shards(work), work.step.item_bytes * weights_of_experts(work), 0)
+    return np.where(has_own_shards(work), work.step.item_bytes * weights_of_experts(work), 0)
 
 
 def experts_of_one_shard(work: Workload, item_bytes: Number) -> Number:
@@ -217,10 +217,10 @@ def experts_of_one_shard(work: Workload, item_bytes: Number) -> Number:
 def _has_one_shard(work: Workload) -> Flag:
     z, copies = _shards_and_copies(work)
     is_alone: Flag = z * np.where(work.layout.zero > 0, copies, 1) == 1
-    return _has_own_shards(work) & is_alone
+    return has_own_shards(work) & is_alone
 
 
-def _has_own_shards(work: Workload) -> Flag:
+def has_own_shards(work: Workload) -> Flag:
     """Return whether FSDP2 gathers experts apart from the block's other weights."""
     layout = work.layout
     has_own: Flag = (layout.ep > 1) & (layout.shards > 1) & np.asarray(work.program.is_fourfold, bool)

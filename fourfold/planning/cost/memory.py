@@ -9,11 +9,13 @@ import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.cost.block_memory import BlockBytes, block_bytes, is_replicated, is_resharded, peak_bytes
+from fourfold.planning.cost.embedding_sums import with_embedding
 from fourfold.planning.cost.expert_sizes import (
     dense_share,
     experts_of_one_shard,
     has_dense_first,
     has_experts,
+    has_own_shards,
     kinds_of_blocks,
     states_of_experts,
 )
@@ -24,10 +26,10 @@ from fourfold.planning.cost.optimizer_cost import (
     muon_workspace,
 )
 from fourfold.planning.cost.out_of_memory import CACHED, runtime_bytes
-from fourfold.planning.cost.stage_split import Blocks, blocks_of, split_of
+from fourfold.planning.cost.stage_split import Blocks, blocks_of, in_flight, split_of
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.model_shape import ModelShape
-from fourfold.planning.workload import SCHEDULES, Workload
+from fourfold.planning.workload import Workload
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", "logits", "reserve")
 """Categories of a rank's memory. All of them are counted at the same moment, when the most memory is in use.
@@ -37,32 +39,6 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", 
 - logits: how much the head and the loss raise the peak above the activations.
 - reserve: the runtime, communication buffers, and unused memory that the allocator holds.
 """
-
-
-def in_flight(work: Workload, rank: Number) -> Number:
-    """Return the number of micro-batches whose activations a pipeline rank (0, 1, …) holds at the same time. A
-    micro-batch counts as 1 if it has activations in all layers of the rank. There are p ranks with v stages each. The
-    result is at most the number of micro-batches.
-
-    - 1F1B: p − rank.
-    - Interleaved, with rounds of r micro-batches (r = p if p divides the number of micro-batches): the activations of
-      (v − 1)·r + 2(p − rank) − 1 stages, each with 1/v of the rank's layers (Narayanan et al. 2021, arXiv 2104.04473).
-    - InterleavedZeroBubble: the activations of (v − 1)·r + p stages. They stay in memory until the weight gradients are
-      computed.
-    - ZBVZeroBubble: p, or fewer if the first micro-batch returns before p micro-batches have entered.
-    - DualPipeV: p + ½.
-    - GPipe and LoopedBFS: all micro-batches.
-    """
-    layout = work.layout
-    behind, micro_batches = layout.pp - rank, work.micro_batches
-    in_a_round = micro_batches // np.maximum(micro_batches // layout.pp, 1)
-    earlier = (layout.stages_per_rank - 1) * in_a_round
-    chunks = earlier + np.where(layout.split_backward, layout.pp, 2 * behind - 1)
-    held = np.where(layout.stages_per_rank > 1, np.maximum(chunks / layout.stages_per_rank, 1), behind)
-    is_one = [np.equal(layout.schedule, SCHEDULES.index(name)) for name in ("ZBVZeroBubble", "DualPipeV")]
-    held = np.select(is_one, [np.minimum(layout.pp, (micro_batches + 1 + rank) / 2), layout.pp + 0.5], held)
-    held = np.where(layout.forwards_first, micro_batches, held)
-    return np.minimum(np.where(layout.pp > 1, held, 1), micro_batches)
 
 
 def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Number]:
@@ -76,7 +52,10 @@ def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Numbe
 
 
 def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
-    """Set the workload's fraction of blocks with experts to the fraction on this pipeline rank."""
+    """Return the workload with the fractions of blocks with experts and with linear attention that this pipeline rank
+    has."""
+    if block.linear is not None:
+        work = work.but(linear=blocks.linear / blocks.number, after_linear=blocks.after_linear)
     if block.dense is None:
         return work
     return work.but(sparse=np.where(np.asarray(work.model.num_experts) > 0, 1 - blocks.dense / blocks.number, 0.0))
@@ -117,9 +96,14 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
     higher = np.where(last, block.head - block.in_backward(work, layers), -np.inf)
     weights = _weights(work, layers, tables, block, higher)
     activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
+    of_block = weights - _weights_in_block(work, layers, tables, block, np.inf)
+    held, entries = (activations, gradients, weights, of_block), of_embedding / (layout.x * layout.y)
+    activations = with_embedding(work, rank, layers, block, held, entries)
     of_table = np.maximum(tables.embedding, tables.head)
     copied = copied + muon_workspace(work, layers) + lion_workspace(work, layers, of_table)
     left = _weights_left_at_the_end(work, layers, tables, block, weights)
+    # Gathered weights that are freed after use are not in memory when the optimizer makes its copies.
+    copied = copied - np.where(is_resharded(work), left, 0)
     at_end, activations = _at_the_peak(work, gradients, activations, copied, weights, left, tables, block)
     # The optimizer makes its copies (gradients, Muon's matrices, Lion's updates) after all activations are freed.
     gradients = np.where(at_end, gradients, 0)
@@ -256,8 +240,7 @@ def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, 
     """
     in_block = _weights_in_block(work, layers, tables, block, block.kept(work, 1) + np.maximum(higher, 0))
     both = 2 * work.step.item_bytes * tables.own_head / (work.layout.x * work.layout.y)
-    if has_experts(work):
-        both = both + _gathered_entries(states_of_experts(work), layers, Tables(0, 0, 0, 0), 0)
+    both = both + _gathered_experts(work, layers, 0)
     most = np.maximum(in_block - np.maximum(higher, 0), both + np.minimum(higher, 0))
     is_copied = is_resharded(work) & (work.layout.shards > 1) & np.greater(tables.own_head, 0)
     return np.where(is_copied & np.asarray(work.program.is_fourfold, bool), most, in_block)
@@ -285,15 +268,22 @@ def _gathered(
 ) -> Number:
     """Return the bytes of gathered weights for ``ones`` blocks of one kind and ``others`` blocks of a second kind."""
     weights = ones * replace(work, model=one).block_weights + others * replace(work, model=other).block_weights
-    held = _gathered_entries(work, layers, tables, weights)
-    if not has_experts(work):
-        return held
     experts = ones * one.expert_weights + others * other.expert_weights
-    return held + _gathered_entries(states_of_experts(work), layers, Tables(0, 0, 0, 0), experts)
+    return _gathered_entries(work, layers, tables, weights) + _gathered_experts(work, layers, experts)
 
 
-def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: Number) -> Number:
-    """Return the bytes of gathered weights: ``gathered`` entries of blocks, and embedding and head.
+def _gathered_experts(work: Workload, layers: Number, gathered: Number) -> Number:
+    """Return the bytes of gathered experts. With ``zero`` 3, FSDP2 frees its copies of experts after use, even if no
+    other rank shards them."""
+    if not has_experts(work):
+        return 0.0
+    freed = has_own_shards(work) & (work.layout.zero == 3)
+    return _gathered_entries(states_of_experts(work), layers, Tables(0, 0, 0, 0), gathered, freed)
+
+
+def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: Number, freed: Flag = False) -> Number:
+    """Return the bytes of gathered weights: ``gathered`` entries of blocks, and embedding and head. Count them if
+    several ranks shard the weights, or if the weights are ``freed`` after use.
 
     The backward pass does not gather the embedding, because the embedding's gradient does not depend on its weight. If
     weights are gathered once per step, the head is gathered last, and FSDP2 keeps its buffer until the next gather.
@@ -304,7 +294,7 @@ def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: 
     buffer = item * np.where(np.asarray(work.micro_batches) == 1, tables.own_head, 0)
     held = np.where(is_resharded(work), item * (gathered + tables.head), every + buffer)
     whole = np.where(program.half_weights | (step.weight_bytes == step.item_bytes), 0, every)
-    return np.where((work.layout.shards > 1) & ~np.asarray(program.half_weights, bool), held, whole)
+    return np.where((freed | (layout.shards > 1)) & ~np.asarray(program.half_weights, bool), held, whole)
 
 
 def _summed(work: Workload, block: ModelShape) -> Number:

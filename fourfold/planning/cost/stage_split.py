@@ -1,7 +1,9 @@
-"""Compute the number of blocks on each pipeline rank for many layouts at once, with the split of ``config.stages``."""
+"""Compute the number of blocks on each pipeline rank for many layouts at once, with the split of ``config.stages``, and
+the number of micro-batches in flight."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -10,17 +12,21 @@ import numpy as np
 
 from fourfold.config.stages import balanced
 from fourfold.planning.array_fields import Number, unique_rows
-from fourfold.planning.workload import Workload
+from fourfold.planning.workload import SCHEDULES, Workload
 
 
 class Blocks(NamedTuple):
     """The number of blocks on one rank.
 
-    ``dense`` counts the blocks of an MoE model that have a dense MLP.
+    - dense: blocks of an MoE model that have a dense MLP.
+    - linear: blocks with linear attention.
+    - after_linear: blocks after the last block with linear attention, in the rank's last stage.
     """
 
     number: Number
     dense: Number
+    linear: Number = 0
+    after_linear: Number = 0
 
 
 class StageSplit(NamedTuple):
@@ -45,6 +51,7 @@ def split_of(work: Workload) -> StageSplit:
     cases = np.broadcast_arrays(
         work.model.num_hidden_layers,
         work.model.dense_first,
+        work.model.linear,
         layout.pp,
         layout.stages_per_rank,
         v_shaped,
@@ -61,21 +68,47 @@ def split_of(work: Workload) -> StageSplit:
 
 
 def _as_split(row: Sequence[Number] | np.ndarray) -> StageSplit:
-    places = [(row[i], Blocks(row[i + 1], row[i + 2])) for i in range(5, len(row), 3)]
-    return StageSplit(Blocks(row[0], row[1]), Blocks(row[2], row[3]), row[4], places)
+    places = [(row[i], Blocks(*row[i + 1 : i + 5])) for i in range(9, len(row), 5)]
+    return StageSplit(Blocks(*row[:4]), Blocks(*row[4:8]), row[8], places)
 
 
 def blocks_of(work: Workload) -> tuple[Blocks, ...]:
     """Return the blocks on each pipeline rank, summed over its stages, for a single layout."""
     model, layout = work.model, work.layout
-    return blocks_of_ranks(int(model.num_hidden_layers), int(model.dense_first), int(layout.pp),
+    return blocks_of_ranks(int(model.num_hidden_layers), int(model.dense_first), float(model.linear), int(layout.pp),
                            int(layout.stages_per_rank), bool(layout.v_shaped), float(layout.end_layers),
                            layout.layers_per_stage)  # fmt: skip
 
 
+def in_flight(work: Workload, rank: Number) -> Number:
+    """Return the number of micro-batches whose activations a pipeline rank (0, 1, …) holds at the same time. A
+    micro-batch counts as 1 if it has activations in all layers of the rank. There are p ranks with v stages each. The
+    result is at most the number of micro-batches.
+
+    - 1F1B: p − rank.
+    - Interleaved, with rounds of r micro-batches (r = p if p divides the number of micro-batches): the activations of
+      (v − 1)·r + 2(p − rank) − 1 stages, each with 1/v of the rank's layers (Narayanan et al. 2021, arXiv 2104.04473).
+    - InterleavedZeroBubble: the activations of (v − 1)·r + p stages. They stay in memory until the weight gradients are
+      computed.
+    - ZBVZeroBubble: p, or fewer if the first micro-batch returns before p micro-batches have entered.
+    - DualPipeV: p + ½.
+    - GPipe and LoopedBFS: all micro-batches.
+    """
+    layout = work.layout
+    behind, micro_batches = layout.pp - rank, work.micro_batches
+    in_a_round = micro_batches // np.maximum(micro_batches // layout.pp, 1)
+    earlier = (layout.stages_per_rank - 1) * in_a_round
+    chunks = earlier + np.where(layout.split_backward, layout.pp, 2 * behind - 1)
+    held = np.where(layout.stages_per_rank > 1, np.maximum(chunks / layout.stages_per_rank, 1), behind)
+    is_one = [np.equal(layout.schedule, SCHEDULES.index(name)) for name in ("ZBVZeroBubble", "DualPipeV")]
+    held = np.select(is_one, [np.minimum(layout.pp, (micro_batches + 1 + rank) / 2), layout.pp + 0.5], held)
+    held = np.where(layout.forwards_first, micro_batches, held)
+    return np.minimum(np.where(layout.pp > 1, held, 1), micro_batches)
+
+
 @lru_cache(maxsize=4096)
 def _split(
-    layers: float, dense: float, pp: float, stages_per_rank: float, v_shaped: float, ends: float,
+    layers: float, dense: float, linear: float, pp: float, stages_per_rank: float, v_shaped: float, ends: float,
     counts: tuple[int, ...] | None,
 ) -> tuple[Number, ...]:  # fmt: skip
     """Return the values of a ``StageSplit`` as one row.
@@ -83,18 +116,23 @@ def _split(
     Earlier ranks hold at least as many micro-batches as later ranks. So a rank between the first and the last is
     skipped if an earlier rank also has at least as many blocks of each kind.
     """
-    ranks = blocks_of_ranks(int(layers), int(dense), int(pp), int(stages_per_rank), bool(v_shaped), ends, counts)
+    ranks = blocks_of_ranks(int(layers), int(dense), linear, int(pp), int(stages_per_rank), v_shaped > 0, ends, counts)
     fullest, between = {ranks[0]}, []
     for place, blocks in enumerate(ranks[1:-1], 1):
-        if not any(blocks.dense <= b.dense and blocks.number - blocks.dense <= b.number - b.dense for b in fullest):
+        if not any(all(map(operator.le, _kinds(blocks), _kinds(other))) for other in fullest):
             fullest.add(blocks)
             between += [place, *blocks]
     return (*ranks[0], *ranks[-1], max(blocks.number for blocks in ranks), *between)
 
 
+def _kinds(blocks: Blocks) -> tuple[Number, ...]:
+    """Return the number of blocks of each kind."""
+    return blocks.dense, blocks.number - blocks.dense, blocks.linear, blocks.number - blocks.linear
+
+
 @lru_cache(maxsize=4096)
 def blocks_of_ranks(
-    layers: int, dense: int, pp: int, stages_per_rank: int, v_shaped: bool, ends: float,
+    layers: int, dense: int, linear: float, pp: int, stages_per_rank: int, v_shaped: bool, ends: float,
     counts: tuple[int, ...] | None = None,
 ) -> tuple[Blocks, ...]:  # fmt: skip
     """Return the blocks on each pipeline rank, summed over its stages.
@@ -102,6 +140,8 @@ def blocks_of_ranks(
     Args:
         layers: Number of blocks of the model.
         dense: Number of blocks of an MoE model that have a dense MLP. They are the first blocks.
+        linear: Fraction of the model's blocks that have linear attention. If one block in n has softmax attention, it
+            is the last of n blocks, as in Qwen3-Next.
         pp: Number of pipeline ranks.
         stages_per_rank: Number of stages per rank.
         v_shaped: Whether the first and the last stage are both on the first rank.
@@ -113,10 +153,12 @@ def blocks_of_ranks(
     # This layout is illegal, so any counts will do.
     if stages > layers:
         return (Blocks(-(-layers // pp), 0),) * pp
-    numbers, of_dense, begin = [0] * pp, [0] * pp, 0
+    kinds = [int((i + 1) * (1 - linear) + 1e-6) == int(i * (1 - linear) + 1e-6) for i in range(layers)]
+    of_ranks, begin = [Blocks(0, 0)] * pp, 0
     for stage, count in enumerate(counts or balanced(layers, stages, ends, ends)):
         rank = min(stage, stages - 1 - stage) if v_shaped else stage % pp
-        numbers[rank] += count
-        of_dense[rank] += min(max(dense - begin, 0), count)
+        are_linear, before = kinds[begin : begin + count], of_ranks[rank]
+        of_dense, after = min(max(dense - begin, 0), count), [*are_linear[::-1], True].index(True)
+        of_ranks[rank] = Blocks(before.number + count, before.dense + of_dense, before.linear + sum(are_linear), after)
         begin += count
-    return tuple(map(Blocks, numbers, of_dense))
+    return tuple(of_ranks)
