@@ -6,9 +6,6 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
-
-from fourfold.data.order import falls_within
 from fourfold.data.prepare import PrepareSummary, prepare
 from fourfold.data.prepare_conversations import prepare_conversations
 from fourfold.data.sources import InputFile, list_inputs, read_documents, read_rows
@@ -18,11 +15,9 @@ from fourfold.errors import UserError, given_as
 BYTES_PER_TOKEN = 250
 """A new tokenizer gets at most one token per this many bytes of input, so that most tokens occur often enough."""
 SMALLEST_VOCABULARY = 512
-HELD_OUT = (0.02, 0.05, 0.1)
-"""Fractions of the documents to hold out for validation. The first one that holds out ``ENOUGH`` documents is used."""
-ENOUGH = 4
-COUNTED = 1000
-"""Number of documents to look at when this fraction is chosen."""
+HELD_OUT = 0.05
+"""Fraction of the documents to hold out for validation, if there are at least ``ENOUGH`` documents."""
+ENOUGH = 20
 CONVERSATION_KEYS = {"messages", "conversations", "instruction", "completion"}
 """A row is a conversation if it has one of these keys, and no key "text"."""
 
@@ -68,9 +63,4 @@ def _holds_conversations(file: InputFile) -> bool:
 
 
 def _fraction_to_hold_out(documents: Iterable[object]) -> float:
-    """Return the smallest of ``HELD_OUT`` that holds out ``ENOUGH`` documents, or else the largest. If this would hold
-    out no document or all documents, return 0."""
-    count = sum(1 for _ in islice(documents, COUNTED))
-    held_out = {each: int(falls_within(np.arange(count), each, seed=0).sum()) for each in HELD_OUT}
-    fraction = next((each for each in HELD_OUT if held_out[each] >= ENOUGH), HELD_OUT[-1])
-    return fraction if 0 < held_out[fraction] < count else 0.0
+    return HELD_OUT if len(list(islice(documents, ENOUGH))) == ENOUGH else 0.0

@@ -183,10 +183,6 @@ def test_nodes_that_do_not_fit_the_grid_are_refused(
     [
         (("--site", "fronteir"), "--site fronteir is unknown; did you mean 'frontier'?"),
         (("--site", "/nowhere/mine.toml"), "--site /nowhere/mine.toml cannot be read"),
-        (("--site", "generic", "--time", "2h"), "--time 2h is not a SLURM time"),
-        (("--site", "generic", "--time", "5"), "--time 5 is 300 seconds, and --save-seconds 300 leaves no time"),
-        (("--site", "generic", "--time", "04:59"), "--time 04:59 is 299 seconds"),
-        (("--site", "generic", "--time", "0-0:1"), "--time 0-0:1 is 60 seconds"),
         (("--site", "generic", "--account", "a b"), "--account=a b cannot be in an #SBATCH line"),
         (("--site", "generic", "--sbatch=-q debug"), "--sbatch -q debug: write an option's long name"),
         (("--site", "generic", "--wrapper", "a\nb"), "--wrapper must be text of one line, not 'a\\nb'"),

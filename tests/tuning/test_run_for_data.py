@@ -24,7 +24,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Make a folder of 40 texts, work next to it, and return its name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes").mkdir()
-    for number in range(40):
+    for number in range(80):
         words = (WORDS[(number * 7 + place * place) % len(WORDS)] for place in range(200))
         (tmp_path / "notes" / f"{number}.txt").write_text(" ".join(words))
     return "notes"

@@ -15,10 +15,6 @@ from fourfold.inference.loki.codes import Encoder, decoded
 from fourfold.inference.loki.select import DecodeStep, choose_keys, combine_heads
 from fourfold.inference.loki.settings import LokiConfig
 
-GATHER_BYTES = 1 << 21
-"""Number of bytes of keys that a CPU gathers at a time, about the size of an L2 cache. The keys of one head are always
-gathered together, even if they take more."""
-
 
 def decode(
     query_BND: Tensor,
@@ -35,7 +31,7 @@ def decode(
     """Return the output of attention from one token to the best k of its cached keys, [B, N, D] (arXiv 2406.02542,
     algorithm 1).
 
-    The rows of each head must be contiguous in the caches. A sequence that sees no key gets zeros.
+    A sequence that sees no key gets zeros.
 
     Args:
         query_BND: Queries of one token.
@@ -84,44 +80,16 @@ def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:
             places_k = torch.arange(chosen_BKk.shape[-1], device=chosen_BKk.device)
             seen_BK1k &= places_k < step.k_B[:, None, None, None]
     exact = torch.promote_types(dtype, torch.float32)
-    query_BKGD = step.query_BKGD.to(exact) * step.scaling
-    out = []
-    for heads in _head_slices(step.key_BKSD, chosen_BKk, exact):
-        key_BhkD = gather_rows(step.key_BKSD[:, heads], chosen_BKk[:, heads]).to(exact)
-        scores_BhGk = torch.matmul(query_BKGD[:, heads], key_BhkD.transpose(-1, -2))
-        del key_BhkD  # Free the keys before gathering the values.
-        value_BhkD = gather_rows(step.value_BKSD[:, heads], chosen_BKk[:, heads]).to(exact)
-        seen_Bh1k = None if seen_BK1k is None else seen_BK1k[:, heads]
-        out.append(torch.matmul(_weights_of(scores_BhGk, seen_Bh1k), value_BhkD))
-    return torch.cat(out, 1).to(dtype)
+    places_BKkD = chosen_BKk[..., None].expand(*chosen_BKk.shape, step.key_BKSD.shape[3])
+    key_BKkD = step.key_BKSD.gather(2, places_BKkD).to(exact)
+    value_BKkD = step.value_BKSD.gather(2, places_BKkD).to(exact)
+    scores_BKGk = torch.matmul(step.query_BKGD.to(exact) * step.scaling, key_BKkD.transpose(-1, -2))
+    return torch.matmul(_weights_of(scores_BKGk, seen_BK1k), value_BKkD).to(dtype)
 
 
-def _head_slices(x_BKSD: Tensor, chosen_BKk: Tensor, dtype: torch.dtype) -> list[slice]:
-    """Divide the KV heads into slices. On a CPU, the keys that a slice gathers in ``dtype`` fit into the L2 cache
-    (``GATHER_BYTES``)."""
-    batch, heads, _, width = x_BKSD.shape
-    if x_BKSD.device.type != "cpu":
-        return [slice(0, heads)]
-    few = max(1, GATHER_BYTES // max(1, batch * chosen_BKk.shape[-1] * width * dtype.itemsize))
-    return [slice(first, first + few) for first in range(0, heads, few)]
-
-
-def _weights_of(scores_BhGk: Tensor, seen_Bh1k: Tensor | None) -> Tensor:
+def _weights_of(scores_BKGk: Tensor, seen_BK1k: Tensor | None) -> Tensor:
     """Return the softmax over the visible keys. If a sequence sees no key, its weights are zeros without a gradient."""
-    if seen_Bh1k is None:
-        return torch.softmax(scores_BhGk, -1)
-    weights_BhGk = torch.softmax(scores_BhGk.masked_fill(~seen_Bh1k, torch.finfo(scores_BhGk.dtype).min), -1)
-    return weights_BhGk.masked_fill(~seen_Bh1k, 0.0)
-
-
-def gather_rows(x_BKSD: Tensor, chosen_BKk: Tensor) -> Tensor:
-    """Return the chosen rows of a cache, [B, K, k, D]. The cache may have unused memory after the rows of each head."""
-    batch, heads, length, width = x_BKSD.shape
-    of_batch, of_head, of_row, _ = x_BKSD.stride()
-    assert of_row == width and x_BKSD.stride(3) == 1, "the rows of a head must be contiguous"
-    spanned = ((batch - 1) * of_batch + (heads - 1) * of_head) // width + length
-    rows = x_BKSD.as_strided((spanned, width), (width, 1))
-    first_BK = torch.arange(batch, device=x_BKSD.device)[:, None] * (of_batch // width) + (
-        torch.arange(heads, device=x_BKSD.device) * (of_head // width)
-    )
-    return rows.index_select(0, (chosen_BKk + first_BK[..., None]).flatten()).view(batch, heads, -1, width)
+    if seen_BK1k is None:
+        return torch.softmax(scores_BKGk, -1)
+    weights_BKGk = torch.softmax(scores_BKGk.masked_fill(~seen_BK1k, torch.finfo(scores_BKGk.dtype).min), -1)
+    return weights_BKGk.masked_fill(~seen_BK1k, 0.0)

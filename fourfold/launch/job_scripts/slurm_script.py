@@ -17,10 +17,6 @@ WAIT_SECONDS = 120
 """Number of seconds that a job's processes may keep running after one of them has ended. Rank 0 needs this time to
 write a report if the job hangs."""
 
-TIME = r"(\d+-)?\d+(:\d+){0,2}"
-"""Pattern of times in SLURM: MINUTES, MINUTES:SECONDS, or HOURS:MINUTES:SECONDS. With days: DAYS-HOURS,
-DAYS-HOURS:MINUTES, or DAYS-HOURS:MINUTES:SECONDS."""
-
 
 @dataclass(frozen=True)
 class SlurmJob:
@@ -56,7 +52,6 @@ def render_slurm_script(run_file: str, run: RunConfig, site: Site, job: SlurmJob
         UserError: The nodes do not have as many GPUs as the grid needs, or an option is not valid in SLURM.
     """
     tasks = tasks_per_node(run, site, job.nodes)
-    _check_time(job)
     placement = {"nodes": str(job.nodes), "ntasks-per-node": str(tasks)}
     if site.cpus_per_task is not None:
         placement["cpus-per-task"] = str(site.cpus_per_task)
@@ -106,24 +101,6 @@ def tasks_per_node(run: RunConfig, site: Site, nodes: int) -> int:
     raise UserError(
         f"{sentence}--nodes {nodes} of {site.name} has {available} ({site.gpus_per_node} per node); {fitting}"
     )
-
-
-def _check_time(job: SlurmJob) -> None:
-    """Check that `--time` is valid in SLURM, and longer than the time that is reserved for saving."""
-    if job.time is None:
-        return
-    if not re.fullmatch(TIME, job.time):
-        raise UserError(f"--time {job.time} is not a SLURM time; write HH:MM:SS or D-HH:MM:SS")
-    days, _, clock = job.time.rpartition("-")
-    numbers = [int(part) for part in clock.split(":")]
-    in_hours = bool(days) or len(numbers) == 3
-    hours, minutes, seconds = ([*numbers, 0, 0] if in_hours else [0, *numbers, 0])[:3]
-    total = (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
-    if total <= job.save_seconds:
-        raise UserError(
-            f"--time {job.time} is {total} seconds, and --save-seconds {job.save_seconds} leaves no time to train; "
-            "raise --time or lower --save-seconds"
-        )
 
 
 def _parse(options: Sequence[str], where: str) -> Options:

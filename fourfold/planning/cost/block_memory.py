@@ -1,7 +1,4 @@
-"""Compute the bytes that a block saves for its backward pass, and the peak of the activations on one rank.
-
-x, y, z, and cp are the axes of the grid.
-"""
+"""Compute the bytes that a block saves for its backward pass, and the peak of the activations on one rank."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fourfold.planning.array_fields import Number
-from fourfold.planning.cost.activations import BlockBytes, inputs_and_kept_weights, is_resharded, kept_by_micro_batch
+from fourfold.planning.cost.block_memory import BlockBytes, inputs_and_kept_weights, is_resharded, kept_by_micro_batch
 from fourfold.planning.cost.stage_split import in_flight
 from fourfold.planning.workload import Workload
 
