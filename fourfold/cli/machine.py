@@ -20,12 +20,9 @@ machine = typer.Typer(no_args_is_help=True, help="Examine this machine before a 
 
 @machine.command()
 def doctor(
-    folder: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder that runs write to. Its disk is tested, and no file is left.")
-    ] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine before a run: versions, devices, links, limits, ports, and disk. Also run an all-reduce.
+    """Check this machine before a run: versions, devices, and shared memory. Also run an all-reduce.
 
     Each finding is one line: ok, a warning, or an error, and what to do about it. The exit code is 1 if there is an
     error. The check takes a minute or two. Under srun or torchrun, the all-reduce includes all processes. The first
@@ -39,7 +36,7 @@ def doctor(
     place, host = read_environment(os.environ), socket.gethostname()
     is_first = place is None or place.rank == 0
     findings = []
-    for finding in examine(folder):
+    for finding in examine():
         findings.append(finding)
         if not as_json and (is_first or finding.level != "ok"):
             show_finding(finding, None if is_first else host)

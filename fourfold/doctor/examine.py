@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from fourfold.doctor.collective_test import examine_collective
 from fourfold.doctor.devices import examine_devices
-from fourfold.doctor.disk import examine_disk
 from fourfold.doctor.finding import Finding
 from fourfold.doctor.shared_memory import examine_shared_memory
 from fourfold.doctor.versions import examine_versions
 from fourfold.environment import read_environment
 
 
-def examine(folder: Path) -> Iterator[Finding]:
-    """Yield findings as soon as they are available. Runs write to ``folder``.
+def examine() -> Iterator[Finding]:
+    """Yield findings as soon as they are available.
 
     Under torchrun or srun, the first process of every machine examines its machine. All processes take part in the
     collective test, and the job's first process reports it.
@@ -26,7 +24,6 @@ def examine(folder: Path) -> Iterator[Finding]:
         yield from examine_versions()
         yield from examine_devices()
         yield from examine_shared_memory()
-        yield from examine_disk(folder)
     for finding in examine_collective(place):
         if place is None or place.rank == 0:
             yield finding

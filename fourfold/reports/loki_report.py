@@ -14,9 +14,8 @@ TITLES = {"pre": "pre-rotary", "post": "post-rotary", "scores": "scores"}
 VARIANTS = {"loki": "Loki", "oracle": "exact top-k", "random": "random basis"}
 PERPLEXITY_HEADER = ("attention", "attended keys", "ranking dims", "perplexity", "recall", "captured mass")
 LAYER_COLUMNS = (
-    ("recall", "loki", "recall"), ("worst 5 %", "loki", "recall_p5"), ("random", "random", "recall"),
-    ("mass", "loki", "mass"), ("worst 5 %", "loki", "mass_p5"), ("exact top-k", "oracle", "mass"),
-    ("random", "random", "mass"),
+    ("recall", "loki", "recall"), ("random", "random", "recall"),
+    ("mass", "loki", "mass"), ("exact top-k", "oracle", "mass"), ("random", "random", "mass"),
 )  # fmt: skip
 """Columns of the table of layers. Each has a header, the name of a variant, and the key of the column's values in the
 variant's record."""

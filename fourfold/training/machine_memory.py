@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from pathlib import Path
 
 from fourfold.config.optimizer_rules import STATES
@@ -28,9 +27,6 @@ def check_machine_memory(run: RunConfig) -> None:
         return
     needed = num_parameters(run.model) * _bytes_per_parameter(run)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY:
-        memory = min(memory, limit * run.parallel.world_size)
     if needed > memory:
         raise UserError(
             f"training [model] takes at least {needed / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB of "

@@ -27,7 +27,7 @@ def test_codes_count_borders(d: int) -> None:
     keys, means, covariances, directions = statistics()
     encoder = Encoder.of(directions[..., :d], directions[..., :d], means, covariances)
     codes = encoder.encode(keys)
-    assert codes.dtype == torch.uint8 and codes.shape[-1] == encoder.bytes_per_key == -(-d // 4)
+    assert codes.dtype == torch.uint8 and codes.shape[-1] == -(-d // 4)
     found = decoded(codes, torch.float32)
     for head in range(HEADS):
         for c in range(d):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from transformers.cache_utils import DynamicLayer
 from fourfold.errors import UserError
 from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
 from fourfold.inference.loki.architecture import attentions_of
-from fourfold.inference.loki.basis import Components
 from fourfold.inference.loki.cache import LokiLayer
 from fourfold.inference.loki.fingerprint import sample_matrix
 from fourfold.inference.loki.key_hooks import observe_keys
@@ -217,20 +215,6 @@ def test_a_prompt_in_inference_mode_goes_on_outside_it(llama: tuple[Any, LokiBas
         with torch.no_grad():
             found.append(model(tokens[:, 40:41], **with_cache(held)).logits)
     assert torch.equal(found[0], found[1])
-
-
-def test_one_head_does_not_do_for_all(llama: tuple[Any, LokiBasis]) -> None:
-    model, basis = llama
-    post = basis.components["post"]
-    for one in (
-        Components(post.vectors_LKDD[:, :1], post.variances_LKD[:, :1]),
-        Components(post.vectors_LKDD[:1], post.variances_LKD[:1]),
-        Components(post.vectors_LKDD, post.variances_LKD[:, :1]),
-    ):
-        with pytest.raises(UserError, match="this model needs"):
-            enable_loki(model, dataclasses.replace(basis, components={"post": one}), LokiConfig(basis="post"))
-    with pytest.raises(UserError, match="choice for 1 layers"):
-        enable_loki(model, dataclasses.replace(basis, best=("post",)))
 
 
 def test_a_damaged_header(llama: tuple[Any, LokiBasis], tmp_path: Path) -> None:

@@ -136,7 +136,8 @@ def test_the_split_of_the_layers_is_that_of_the_run_file(schedule: tuple[str, in
         ranks = [sum(s.layers for s in stages_of_rank(run, rank)) for rank in range(pp)]
         split = split_of(workload_of(run))
         assert split == split_of(work)
-        assert (split.first, split.last, split.most) == ((ranks[0], 0), (ranks[-1], 0), max(ranks))
+        found = split.first[:2], split.last[:2], split.most  # blocks, and dense blocks of an MoE model
+        assert found == ((ranks[0], 0), (ranks[-1], 0), max(ranks))
         assert [(rank, blocks.number) for rank, blocks in split.between] == [
             (rank, n) for rank, n in enumerate(ranks[:-1]) if rank and n > max(ranks[:rank])
         ]

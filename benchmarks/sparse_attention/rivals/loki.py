@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.sparse_attention.rivals.interface import Rival, Step
 from fourfold.inference.loki import LokiConfig
-from fourfold.inference.loki.codes import Encoder, decoded
+from fourfold.inference.loki.codes import PER_BYTE, Encoder, decoded
 from fourfold.inference.loki.select import always_chosen, choose_keys, combine_heads
 
 ELEMENT_BYTES = 2
@@ -41,7 +41,7 @@ class Loki(Rival):
         return torch.zeros_like(worth_BKS, dtype=torch.bool).scatter_(-1, chosen_BKk, True)
 
     def scoring_elements(self, step: Step) -> float:
-        return self.encoders[step.layer].bytes_per_key / ELEMENT_BYTES * step.length
+        return self.encoders[step.layer].keys_KDd.shape[-1] / PER_BYTE / ELEMENT_BYTES * step.length
 
 
 class PaperLoki(Loki):

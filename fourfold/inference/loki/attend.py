@@ -84,12 +84,9 @@ def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:
     key_BKkD = step.key_BKSD.gather(2, places_BKkD).to(exact)
     value_BKkD = step.value_BKSD.gather(2, places_BKkD).to(exact)
     scores_BKGk = torch.matmul(step.query_BKGD.to(exact) * step.scaling, key_BKkD.transpose(-1, -2))
-    return torch.matmul(_weights_of(scores_BKGk, seen_BK1k), value_BKkD).to(dtype)
-
-
-def _weights_of(scores_BKGk: Tensor, seen_BK1k: Tensor | None) -> Tensor:
-    """Return the softmax over the visible keys. If a sequence sees no key, its weights are zeros without a gradient."""
-    if seen_BK1k is None:
-        return torch.softmax(scores_BKGk, -1)
-    weights_BKGk = torch.softmax(scores_BKGk.masked_fill(~seen_BK1k, torch.finfo(scores_BKGk.dtype).min), -1)
-    return weights_BKGk.masked_fill(~seen_BK1k, 0.0)
+    if seen_BK1k is not None:
+        scores_BKGk = scores_BKGk.masked_fill(~seen_BK1k, torch.finfo(exact).min)
+    weights_BKGk = torch.softmax(scores_BKGk, -1)
+    if seen_BK1k is not None:  # If a sequence sees no key, its weights are zeros without a gradient.
+        weights_BKGk = weights_BKGk.masked_fill(~seen_BK1k, 0.0)
+    return torch.matmul(weights_BKGk, value_BKkD).to(dtype)

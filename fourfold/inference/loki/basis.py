@@ -90,11 +90,6 @@ class LokiBasis:
         """Return the size of a head."""
         return next(iter(self.components.values())).vectors_LKDD.shape[-1]
 
-    @property
-    def kv_heads(self) -> int:
-        """Return the number of KV heads."""
-        return next(iter(self.components.values())).vectors_LKDD.shape[1]
-
     def of_layer(self, layer: int, config: LokiConfig) -> Encoder:
         """Return the encoder of one layer. The settings select the kind of components and their number d.
 
@@ -103,8 +98,8 @@ class LokiBasis:
             config: Loki's settings.
         """
         kind = self.best[layer] if config.basis == "best" else config.basis
-        sides = self.components[kind].sides(layer, config.dim_count(self.head_dim))
-        return Encoder.of(*sides, self.mean_LKD[layer], self.covariance_LKDD[layer])
+        queries_KDd, keys_KDd = self.components[kind].sides(layer, config.dim_count(self.head_dim))
+        return Encoder.of(queries_KDd, keys_KDd, self.mean_LKD[layer], self.covariance_LKDD[layer])
 
     def random(self, seed: int = 0) -> LokiBasis:
         """Return a basis of random directions for the same model. A calibrated basis must rank keys better.
@@ -112,7 +107,7 @@ class LokiBasis:
         Args:
             seed: Seed of the directions.
         """
-        shape = (self.layers, self.kv_heads, self.head_dim, self.head_dim)
+        shape = self.covariance_LKDD.shape
         normal = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         components = Components(torch.linalg.qr(normal).Q.float(), torch.ones(shape[:-1]))
         return replace(self, components={"post": components}, best=("post",) * self.layers, recall={})
@@ -174,35 +169,12 @@ class LokiBasis:
         for kind, each in basis.components.items():
             _check(each, f"{path}: {kind}")
         sizes, statistics = basis.components["post"].vectors_LKDD.shape, (basis.mean_LKD, basis.covariance_LKDD)
-        if [each.shape for each in statistics] != [sizes[:3], sizes]:
-            raise UserError(f"{path}: the mean or the covariance of the keys has a wrong shape; {AGAIN}")
-        if not all(each.isfinite().all() for each in statistics):
-            raise UserError(f"{path}: the mean or the covariance of the keys has NaN or infinite numbers; {AGAIN}")
-        if not set(basis.best) <= set(KINDS):
+        are_finite = all(each.isfinite().all() for each in statistics)
+        if [each.shape for each in statistics] != [sizes[:3], sizes] or not are_finite:
+            raise UserError(f"{path}: the mean or the covariance of the keys is damaged; {AGAIN}")
+        if not set(basis.best) <= set(KINDS) or len(basis.best) != sizes[0]:
             raise UserError(f"{path} is damaged: kinds of components are {KINDS}, not {set(basis.best)}; {AGAIN}")
         return basis
-
-    def check_shape(self, layers: int, kv_heads: int, head_dim: int) -> None:
-        """Check that the basis has directions for each layer and head of a model.
-
-        Without this check, torch could broadcast the directions of a single head to all heads of its layer.
-
-        Args:
-            layers: Number of the model's layers.
-            kv_heads: Number of the model's KV heads.
-            head_dim: Size of a head.
-
-        Raises:
-            UserError: The basis has another shape.
-        """
-        for kind, each in self.components.items():
-            shape = tuple(each.vectors_LKDD.shape)
-            wanted = (layers, kv_heads, head_dim, head_dim)
-            if shape != wanted or tuple(each.variances_LKD.shape) != wanted[:3] or self.layers != layers:
-                raise UserError(
-                    f"the basis has {kind}-rotary directions of shape {shape} and a choice for {self.layers} layers, "
-                    f"but this model needs {wanted}; {AGAIN}"
-                )
 
     def record(self) -> dict[str, Any]:
         """Return a summary of the basis as JSON values: Rank@90 of every layer and head, the recall of each kind, and

@@ -52,11 +52,6 @@ class Encoder:
     def to(self, device: torch.device) -> Encoder:
         return Encoder(self.queries_KDd.to(device), self.keys_KDd.to(device), self.shift_K1d.to(device))
 
-    @property
-    def bytes_per_key(self) -> int:
-        """Return the size of the codes of one key, C."""
-        return self.keys_KDd.shape[-1] // PER_BYTE
-
     def project_queries(self, query_BKxD: Tensor) -> Tensor:
         """Return projected queries, [B, K, x, d] in float32. Their products with the codes rank the keys: they are the
         scores, up to rounding and up to a constant that is the same for all keys."""
@@ -64,7 +59,7 @@ class Encoder:
 
     def project_keys(self, key_BKSD: Tensor) -> Tensor:
         """Return the components of keys, [B, K, S, d] in float32. Their integer part is the interval of the code."""
-        return torch.matmul(key_BKSD.float(), self.keys_KDd) + self.shift_K1d
+        return torch.add(torch.matmul(key_BKSD.float(), self.keys_KDd), self.shift_K1d)
 
     @torch.no_grad()
     def encode(self, key_BKSD: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from fourfold.errors import UserError
-from fourfold.inference.loki.architecture import AttentionModule, attentions_of, key_shape, text_config, window_of
+from fourfold.inference.loki.architecture import AttentionModule, attentions_of, text_config, window_of
 from fourfold.inference.loki.basis import LokiBasis
 from fourfold.inference.loki.fingerprint import Fingerprint
 from fourfold.inference.loki.loki_attention import (
@@ -56,7 +56,6 @@ def enable_loki(
     config = config or LokiConfig()
     attentions = attentions_of(model)
     basis.fingerprint.check(Fingerprint.of(text_config(model), attentions))
-    basis.check_shape(len(attentions), *key_shape(attentions[0]))
     recipes = _recipes(attentions, basis, config, capacity)
     parameter = next(model.parameters())
     if config.kernels_for(parameter.device, parameter.dtype) == "numba":

@@ -170,17 +170,7 @@ def _summary(probe: Probe) -> dict[str, float] | None:
     """Return the mean recall and the mean captured mass of a layer. Return None for a layer that stayed dense."""
     if not probe.recall:
         return None
-    recall, mass = torch.cat(probe.recall), torch.cat(probe.mass)
-    return {
-        "recall": float(recall.mean()),
-        "recall_p5": _fifth_percentile(recall),
-        "mass": float(mass.mean()),
-        "mass_p5": _fifth_percentile(mass),
-    }
-
-
-def _fifth_percentile(values: Tensor) -> float:
-    return float(values.kthvalue(max(1, math.ceil(0.05 * len(values)))).values)
+    return {"recall": float(torch.cat(probe.recall).mean()), "mass": float(torch.cat(probe.mass).mean())}
 
 
 def _mean(summaries: Sequence[dict[str, float] | None]) -> dict[str, float]:

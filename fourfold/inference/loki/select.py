@@ -52,27 +52,14 @@ def combine_heads(scores_BKG_S: Tensor, visible_B1_S: Tensor | None = None) -> T
     """Return each key's combined score for its whole KV group: the sum of the heads' softmaxes, or the score itself if
     there is one head. Invisible keys have the score -inf.
 
-    The whole group shares one choice of keys, because G separate choices would read up to G times as many keys. A NaN
-    score becomes the highest combined score, so that the NaN shows in the output.
+    The whole group shares one choice of keys, because G separate choices would read up to G times as many keys.
     """
     if visible_B1_S is not None:
         scores_BKG_S = scores_BKG_S.masked_fill(~visible_B1_S[:, :, None], NEVER)
     if scores_BKG_S.shape[2] == 1:
         return scores_BKG_S[:, :, 0]
-    worth_BK_S = _summed_softmax(scores_BKG_S)
+    worth_BK_S = torch.softmax(scores_BKG_S, -1, dtype=torch.float32).sum(2)
     return worth_BK_S if visible_B1_S is None else worth_BK_S.masked_fill(~visible_B1_S, NEVER)
-
-
-def _summed_softmax(scores_BKG_S: Tensor) -> Tensor:
-    # Skip this test on a GPU, because the host would have to wait for its result.
-    if scores_BKG_S.device.type == "cpu":
-        worth_BK_S = torch.softmax(scores_BKG_S, -1, dtype=torch.float32).sum(2)
-        # One column is enough for this test, because a score of NaN or +inf makes the softmax of its whole row NaN.
-        if not worth_BK_S[..., :1].isnan().any():
-            return worth_BK_S
-    broken_BKG_S = ~(scores_BKG_S < ALWAYS)
-    worth_BK_S = torch.softmax(scores_BKG_S.masked_fill(broken_BKG_S, NEVER), -1, dtype=torch.float32).sum(2)
-    return worth_BK_S.masked_fill(broken_BKG_S.any(2), ALWAYS)
 
 
 def keys_per_sequence(counts_B: Tensor, config: LokiConfig) -> Tensor:
