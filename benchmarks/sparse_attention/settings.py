@@ -113,7 +113,7 @@ def rival(name: str, budget: float, length: int, setup: Setup) -> Rival | None:
     if name == "TidalDecode":
         # The first layer attends to all keys, and chooses the keys for all other layers. Divide the budget that is left
         # among the other layers.
-        layers = setup.basis.layers
+        layers = len(setup.basis.best)
         k = int((budget * layers - 1) * length / (layers - 1))
         return TidalDecode(k, 0) if k >= 1 else None
     if name == "H2O":
@@ -151,7 +151,7 @@ def loki(name: str, settings: LokiSettings, budget: float, length: int, setup: S
         return None
     ends = None if settings.keeps_ends else 0
     config = LokiConfig(d=dims, k=k, sink=ends, recent=ends, min_seq=0, basis=settings.kind)
-    layers = range(setup.basis.layers)
+    layers = range(len(setup.basis.best))
     if settings.is_coded:
         encoders = [setup.basis.of_layer(layer, config) for layer in layers]
         made = (LokiSharedBudget if settings.is_shared else Loki)(encoders, config)

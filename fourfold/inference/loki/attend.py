@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fourfold.inference.loki.codes import Encoder, decoded
+from fourfold.inference.loki.codes import Encoder, scores_of_codes
 from fourfold.inference.loki.select import DecodeStep, choose_keys, combine_heads
 from fourfold.inference.loki.settings import LokiConfig
 
@@ -53,8 +53,7 @@ def decode(
         if kernels != "torch":
             with torch.cuda.device_of(query_BND):  # Triton launches kernels on the current device.
                 return _compiled(step, kernels).flatten(1, 2)
-    code_BKSd = decoded(code_BKSC, query_BKGd.dtype)
-    worth_BKS = combine_heads(torch.matmul(query_BKGd, code_BKSd.transpose(-1, -2)), visible_B1S)
+    worth_BKS = combine_heads(scores_of_codes(query_BKGd, code_BKSC), visible_B1S)
     return attend_to_chosen(step, choose_keys(worth_BKS, k, config, visible_B1S, k_B)).flatten(1, 2)
 
 
@@ -80,9 +79,9 @@ def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:
             places_k = torch.arange(chosen_BKk.shape[-1], device=chosen_BKk.device)
             seen_BK1k &= places_k < step.k_B[:, None, None, None]
     exact = torch.promote_types(dtype, torch.float32)
-    places_BKkD = chosen_BKk[..., None].expand(*chosen_BKk.shape, step.key_BKSD.shape[3])
-    key_BKkD = step.key_BKSD.gather(2, places_BKkD).to(exact)
-    value_BKkD = step.value_BKSD.gather(2, places_BKkD).to(exact)
+    batch, heads = (torch.arange(size, device=chosen_BKk.device) for size in chosen_BKk.shape[:2])
+    places = batch[:, None, None], heads[:, None], chosen_BKk
+    key_BKkD, value_BKkD = step.key_BKSD[places].to(exact), step.value_BKSD[places].to(exact)
     scores_BKGk = torch.matmul(step.query_BKGD.to(exact) * step.scaling, key_BKkD.transpose(-1, -2))
     if seen_BK1k is not None:
         scores_BKGk = scores_BKGk.masked_fill(~seen_BK1k, torch.finfo(exact).min)

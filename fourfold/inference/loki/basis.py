@@ -81,11 +81,6 @@ class LokiBasis:
     ranking chooses. Empty for a random basis."""
 
     @property
-    def layers(self) -> int:
-        """Return the number of layers."""
-        return len(self.best)
-
-    @property
     def head_dim(self) -> int:
         """Return the size of a head."""
         return next(iter(self.components.values())).vectors_LKDD.shape[-1]
@@ -110,7 +105,7 @@ class LokiBasis:
         shape = self.covariance_LKDD.shape
         normal = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         components = Components(torch.linalg.qr(normal).Q.float(), torch.ones(shape[:-1]))
-        return replace(self, components={"post": components}, best=("post",) * self.layers, recall={})
+        return replace(self, components={"post": components}, best=("post",) * len(self.best), recall={})
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file, completely or not at all.

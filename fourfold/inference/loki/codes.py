@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding_bag, pad
 
 BITS = 2
 INTERVALS = 1 << BITS
@@ -65,10 +65,22 @@ class Encoder:
     def encode(self, key_BKSD: Tensor) -> Tensor:
         """Return the codes of keys, [B, K, S, C] in uint8. Byte c holds the codes of the components c, c + C, c + 2C,
         and c + 3C."""
-        interval_BKSd = self.project_keys(key_BKSD).floor().clamp(0, INTERVALS - 1)
-        interval_BKS4C = interval_BKSd.unflatten(-1, (PER_BYTE, -1))
+        interval_BKS4C = self.project_keys(key_BKSD).floor().clamp(0, INTERVALS - 1).unflatten(-1, (PER_BYTE, -1))
         place_41 = INTERVALS ** torch.arange(PER_BYTE, device=key_BKSD.device)[:, None]
         return (interval_BKS4C * place_41).sum(-2).to(torch.uint8)
+
+
+def scores_of_codes(query_BKGd: Tensor, code_BKSC: Tensor) -> Tensor:
+    """Return the products of projected queries with codes, [B, K, G, S] in float32.
+
+    A byte has only 256 values. So compute its products with the queries once for each value, and look them up.
+    """
+    batch, heads, length, size = code_BKSC.shape
+    values = decoded(torch.arange(256, dtype=torch.uint8, device=code_BKSC.device)[:, None], torch.float32)
+    table_BKCVG = torch.einsum("bkgpc,vp->bkcvg", query_BKGd.float().unflatten(-1, (PER_BYTE, -1)), values)
+    tables = torch.arange(batch * heads * size, dtype=torch.int32, device=code_BKSC.device)
+    rows = (code_BKSC + 256 * tables.view(batch, heads, 1, size)).flatten(0, 2)
+    return embedding_bag(rows, table_BKCVG.flatten(0, 3), mode="sum").view(batch, heads, length, -1).transpose(-1, -2)
 
 
 def decoded(code_BKSC: Tensor, dtype: torch.dtype) -> Tensor:

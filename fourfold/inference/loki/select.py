@@ -65,7 +65,7 @@ def combine_heads(scores_BKG_S: Tensor, visible_B1_S: Tensor | None = None) -> T
 def keys_per_sequence(counts_B: Tensor, config: LokiConfig) -> Tensor:
     """Return the number of keys that each sequence attends to, [B], based on its visible tokens, without padding."""
     if config.k is None:
-        k_B = (config.key_share * counts_B.double()).ceil().long().clamp(min=config.min_k)
+        k_B = (config.k_f * counts_B.double()).ceil().long().clamp(min=config.min_k)
     else:
         k_B = torch.full_like(counts_B, config.k)
     return torch.where(counts_B < config.min_seq, counts_B, torch.minimum(k_B, counts_B))

@@ -17,8 +17,6 @@ from torch import Tensor
 from fourfold.config.expected_values import mistake
 from fourfold.errors import UserError
 
-DEFAULT_D_F, DEFAULT_K_F = 0.25, 0.25
-
 MOST_SINKS, MOST_RECENT = 4, 64
 """Largest number of first and last keys that are always chosen by default (also at most a quarter of a step's keys)."""
 
@@ -50,12 +48,12 @@ class LokiConfig(BaseModel):
 
     d: Annotated[int, Field(ge=1)] | None = None
     """Number of leading components that rank the keys. Set at most one of ``d`` and ``d_f``."""
-    d_f: Share | None = None
+    d_f: Share = 0.25
     """The number of ranking components as a fraction of head_dim (default 0.25)."""
     k: Annotated[int, Field(ge=1)] | None = None
     """Number of keys that a step attends to. Set at most one of ``k`` and ``k_f``."""
-    k_f: Share | None = None
-    """The number of keys as a fraction of the context (default 0.25)."""
+    k_f: Share = 0.1
+    """The number of keys as a fraction of the context (default 0.1)."""
     min_k: int = Field(128, ge=1)
     """Smallest number of keys if ``k`` is not set."""
     sink: Annotated[int, Field(ge=0)] | None = None
@@ -94,7 +92,7 @@ class LokiConfig(BaseModel):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         for names in (("d", "d_f"), ("k", "k_f")):
-            if all(getattr(self, name) is not None for name in names):
+            if self.model_fields_set.issuperset(names):
                 raise ValueError(f"{' and '.join(names)} exclude each other; leave out one")
         name, least = ("min_k", self.min_k) if self.k is None else ("k", self.k)
         ends = (self.sink or 0) + (self.recent or 0)
@@ -112,12 +110,7 @@ class LokiConfig(BaseModel):
         """
         if self.k is not None:
             return min(self.k, length)
-        return min(max(math.ceil(self.key_share * length), self.min_k), length)
-
-    @property
-    def key_share(self) -> float:
-        """Return ``k_f``, or its default if it is not set."""
-        return DEFAULT_K_F if self.k_f is None else self.k_f
+        return min(max(math.ceil(self.k_f * length), self.min_k), length)
 
     def largest_key_count(self, length: int) -> int:
         """Return the largest number of keys that any sequence of a padded batch attends to.
@@ -139,8 +132,7 @@ class LokiConfig(BaseModel):
             UserError: ``d`` is more than ``head_dim``.
         """
         if self.d is None:
-            share = DEFAULT_D_F if self.d_f is None else self.d_f
-            return max(1, math.ceil(share * head_dim))
+            return max(1, math.ceil(self.d_f * head_dim))
         if self.d > head_dim:
             raise UserError(f"loki: d = {self.d} is more than the {head_dim} dims of a head; give at most {head_dim}")
         return self.d
