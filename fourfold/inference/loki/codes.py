@@ -59,15 +59,15 @@ class Encoder:
 
     def project_keys(self, key_BKSD: Tensor) -> Tensor:
         """Return the components of keys, [B, K, S, d] in float32. Their integer part is the interval of the code."""
-        return torch.add(torch.matmul(key_BKSD.float(), self.keys_KDd), self.shift_K1d)
+        return torch.matmul(key_BKSD.float(), self.keys_KDd).add(self.shift_K1d)
 
     @torch.no_grad()
     def encode(self, key_BKSD: Tensor) -> Tensor:
         """Return the codes of keys, [B, K, S, C] in uint8. Byte c holds the codes of the components c, c + C, c + 2C,
         and c + 3C."""
         interval_BKS4C = self.project_keys(key_BKSD).floor().clamp(0, INTERVALS - 1).unflatten(-1, (PER_BYTE, -1))
-        place_41 = INTERVALS ** torch.arange(PER_BYTE, device=key_BKSD.device)[:, None]
-        return (interval_BKS4C * place_41).sum(-2).to(torch.uint8)
+        place_41 = torch.pow(INTERVALS, torch.arange(PER_BYTE, device=key_BKSD.device))[:, None]
+        return torch.mul(interval_BKS4C, place_41).sum(-2).to(torch.uint8)
 
 
 def scores_of_codes(query_BKGd: Tensor, code_BKSC: Tensor) -> Tensor:
