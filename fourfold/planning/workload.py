@@ -78,7 +78,7 @@ class Layout(ArrayFields):
 
     @property
     def split_backward(self) -> Flag:
-        """Return whether the schedule computes weight gradients separately from input gradients, and later."""
+        """Return whether the schedule computes weight gradients in a separate pass, after the input gradients."""
         return _is_one_of(self.schedule, SPLIT_BACKWARD) & (np.asarray(self.pp) > 1)
 
     @property

@@ -67,7 +67,8 @@ def linear_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[
         where: The beginning of error messages, which names the file.
 
     Raises:
-        UserError: The list of layer types has another form, or a layer has another type.
+        UserError: The layer types are not a list with one entry per layer, or a layer has neither linear nor full
+            attention.
     """
     kinds, interval = given["layer_types"], given["full_attention_interval"]
     if kinds is None:

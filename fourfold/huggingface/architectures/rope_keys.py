@@ -17,7 +17,8 @@ same position on each axis."""
 
 
 def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Return the keys of [model] for rotary embeddings, from the keys of transformers 4 (rope_scaling, …) or 5.
+    """Return the keys of [model] for rotary embeddings, from the keys of transformers 4 (rope_scaling, …) or of
+    transformers 5 (rope_parameters).
 
     A file can have both. transformers prefers rope_scaling, which model cards recommend adding for long texts.
 

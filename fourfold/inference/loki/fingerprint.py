@@ -28,7 +28,8 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The properties of a model by which a basis recognizes it."""
+    """The properties of a model that are stored with a Loki basis. They tell whether the basis belongs to another
+    model."""
 
     model: str
     """Type and sizes of the model."""

@@ -298,8 +298,8 @@ def _seconds_for_a_weight(work: Workload, machine: Machine, constants: Constants
     added = item + 2 * reduced  # The gradient is read, and the sum is read and written.
     first = np.where(replicated & (item == reduced), 0, copied)
     accumulated = np.where(program.fuses_accumulation, 0, (first + (every - 1) * added) / every)
-    # Frameworks that store 16-bit gradients in addition to 32-bit sums cast the gradients of every micro-batch, and add
-    # them to the sums.
+    # Some frameworks store both 16-bit gradients and 32-bit sums. For every micro-batch, they cast the gradients to 32
+    # bits, and add them to the sums.
     cast_and_added = (item + 4) + 3 * 4
     accumulated = np.where(program.gradient_bytes > 0, cast_and_added, accumulated)
     summed = np.where(replicated | (work.layout.zero == 1), accumulated, copied)
