@@ -47,8 +47,9 @@ class Round:
 
     In the first all-to-all, the rank sends its parts of the matrices in ``sent`` to their owners. It receives parts of
     the matrices that it owns (``arriving``). In the second all-to-all, the rank sends parts of the results that it
-    computed as an owner (``returned``). It receives its own parts of the results for the matrices in ``held``. A part is a pair: the index of an owned matrix, and the part's
-    bounds in this matrix. Each list of sizes has the number of elements to send to or receive from each rank.
+    computed as an owner (``returned``). It receives its own parts of the results for the matrices in ``held``. A part
+    is a pair: the index of an owned matrix, and the part's bounds in this matrix. Each list of sizes has the number of
+    elements to send to or receive from each rank.
     """
 
     shape: tuple[int, int]
