@@ -118,6 +118,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise UserError(f"{path} exists; choose another folder, or remove it")
     with writing(path):
         unfinished = temporary_name(path)
+        shutil.rmtree(unfinished, ignore_errors=True)  # A killed process with the same id may have left it.
         unfinished.mkdir(parents=True)
         try:
             yield unfinished

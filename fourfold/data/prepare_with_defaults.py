@@ -8,16 +8,17 @@ from pathlib import Path
 
 from fourfold.data.prepare import PrepareSummary, prepare
 from fourfold.data.prepare_conversations import prepare_conversations
-from fourfold.data.sources import InputFile, list_inputs, read_documents, read_rows
+from fourfold.data.sources import TABLES, InputFile, list_inputs, read_documents, read_rows
 from fourfold.data.tokenizer import OWN, HFTokenizer
 from fourfold.errors import UserError, given_as
 
 BYTES_PER_TOKEN = 250
-"""A new tokenizer gets at most one token per this many bytes of input, so that most tokens occur often enough."""
+"""A new tokenizer gets at most one token per this many bytes of input, so that most tokens occur often."""
 SMALLEST_VOCABULARY = 512
 HELD_OUT = 0.05
 """Fraction of the documents to hold out for validation, if there are at least ``ENOUGH`` documents."""
-ENOUGH = 20
+ENOUGH = 40
+"""With ``HELD_OUT`` and seed 0, the 40th document is the first one that is held out."""
 CONVERSATION_KEYS = {"messages", "conversations", "instruction", "completion"}
 """A row is a conversation if it has one of these keys, and no key "text"."""
 
@@ -42,21 +43,20 @@ def prepare_with_defaults(data: str, prefix: Path, tokenizer: Path | None, large
             fraction = _fraction_to_hold_out(row for file in files for row in read_rows(file.path))
             return prepare_conversations([data], prefix, tokenizer=tokenizer, validation_fraction=fraction)
         fraction = _fraction_to_hold_out(text for file in files for text in read_documents(file.path))
-        begins_text = tokenizer is not None and HFTokenizer(tokenizer).usually_begins
         suitable = max(SMALLEST_VOCABULARY, sum(file.size for file in files) // BYTES_PER_TOKEN)
         return prepare(
             [data],
             prefix,
             tokenizer=tokenizer,
             train_tokenizer_vocab=min(largest_vocabulary, suitable) if tokenizer is None else None,
-            bos_token=OWN if begins_text else None,
+            bos_token=OWN if tokenizer is not None and HFTokenizer(tokenizer).usually_begins else None,
             validation_fraction=fraction,
         )
 
 
 def _holds_conversations(file: InputFile) -> bool:
     """Return whether the first row of a file is a conversation."""
-    if not file.path.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+    if not file.path.endswith((".jsonl", ".jsonl.gz", *TABLES)):
         return False
     _, row = next(read_rows(file.path), ("", {}))
     return "text" not in row and not CONVERSATION_KEYS.isdisjoint(row)

@@ -23,16 +23,10 @@ SLOWED = {
 """Text for each bit of nvidia-smi's clock-throttle reasons. Only reasons that indicate a problem are listed.
 (Idleness and the power cap are no problem.)"""
 
-REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""Names of the field with these reasons in nvidia-smi. Newer drivers use the first name, and older drivers the second
-name."""
-
 FIELDS = (
-    "uuid", "driver_version", "memory.used", "memory.total", "clocks.sm", "clocks.max.sm", "temperature.gpu",
-    "ecc.errors.uncorrected.volatile.total",
+    "uuid", "driver_version", "clocks.sm", "clocks.max.sm", "temperature.gpu",
+    "ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.active",
 )  # fmt: skip
-MOST_USED = 0.1
-"""If more than this fraction of a GPU's memory is in use, another program must hold some of it."""
 
 NVIDIA_SMI_SECONDS = 30
 """Number of seconds to wait for nvidia-smi. A faulty driver may never answer."""
@@ -42,7 +36,7 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 def examine_devices() -> Iterator[Finding]:
     """Examine every GPU that torch sees, and then the host."""
     gpus = torch.cuda.device_count()
-    queried = next((found for reasons in REASONS if gpus and (found := query_gpus(*FIELDS, reasons))), [])
+    queried = query_gpus(*FIELDS) if gpus else []
     reported = {gpu["uuid"].removeprefix("GPU-"): gpu for gpu in queried}
     for index in range(gpus):
         properties = torch.cuda.get_device_properties(index)
@@ -88,15 +82,11 @@ def gpu_state(subject: str, name: str, memory: float, reported: Mapping[str, str
     errors = reported["ecc.errors.uncorrected.volatile.total"]
     if errors.isdecimal() and int(errors) > 0:
         return error(subject, f"{text}, {errors} uncorrected memory errors", "reset or replace this GPU", **figures)
-    reasons = next((reported[name] for name in REASONS if name in reported), "")
+    reasons = reported["clocks_event_reasons.active"]
     bits = int(reasons, 16) if reasons.startswith("0x") else 0
     slowed = [words for bit, words in SLOWED.items() if bits & bit]
     if slowed:
         return warning(subject, f"{text}, {', '.join(slowed)}", "check cooling and power of this node", **figures)
-    used, total = reported["memory.used"], reported["memory.total"]
-    if used.isdecimal() and total.isdecimal() and int(used) > MOST_USED * int(total):
-        advice = "end the other program (nvidia-smi lists it), or choose other GPUs with CUDA_VISIBLE_DEVICES"
-        return warning(subject, f"{text}, {used} MiB in use by another program", advice, **figures)
     return ok(subject, text, **figures)
 
 

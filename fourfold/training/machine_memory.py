@@ -44,6 +44,4 @@ def _bytes_per_parameter(run: RunConfig) -> int:
     if run.lora.rank:
         return size[training.precision]
     weight = size[training.master_weights]
-    moment = 4 if run.optimizer.stochastic_rounding else weight
-    # Gradients are summed in reduce_dtype and then cast to the weights' dtype, so count the larger dtype.
-    return weight + max(weight, size[training.reduce_dtype]) + moment * len(STATES[run.optimizer.name])
+    return weight * (2 + len(STATES[run.optimizer.name]))

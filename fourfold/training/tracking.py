@@ -131,9 +131,10 @@ class Tracking:
 
     def go_back(self, steps: int) -> None:
         """Go back to the state after the first ``steps``. Later steps will be logged again."""
-        for name, tracker in list(self._trackers.items()):
+        names = list(self._trackers)
+        self.close()
+        for name in names:
             with self._dropping(name):
-                tracker.finish(failed=False)
                 self._trackers[name] = self._clients[name](steps)
 
     def close(self, failed: bool = False) -> None:

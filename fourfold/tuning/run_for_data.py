@@ -14,10 +14,12 @@ from typing import Any
 from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import RunConfig
+from fourfold.data.atomic_files import write_output
 from fourfold.data.indexed import IndexedDataset, idx_path
 from fourfold.data.manifest import corpus_tokenizer, read_manifest, validation_prefix
 from fourfold.data.prepare_with_defaults import prepare_with_defaults
-from fourfold.errors import UserError
+from fourfold.data.sources import list_inputs
+from fourfold.errors import UserError, given_as
 from fourfold.huggingface.architectures.config_json import local_folder
 from fourfold.planning.calibration.machine_constants import constants_for
 from fourfold.planning.machines.machine import load_machine
@@ -119,8 +121,14 @@ def _prepare(data: str, run: RunConfig) -> str:
         from fourfold.huggingface.model_folder import SMALL_FILES  # This import takes seconds.
 
         folder = local_folder(run.model.from_hf, SMALL_FILES)
+    with given_as("--data"):
+        files = [(file.path, file.size, os.stat(file.path).st_mtime_ns) for file in list_inputs([data])]
+    inputs, record = repr((files, folder, run.model.vocab_size)), Path(f"{prefix}.inputs")
+    if read_manifest(prefix) is not None and (not record.is_file() or record.read_text(encoding="utf-8") != inputs):
+        raise UserError(f"{prefix} was made from other data than {data}; add --set name=NAME, or remove {prefix}*")
     for note in prepare_with_defaults(data, prefix, folder, run.model.vocab_size).notes:
         print(note)
+    write_output(record, inputs.encode())
     return str(prefix)
 
 
@@ -145,11 +153,11 @@ def _add_schedule(table: dict[str, Any], run: RunConfig, steps: int | None, toke
     has this many tokens."""
     batch, parameters = run.training.global_batch_size * run.training.seq_length, num_parameters(run.model)
     if run.model.from_hf is not None:
-        lr, wanted = PRETRAINED_LR, tokens
+        lr, wanted = PRETRAINED_LR, float(tokens)
     else:  # The learning rate is from Kaplan et al. 2020 (arXiv 2001.08361, equation D.1).
         lr = float(f"{max(1e-4, 0.003239 - 0.0001395 * math.log(parameters)):.2g}")
-        wanted = min(EPOCHS * tokens, TOKENS_PER_PARAMETER * parameters)
-    steps = steps or max(LEAST_STEPS, math.ceil(wanted / batch))
+        wanted = max(min(EPOCHS * tokens, TOKENS_PER_PARAMETER * parameters), LEAST_STEPS * batch)
+    steps = steps or math.ceil(wanted / batch)
     table["training"]["train_steps"] = steps
     table |= {"optimizer": {"lr": lr}, "lr_scheduler": {"warmup_steps": steps // 20}}
     table["checkpoint"] = {"interval": max(50, steps // 10)}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.data.atomic_files import new_folder
+from fourfold.data.atomic_files import new_folder, temporary_name
 from fourfold.errors import UserError
 from fourfold.processes import raise_file_limit
 
@@ -16,6 +16,13 @@ def test_a_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
         (unfinished / "weights").write_text("half")
         raise UserError("half")
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_no_obstacle(tmp_path: Path) -> None:
+    temporary_name(tmp_path / "model").mkdir()
+    with new_folder(tmp_path / "model") as folder:
+        (folder / "file").write_text("new")
+    assert (tmp_path / "model" / "file").read_text() == "new"
 
 
 def test_a_folder_has_the_usual_permissions(tmp_path: Path) -> None:

@@ -102,8 +102,6 @@ def test_builds_of_torch(build: tuple[str, str | None, str | None, int, list[str
 GPU = {
     "uuid": "GPU-1",
     "driver_version": "580.65",
-    "memory.used": "500",
-    "memory.total": "81559",
     "clocks.sm": "1755",
     "clocks.max.sm": "1980",
     "temperature.gpu": "61",
@@ -118,7 +116,6 @@ GPU = {
         ({}, "ok", "NVIDIA H100, 80.00 GiB, driver 580.65, 1755 of 1980 MHz, 61 °C"),
         ({"clocks_event_reasons.active": "0x0000000000000040"}, "warning", "slowed by heat"),
         ({"clocks_event_reasons.active": "0x0000000000000088"}, "warning", "by its hardware, slowed by its power"),
-        ({"memory.used": "40000"}, "warning", "40000 MiB in use by another program"),
         ({"ecc.errors.uncorrected.volatile.total": "2"}, "error", "2 uncorrected memory errors"),
         ({"ecc.errors.uncorrected.volatile.total": "[N/A]", "clocks_event_reasons.active": "[N/A]"}, "ok", "61 °C"),
     ],
@@ -129,14 +126,13 @@ def test_states_of_a_gpu(changed: dict[str, str], level: str, text: str) -> None
     assert text in finding.text
 
 
-def test_older_drivers_have_another_name_for_throttling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in for nvidia-smi knows only the field's old name, and prints one line for each of two GPUs."""
+def test_each_gpu_is_found_by_its_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in for nvidia-smi prints one line for each of two GPUs."""
     values = ", ".join([*list(GPU.values())[:-1], "0x40"])
-    refusal = 'case "$1" in *event*) exit 2 ;; esac'
-    (tmp_path / "nvidia-smi").write_text(f'#!/bin/bash\n{refusal}\necho "{values}"\necho "{values}" | tr 1 2\n')
+    (tmp_path / "nvidia-smi").write_text(f'#!/bin/bash\necho "{values}"\necho "{values}" | tr 1 2\n')
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert [gpu["uuid"] for gpu in query_gpus("uuid", *list(GPU)[1:-1], "clocks_throttle")] == ["GPU-1", "GPU-2"]
+    assert [gpu["uuid"] for gpu in query_gpus(*GPU)] == ["GPU-1", "GPU-2"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     properties = type("Properties", (), {"name": "NVIDIA H100", "total_memory": 80 * GIB, "uuid": "1"})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fourfold.inference.loki import LokiConfig
 from fourfold.inference.loki.attend import attend_to_chosen, decode
-from fourfold.inference.loki.select import DecodeStep
+from fourfold.inference.loki.select import DecodeStep, always_chosen
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -151,3 +151,10 @@ def test_a_sequence_that_sees_nothing_has_no_gradient() -> None:
     for tensor in (query, keys, values):
         assert tensor.grad[0].norm() > 0
         assert not tensor.grad[1].any()
+
+
+def test_counts_on_the_host_choose_keys_on_another_device() -> None:
+    """On a GPU, the first and the last keys are found by numbers that are on the host."""
+    visible = torch.ones(1, 1, 6, 6, dtype=torch.bool, device="meta")
+    kept = always_chosen(LokiConfig(), 8, None, visible, 6, "meta")
+    assert kept is not None and kept.shape == visible.shape

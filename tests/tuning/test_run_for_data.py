@@ -115,7 +115,18 @@ def test_a_prepared_corpus_is_used_as_it_is(tmp_path: Path, prefix: str, monkeyp
     assert not Path("corpora").exists()
 
 
-@pytest.mark.parametrize("documents", [1, 3])
+def test_other_data_with_the_same_name_do_not_replace_a_corpus(text: str) -> None:
+    run, _ = run_for_data("llama-tiny", text)
+    tokenizer = Path("corpora/notes-llama-tiny-tokenizer.json").read_bytes()
+    assert run_for_data("llama-tiny", text)[0] == run
+    Path(text, "0.txt").write_text("something else")
+    with pytest.raises(UserError, match="was made from other data than notes; add --set name=NAME, or remove"):
+        run_for_data("llama-tiny", text)
+    assert Path("corpora/notes-llama-tiny-tokenizer.json").read_bytes() == tokenizer
+    assert run_for_data("llama-tiny", text, overrides=["name=new"])[0].data.train[0].path == "corpora/new"
+
+
+@pytest.mark.parametrize("documents", [1, 3, 25, 40])
 def test_a_few_short_texts_are_enough(tmp_path: Path, documents: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("few.jsonl").write_text("".join(line(text=f"text {number} is short") for number in range(documents)))

@@ -1,8 +1,8 @@
 """Encode the leading components of keys in 2 bits each. Loki ranks the keys by these codes.
 
 A code says in which interval a component lies. The intervals are as wide as the component's standard deviation, which
-is nearly the best width for 4 intervals of a normal distribution. Coarse codes rank better than exact numbers: in the
-bytes of one bfloat16 number, eight components fit.
+is nearly the best width for 4 intervals of a normal distribution. In the bytes of one bfloat16 number, eight components
+fit. So with the same number of bytes, codes rank better than exact numbers.
 
 Shape letters as in attend.py. C bytes hold the codes of d components.
 """
@@ -42,8 +42,7 @@ class Encoder:
             mean_KD: Mean of the keys after their rotary embedding.
             covariance_KDD: Covariance of the keys after their rotary embedding.
         """
-        variance_K1d = (keys_KDd * (covariance_KDD @ keys_KDd)).sum(-2, keepdim=True)
-        width_K1d = variance_K1d.clamp(min=1e-20).sqrt()
+        width_K1d = (keys_KDd * (covariance_KDD @ keys_KDd)).sum(-2, keepdim=True).clamp(min=1e-20).sqrt()
         keys_KDd = keys_KDd / width_K1d
         shift_K1d = INTERVALS / 2 - mean_KD[:, None] @ keys_KDd
         missing = (0, -keys_KDd.shape[-1] % PER_BYTE)

@@ -4,7 +4,7 @@ The best k keys are selected without sorting, by the same radix search as in the
 score becomes an unsigned integer with the same order. The search then finds the k-th largest integer: first its leading
 11 bits, then the next 11 bits, and then the last 10 bits.
 
-All sums are float32. A key with a NaN score is always chosen, so the NaN shows in the output.
+All sums are float32. A NaN in a query makes its output NaN.
 
 Shape letters as in attend.py. R = B · K rows, each a KV head of a sequence. H is the number of its G query heads,
 padded to a multiple of four, because four heads are multiplied at a time.

@@ -102,7 +102,7 @@ def always_chosen(
         kept_S = torch.zeros(length, dtype=torch.bool, device=device)
         kept_S[: int(sink)] = kept_S[max(0, length - int(recent)) :] = True
         return kept_S
-    of_sequence = (-1, *[1] * (visible_B1_S.dim() - 1))
+    shape = (-1, *[1] * (visible_B1_S.dim() - 1))
     from_left = visible_B1_S.cumsum(-1)
     from_right = from_left[..., -1:] - from_left
-    return visible_B1_S & ((from_left <= sink.view(of_sequence)) | (from_right < recent.view(of_sequence)))
+    return visible_B1_S & ((from_left <= sink.view(shape).to(device)) | (from_right < recent.view(shape).to(device)))
