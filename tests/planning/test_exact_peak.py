@@ -81,21 +81,11 @@ def test_the_peak_of_hybrids_is_that_of_the_trace(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "parallel", "recompute"),
-    [
-        ("qwen3.5-9b", {"pp": 2, "z": 2, "cp": 2, "zero": 3, "cp_method": "ring"}, "full"),
-        ("gpt-oss-20b", {"pp": 2, "dp": 2}, "selective"),
-        ("deepseek-v3", {"pp": 2, "y": 2, "z": 2, "dp": 2, "zero": 3, "ep": 4}, "full"),
-    ],
-    ids=str,
-)
-def test_the_peak_of_pipelines_counts_the_sums_of_the_embedding(
-    model: str, parallel: dict[str, Any], recompute: str
-) -> None:
+def test_the_peak_of_pipelines_counts_the_sums_of_the_embedding() -> None:
     """Each pipeline rank has few blocks, so the embedding's gradients are a large part of the first rank's peak."""
-    run = run_of(parallel, recompute, 2, layers=4, model=model, seq=1024)
-    few = {} if model == "qwen3.5-9b" else {"num_experts": 16, "first_k_dense_replace": int(model == "deepseek-v3")}
+    grid = {"pp": 2, "y": 2, "z": 2, "dp": 2, "zero": 3, "ep": 4}
+    run = run_of(grid, "full", 2, layers=4, model="deepseek-v3", seq=1024)
+    few = {"num_experts": 16, "first_k_dense_replace": 1}
     run = run.model_copy(update={"model": run.model.model_copy(update=few)})
     for rank, told in enumerate(trace(run, whole=True).pipeline):
         assert planned_peak(run, rank) == pytest.approx(told.memory.total_peak, rel=0.01), rank
