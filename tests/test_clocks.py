@@ -16,7 +16,6 @@ WITH_A_CLOCK = {
     "test_kill_sweep.py": "kills at a random moment of the start",
     "test_pool.py": "a rank hangs, which the pool must notice",
     "test_stream.py": "a source is dead, which the reader must notice",
-    "test_tracking.py": "a tracker hangs, which the end must notice",
     "test_trial_processes.py": "a trial hangs, which the search must notice",
     "test_timeline.py": "the time of recorded steps is inside of the time that their process takes",
 }

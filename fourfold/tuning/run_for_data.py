@@ -76,7 +76,7 @@ def run_for_data(
     table["training"] = dict.fromkeys(("global_batch_size", "seq_length", "train_steps"), 1)
     # The batch and the length are chosen later, so leave out the overrides that depend on them.
     draft = _make(table, [each for each in overrides if each.startswith(("name=", "model.", "training.device="))])
-    gpus, memory = gpus_here() if draft.training.device != "cpu" else (0, 0.0)
+    gpus, memory = local_gpus() if draft.training.device != "cpu" else (0, 0.0)
     device, count = ("cuda", processes or gpus) if gpus else ("cpu", processes or 1)
     corpus = data if idx_path(data).is_file() else _prepare(data, draft)
     tokens = IndexedDataset(corpus).tokens
@@ -104,7 +104,7 @@ def _make(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     return make_run(changed, "the run of --model and --data", overrides)
 
 
-def gpus_here() -> tuple[int, float]:
+def local_gpus() -> tuple[int, float]:
     """Return the number of GPUs of this machine, and the bytes of memory of the smallest GPU."""
     if not any(Path(file).exists() for file in GPUS):
         return 0, 0.0

@@ -80,10 +80,11 @@ def test_help_fills_the_width(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns
         ("evaluate", "--set parallel.z=2 scores on two processes."),
     ):
         _, page, _ = cli(command, "--help")
-        paragraph = page.partition("╭")[0].rstrip().split("\n \n")[-1].split("\n \n")[-1]
-        lines = [line.strip() for line in paragraph.splitlines() if line.strip()]
-        assert lines[-1].endswith(words.split(" ")[-1]) and words in " ".join(lines)
-        prose = lines[lines.index(next(line for line in lines if line.startswith(("Starts", "For a text")))) :]
+        lines = [line.strip() for line in page.partition("╭")[0].splitlines()]
+        begin = next(number for number, line in enumerate(lines) if line.startswith(("Starts", "For a text")))
+        end = next(number for number, line in enumerate(lines) if line.endswith(words.split(" ")[-1]))
+        prose = [line for line in lines[begin : end + 1] if line]
+        assert words in " ".join(prose)
         assert min(map(len, prose[:-1])) > columns - 20
         assert max(map(len, page.splitlines())) <= columns
 

@@ -41,7 +41,7 @@ def offered(cli: Cli, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]
         ("plan va", ["validate"]),
         ("plan --prec", ["--precision"]),
         ("plan scaling --we", ["--weak"]),
-        ("train --pro", ["--profile"]),
+        ("train --pro", ["--processes", "--profile"]),
         ("parity --against p", ["plain"]),
     ],
 )

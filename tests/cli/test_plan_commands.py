@@ -237,7 +237,7 @@ def test_layouts_are_readable(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns
     # The command to paste may be wider than the terminal.
     assert max(len(line) for line in lines if not line.startswith("fourfold tune ")) <= columns
     said = re.search(r"In every row: (.*)\.", out)
-    shared = dict(pair.split() for pair in said[1].split(", ")) if said else {}
+    shared = dict(pair.rsplit(" ", 1) for pair in said[1].split(", ")) if said else {}
     assert (said is not None) == (columns == 80)
     rows = [line.split() for line in lines if re.match(r"[1-4] ", line)]
     assert len(rows) == len(ranked) == 4

@@ -87,12 +87,12 @@ def test_the_grid_has_as_many_processes_as_the_user_asks_for(text: str) -> None:
 def test_gpus_set_the_number_of_processes_the_precision_and_the_memory(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "gpus_here", lambda: (4, 80e9))
+    monkeypatch.setattr(module, "local_gpus", lambda: (4, 80e9))
     run, _ = run_for_data("llama-tiny", text)
     assert run.parallel.world_size == 4 and run.training.precision == "bf16"
     on_cpu, _ = run_for_data("llama-tiny", text, overrides=["training.device=cpu"])
     assert on_cpu.parallel.world_size == 1 and on_cpu.training.precision == "fp32"
-    monkeypatch.setattr(module, "gpus_here", lambda: (4, 1e9))
+    monkeypatch.setattr(module, "local_gpus", lambda: (4, 1e9))
     with pytest.raises(UserError, match="no layout of 4 devices"):
         run_for_data("llama3-8b", text)
 

@@ -20,7 +20,7 @@ DATA_PATH = [
     ),
     Mutant(
         "a conversation uses the answer mask of the conversation before it",
-        "data.conversations:PackedConversations.read",
+        "data.conversations:ConversationCorpus._filled",
         "self.answers.read(start, length)",
         "self.answers.read(max(0, start - length), length)",
         grid=DP2,
@@ -28,9 +28,9 @@ DATA_PATH = [
     ),
     Mutant(
         "the rejected answer uses the answer mask of the chosen one",
-        "data.conversations:PreferencePairs.read",
+        "data.conversations:ConversationCorpus._filled",
         "self.answers.read(start, length)",
-        "self.answers.read(int(self._offsets[document // 2 * 2]), length)",
+        "self.answers.read(int(self._offsets[conversation // 2 * 2]), length)",
         grid=DP2,
         sections=PAIRS,
     ),
