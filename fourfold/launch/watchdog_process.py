@@ -45,7 +45,7 @@ FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class Watch(NamedTuple):
-    """What a watchdog must know about its rank: file descriptors, the rank's number, and time limits in seconds."""
+    """The watchdog's settings for its rank: file descriptors, the rank's number, and time limits in seconds."""
 
     heartbeat: int
     stacks: int

@@ -43,5 +43,4 @@ def _bytes_per_parameter(run: RunConfig) -> int:
     training, size = run.training, {"fp32": 4, "bf16": 2, "fp16": 2}
     if run.lora.rank:
         return size[training.precision]
-    weight = size[training.master_weights]
-    return weight * (2 + len(STATES[run.optimizer.name]))
+    return size[training.master_weights] * (2 + len(STATES[run.optimizer.name]))

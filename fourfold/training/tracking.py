@@ -118,9 +118,7 @@ class Tracking:
         """Start the trackers. If ``first_step`` is above 0, they continue their earlier tracked runs."""
         self._clients = {name: partial(CLIENTS[name], run, run_dir) for name in _wanted(run)}
         self._trackers: dict[str, Tracker] = {}
-        for name, client in self._clients.items():
-            with self._dropping(name):
-                self._trackers[name] = client(first_step)
+        self._start(list(self._clients), first_step)
 
     def log(self, step: int, record: dict[str, Any]) -> None:
         """Log one line of metrics.jsonl. Metrics that are null because they are not finite are not logged."""
@@ -133,9 +131,7 @@ class Tracking:
         """Go back to the state after the first ``steps``. Later steps will be logged again."""
         names = list(self._trackers)
         self.close()
-        for name in names:
-            with self._dropping(name):
-                self._trackers[name] = self._clients[name](steps)
+        self._start(names, steps)
 
     def close(self, failed: bool = False) -> None:
         """End the tracked runs, and wait a limited time for them. A second call does nothing."""
@@ -152,6 +148,11 @@ class Tracking:
             if thread.is_alive():
                 self._drop(name, f"it did not take its last numbers within {FINISH_SECONDS:g} s")
         self._trackers = {}
+
+    def _start(self, names: list[str], steps: int) -> None:
+        for name in names:
+            with self._dropping(name):
+                self._trackers[name] = self._clients[name](steps)
 
     def _finish(self, name: str, tracker: Tracker, failed: bool) -> None:
         with self._dropping(name):

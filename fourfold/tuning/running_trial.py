@@ -18,7 +18,7 @@ from fourfold.tuning.trial_run import hopeless, measured, memory_used, step_seco
 RAN_OUT = re.compile(rb"OutOfMemoryError|out of memory|Cannot allocate memory|can't allocate memory|oom[-_]kill", re.I)
 """Matches the messages that PyTorch, memory allocators, and SLURM print when memory runs out."""
 KEPT_OF_LOG = 1 << 16
-"""Number of bytes at the end of a log in which to search for such messages."""
+"""The search for such messages covers this many bytes at the end of a log."""
 TIMES_AS_LONG, AT_LEAST = 5.0, 60.0
 """A trial counts as hung after ``TIMES_AS_LONG`` * t + ``AT_LEAST`` seconds. Here t is the wall time of the longest
 finished trial, in seconds."""

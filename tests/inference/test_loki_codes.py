@@ -1,4 +1,4 @@
-"""Codes of keys say in which interval each component lies, and products with codes approximate scores."""
+"""A code names the interval that a component of a key lies in. Products of queries with codes approximate scores."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ def is_legal(table: Table) -> bool:
 
 
 def shrink(table: Table, fails: Callable[[Table], bool]) -> Table:
-    """Return a smaller run file that fails. The function removes a section or a key, or halves a number. It repeats
-    this as long as it finds a change with which the run file is legal and still fails."""
+    """Return a smaller run file that fails. The function removes a section or a key, or halves a number. The
+    function repeats this as long as the smaller run file is legal and still fails."""
     while (smaller := next((t for t in _smaller(table) if is_legal(t) and fails(t)), None)) is not None:
         table = smaller
     return table
@@ -227,8 +227,8 @@ def _with_latents(draw: random.Random, table: Table) -> Table:
 
 
 def _with_linear_attention(draw: random.Random, table: Table) -> Table:
-    """Return a run file in which some layers have linear attention. The run file is not legal if the model has latent
-    attention."""
+    """Give some layers of the model linear attention, and return the changed run file. The run file is not legal if the
+    model has latent attention."""
     grid = table["parallel"]
     keys = grid["x"] * grid["y"] * grid["cp"] * draw.choice((1, 2))
     kinds = table["model"].get("layer_types") or ["full_attention"]

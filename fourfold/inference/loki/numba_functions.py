@@ -72,7 +72,7 @@ def as_float32(number):
 
 
 @overload(as_float32, inline="always")
-def _compileas_float32(number):
+def _compile_as_float32(number):
     if number == types.uint16:  # An unsigned 16-bit integer holds the bits of a bfloat16.
         return lambda number: np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)
     return lambda number: number

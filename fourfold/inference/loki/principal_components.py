@@ -161,12 +161,13 @@ def _compare(
     """Return the recall of each kind of components in each layer, with Loki's default numbers of components and keys,
     and without keys that are always chosen."""
     configs = {kind: LokiConfig(min_k=1, min_seq=0, sink=0, recent=0, basis=kind) for kind in KINDS}
+    encoders = {kind: [basis.of_layer(layer, configs[kind]) for layer in range(len(attentions))] for kind in KINDS}
     probes = {kind: [Probe() for _ in attentions] for kind in KINDS}
 
     def rank(number: int, query: Tensor, keys: dict[str, Tensor], scaling: float) -> None:
         key = keys["post"][:, :, :ROWS_COMPARED]
         for kind, config in configs.items():
-            encoder = basis.of_layer(number, config).to(key.device)
+            encoder = encoders[kind][number].to(key.device)
             simulate(query[:, :, :ROWS_COMPARED], key, key, encoder, config, scaling, None, probes[kind][number])
 
     _observe(model, attentions, held, rank)

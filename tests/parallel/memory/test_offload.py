@@ -130,7 +130,7 @@ class Chain(nn.Module):
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that records copies and matmuls in the order in which they are issued."""
+    """Return a list. Each copy and each matmul adds an entry to the list when it is issued."""
     notes: list[str] = []
     start = CopyStream.start
 
