@@ -80,7 +80,7 @@ def _formats(entries: Mapping[str, dict[str, Any]]) -> dict[str, Format]:
     """Return the format of each family, by the family's name."""
     formats: dict[str, Format] = {}
     for name, entry in entries.items():
-        keys = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+        keys: dict[str, Any] = {k: tuple(each) if isinstance(each, list) else each for k, each in entry.items()}
         families, table = keys.pop("families", (name,)), _table(keys.pop("table", name))
         formats |= dict.fromkeys(families, Format(table, **keys))
     return formats
