@@ -108,6 +108,7 @@ def layout(
     as_json: AsJson = False,
     explain: Explain = False,
     write: Annotated[Path | None, typer.Option(metavar="RUN.toml", help="Write the best layout as a run file.")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="plan.html", help="Write the plan as an HTML page.")] = None,
     limits: Limit = [],  # noqa: B006 (typer only reads it)
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
@@ -128,11 +129,17 @@ def layout(
     request = request_from_options(*options) if other is None else request_from_other(other, model, given)
     _print_note(request)
     with working("Searching layouts") as watch:  # The search takes seconds, or longer for 100,000 GPUs.
-        result = plan_request(request, machine or "dgx-h100", limits, top, tokens, explain, watch)
+        explained = explain or report is not None
+        result = plan_request(request, machine or "dgx-h100", limits, top, tokens, explained, watch)
     if write is not None:
         with given_as("--write"):
             write_run(write, request, result.plan.best, tokens)
-    show(result.record(), as_json, lambda _: plan_tables(result))
+    if report is not None:
+        from fourfold.reports.plan_report import write_plan_report
+
+        with given_as("--report"):
+            write_plan_report(report, result)
+    show(result.record(), as_json, lambda _: plan_tables(result, explain))
 
 
 @plan.command()

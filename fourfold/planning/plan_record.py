@@ -26,6 +26,9 @@ from fourfold.planning.search.plan import Plan, Prediction, make_plan, predict
 from fourfold.planning.search.space import refusal
 from fourfold.planning.search.within_error import WithinError, layouts_within_error
 
+TALLEST = 5
+"""Charts show the run file's layout only if its step time is at most this many times the best layout's step time."""
+
 
 @dataclass(frozen=True)
 class PlanRecord:
@@ -67,6 +70,16 @@ class PlanRecord:
         if self.own is None or self.own.gpus == self.request.gpus:
             return "yours"
         return f"yours, on {self.own.gpus} GPU{'s' if self.own.gpus > 1 else ''}"
+
+    @property
+    def is_own_drawn(self) -> bool:
+        """Return whether charts show the run file's layout.
+
+        Charts show this layout if it has a prediction for the requested number of GPUs, unless its step takes more than
+        ``TALLEST`` times as long as the best layout's step. A longer bar would make all other bars too small to read.
+        """
+        own = self.own
+        return own is not None and own.gpus == self.request.gpus and own.seconds <= TALLEST * self.plan.best.seconds
 
     @property
     def interval(self) -> tuple[float, float] | None:

@@ -13,7 +13,7 @@ from fourfold.data.atomic_files import write_output
 from fourfold.errors import UserError
 from fourfold.memorization.membership import ATTACKS
 from fourfold.reports import html
-from fourfold.reports.chart import line_chart
+from fourfold.reports.basic_charts import line_chart
 from fourfold.reports.numbers import counted
 from fourfold.reports.tables import print_table
 

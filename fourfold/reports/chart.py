@@ -1,8 +1,10 @@
 """Draw charts with Apache ECharts. A chart is an ECharts option in plain Python values. The page's script
 (assets/charts.js) draws it.
 
-https://echarts.apache.org/en/option.html describes the options. A color such as ``"--s1"`` is a color of the page's
-light or dark theme (assets/page.css).
+https://echarts.apache.org/en/option.html describes the options. fourfold adds two features:
+
+- A color such as ``"--s1"`` is a color of the page's light or dark theme (assets/page.css).
+- The ``"text"`` of a data item appears in a tooltip.
 """
 
 import json
@@ -11,53 +13,38 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
-LABELED = 12
-"""A line with dots shows the values of its points if it has at most this many points."""
+Option = Mapping[str, Any]
 NOTHING = "nothing recorded"
 
 
-def line_chart(title: str, lines: Mapping[str, Sequence[tuple[float, float]]], *, x_label: str, y_label: str) -> str:
-    """Return a figure with lines, and a dot at each of their points. The y axis starts at 0.
+def chart(title: str, option: Option, *, height: int = 260, zoom: Literal["", "x", "xy"] = "") -> str:
+    """Return an HTML figure with a caption, a legend, and a chart. Values that are not finite become gaps.
 
     Args:
         title: The caption.
-        lines: For each line, its name and its points (x, y).
-        x_label: Label of the x axis.
-        y_label: Label of the y axis.
+        option: The ECharts option that describes the chart.
+        height: Height of the chart in pixels.
+        zoom: The axes that the reader can zoom by dragging a box.
     """
-    places = [x for points in lines.values() for x, _ in points]
-    if not places:
-        return empty_chart(title)
-    near_zero = 0 <= min(places) < max(places) / 4
-    style = {"type": "line", "symbol": "circle", "symbolSize": 6, "lineStyle": {"width": 1.75}}
-    option = {
-        "xAxis": {"type": "value", "name": x_label, "scale": True, "min": 0 if near_zero else None},
-        "yAxis": {"type": "value", "name": y_label},
-        "tooltip": {"trigger": "axis"},
-        "series": [
-            {**style, "name": name, "data": points, "label": {"show": len(points) <= LABELED, "position": "top"}}
-            for name, points in lines.items()
-        ],
-    }
-    return figure(title, {"option": option}, height=260)
+    return figure(title, {"option": option}, height, zoom)
 
 
-def figure(title: str, spec: Mapping[str, Any], height: int) -> str:
-    """Return an HTML figure with a caption, a legend, and a chart. Values that are not finite become gaps. The reader
-    can zoom along the x axis by dragging a box.
+def figure(title: str, spec: Mapping[str, Any], height: int, zoom: Literal["", "x", "xy"] = "") -> str:
+    """Return an HTML figure.
 
     Args:
         title: The caption.
         spec: The data that the page's script draws.
         height: Height in pixels.
+        zoom: The axes that the reader can zoom by dragging a box.
     """
-    reset = '<button type="button" class="reset" hidden>whole range</button>'
+    reset = '<button type="button" class="reset" hidden>whole range</button>' if zoom else ""
     return (
         f'<figure class="chart"><figcaption><b>{escape(title)}</b>{reset}<span class="legend"></span></figcaption>'
         f'<div class="plot" role="img" aria-label="{escape(title)}" style="height:{height}px"></div>'
-        f'<script type="application/json">{to_json(spec)}</script></figure>'
+        f'<script type="application/json">{to_json({**spec, "zoom": zoom})}</script></figure>'
     )
 
 

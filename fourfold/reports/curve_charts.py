@@ -79,7 +79,7 @@ def curve_chart(
         "isLoss": is_loss,
         "fromZero": from_zero,
     }
-    return figure(title, spec, height)
+    return figure(title, spec, height, zoom="x")
 
 
 def _data(curve: Curve, smooth: bool) -> dict[str, object]:

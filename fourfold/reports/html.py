@@ -14,15 +14,19 @@ LONG_TEXT = 40
 """Facts with more characters than this get a wide card."""
 
 
-def page(title: str, subtitle: str, sections: Sequence[str], *, reload_seconds: int | None = None) -> str:
+def page(
+    title: str, subtitle: str, sections: Sequence[str], *, has_search: bool = False, reload_seconds: int | None = None
+) -> str:
     """Return a complete HTML document, with the scripts that draw charts. The sections are HTML. Title and subtitle are
     plain text.
 
     Args:
+        has_search: Whether a section contains a ``search_table``.
         reload_seconds: Number of seconds after which the page reloads itself. None never reloads it.
     """
     body = "\n".join(sections)
-    drawing = "\n".join(f"<script>{asset(name)}</script>" for name in ("echarts.min.js", "charts.js"))
+    needed = {"echarts.min.js": True, "charts.js": True, "table.js": has_search}
+    drawing = "\n".join(f"<script>{asset(name)}</script>" for name, is_needed in needed.items() if is_needed)
     if reload_seconds is not None:
         drawing += f"\n<script>{Template(asset('reload.js')).substitute(seconds=reload_seconds)}</script>"
     texts = {"policy": _POLICY, "title": escape(title), "subtitle": escape(subtitle), "style": asset("page.css")}
@@ -39,12 +43,23 @@ def facts(values: Mapping[str, str | int | float | None]) -> str:
     return f'<dl class="facts">{"".join(cards)}</dl>'
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of texts, which scrolls sideways if the page is narrow. All columns except the first are
-    right-aligned."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
+    """Return a table of texts, which scrolls sideways if the page is narrow.
+
+    With ``words``, all columns are left-aligned. Otherwise, all columns except the first are right-aligned.
+    """
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table class="rows"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    kind = "words" if words else "rows"
+    return (
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def search_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table that the reader can sort and filter by any column."""
+    whole = table(header, rows).replace('class="scroll"', 'class="scroll tall"', 1)
+    return '<p class="subtitle"></p>' + whole.replace('class="rows"', 'class="rows search"', 1)
 
 
 def charts(figures: Sequence[str], wide: Sequence[str] = ()) -> str:

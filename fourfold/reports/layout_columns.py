@@ -1,4 +1,4 @@
-"""Define the columns that describe the layouts of a plan."""
+"""Define the columns that describe the layouts of a plan, for the terminal's table and the table of the HTML page."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fourfold.planning.search.plan import GRID
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Workload
 
 if TYPE_CHECKING:
+    from fourfold.planning.machines.machine import Machine
     from fourfold.planning.search.plan import Prediction
 
 CHOICES = (*GRID, "ep", "zero", "recompute", "micro batch", "also")
@@ -46,16 +47,35 @@ def predicted(p: Prediction, factors: Sequence[float] | None) -> dict[str, str]:
     """Return the table cells of a prediction, by header. If ``factors`` are given, a cell shows an interval that
     contains the measured time with a probability of 90 %. Its ends are the predicted step time multiplied by each of
     the two factors."""
-    interval = {} if factors is None else {"90 % interval": "–".join(_digits(p.seconds * f, 3) for f in factors)}
+    mfu = p.utilization(p.work.model_flops())
     return {
-        "s/step": _digits(p.seconds, 4),
-        **interval,
-        "MFU": f"{p.utilization(p.work.model_flops()):.1%}",
-        "GB": gigabytes(p.memory_bytes),
-        f"of {gigabytes(float(p.machine.memory))}": f"{p.memory_bytes / p.machine.memory:.0%}",
-        "P(OOM)": f"{p.p_oom:.1%}",
+        **figures(p.machine, p.seconds, p.memory_bytes, p.p_oom, mfu, factors),
         "HFU": f"{p.utilization(p.work.hardware_flops()):.1%}",
         "tokens/s/GPU": f"{p.tokens_per_second / p.gpus:,.0f}",
+    }
+
+
+def figures(
+    machine: Machine, seconds: float, memory: float, p_oom: float, mfu: float, factors: Sequence[float] | None
+) -> dict[str, str]:
+    """Return the table cells that all tables of predictions have, by header.
+
+    Args:
+        machine: The machine.
+        seconds: Seconds per step.
+        memory: Peak bytes of the rank that needs the most memory.
+        p_oom: Probability of running out of memory.
+        mfu: Model FLOPs utilization, as a fraction.
+        factors: See ``predicted``.
+    """
+    interval = {} if factors is None else {"90 % interval": "–".join(_digits(seconds * f, 3) for f in factors)}
+    return {
+        "s/step": _digits(seconds, 4),
+        **interval,
+        "MFU": f"{mfu:.1%}",
+        "GB": gigabytes(memory),
+        f"of {gigabytes(float(machine.memory))}": f"{memory / machine.memory:.0%}",
+        "P(OOM)": f"{p_oom:.1%}",
     }
 
 

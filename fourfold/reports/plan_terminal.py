@@ -49,12 +49,12 @@ CURVE = ("s/step", "GB", "MFU", "tokens/s/GPU")
 """
 
 
-def plan_tables(result: PlanRecord) -> None:
+def plan_tables(result: PlanRecord, explained: bool) -> None:
     """Print the ranked layouts, how many layouts were searched and refused, how certain the ranking is, and the costs
     if they are known.
 
-    If the plan is explained, also print where a step's time goes, and how layouts that differ from the best one in one
-    choice compare with it.
+    With ``explained``, also print where a step's time goes, and how layouts that differ from the best one in one choice
+    compare with it.
     """
     request, plan, console = result.request, result.plan, Console()
     step = request.base.step
@@ -88,7 +88,7 @@ def plan_tables(result: PlanRecord) -> None:
         console.print(f"Extrapolation: {'; '.join(result.extrapolation)}.")
     if result.costs is not None:
         console.print(costs_sentence(result))
-    if result.explanation is not None:
+    if explained and result.explanation is not None:
         _explanation(result.explanation, console)
 
 

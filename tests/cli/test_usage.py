@@ -76,6 +76,7 @@ def test_every_option_of_every_command_refuses_a_wrong_value_in_one_sentence(cli
             "no.csv cannot be read: No such file or directory; give a CSV file",
         ),
         ("loki evaluate --model x --basis . --text t", "--basis: the basis . is a folder; give the file that"),
+        ("plan --model gpt2 --gpus 2 --report no/such/file", "--report: cannot write no/such/file: No such"),
         ("plan --model gpt2", "--gpus is missing; give the number of GPUs to plan for, such as --gpus 8"),
         ("plan --model gpt2 --gpus 2 --limit x=3", "--limit x=3: no layout of 2 GPUs is within these limits; leave"),
         ("plan --model gpt2 --gpus 2 --limit ep=2", "--limit ep=2: ep needs a model with experts; leave ep out"),

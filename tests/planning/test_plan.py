@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from exact_parameters import stored_bytes
+from report_pages import chart_specs
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
@@ -33,6 +34,7 @@ from fourfold.planning.search.plan import Plan, describe_layout, make_plan, pred
 from fourfold.planning.search.space import AXES, SearchLimits
 from fourfold.planning.search.within_error import layouts_within_error
 from fourfold.planning.workload import RECOMPUTE, Workload
+from fourfold.reports.plan_report import write_plan_report
 from fourfold.run_file.dump import to_toml
 from fourfold.run_file.load import load_run, make_run
 
@@ -141,6 +143,21 @@ def test_a_plan_is_written_with_the_steps_for_its_tokens(tmp_path: Path) -> None
     for tokens, steps in ((1e9, 122_070), (100.0, 1)):
         write_run(tmp_path / "run.toml", asked, best, tokens)
         assert load_run(tmp_path / "run.toml").training.train_steps == steps  # 8,192 tokens per step
+
+
+def test_a_much_slower_layout_of_the_run_file_is_in_no_chart(tmp_path: Path) -> None:
+    """In a chart, such a layout would make all other layouts look the same. The table still shows this layout."""
+    path = tmp_path / "run.toml"
+    for gpus, drawn in ((8, True), (1, False)):
+        asked = request_from_options("gpt2", None, [], gpus, 1024, 64)
+        write_run(path, asked, make_plan(asked.base, H100, PRIOR, gpus).best)
+        found = plan_record.plan_request(request_from_options(None, path, [], 8), "dgx-h100", ["pp=1"], 2, None, True)
+        write_plan_report(tmp_path / "plan.html", found)
+        text = (tmp_path / "plan.html").read_text(encoding="utf-8")
+        specs = chart_specs(text)
+        bars = specs["Where a step's time goes"]["option"]["yAxis"]["data"]
+        assert ("yours" in bars) == drawn == found.is_own_drawn
+        assert ("too long for the charts" in text) != drawn and found.own_label in text
 
 
 def test_stages_of_1f1b_hold_fewer_micro_batches_towards_the_end() -> None:

@@ -40,7 +40,7 @@ const fourfold = (() => {
     return {
       color: Array.from({length: 12}, (_, i) => css("--s" + i)),
       textStyle: {fontFamily: getComputedStyle(document.body).fontFamily, fontSize: 12, color: ink},
-      valueAxis: axis, logAxis: axis,
+      categoryAxis: {...axis, splitLine: {show: false}}, valueAxis: axis, logAxis: axis,
       tooltip: {backgroundColor: card, borderColor: css("--edge"), textStyle: {color: ink, fontSize: 12.5},
         axisPointer: {lineStyle: {color: faint}}},
       visualMap: {textStyle: {color: faint}},
@@ -50,10 +50,15 @@ const fourfold = (() => {
   const row = (color, name, text) => `<tr><td><i style="background:${color}"></i></td><td>${escape(name)}</td>`
     + `<td>${escape(text)}</td></tr>`;
 
-  /** The text under the pointer: a row for each series. */
+  /** The text under the pointer: a point's own `text`, or a row for each series. */
   function tooltip(entry) {
     return found => {
-      const {series, xAxis} = entry.drawn, [{axisValue}] = found;
+      if (!Array.isArray(found)) return found.data?.text ? escape(found.data.text).replaceAll("\n", "<br>") : "";
+      const {series, xAxis} = entry.drawn, [{axisValue, axisType}] = found;
+      if (axisType.endsWith("category")) {
+        const rows = found.map(item => row(item.color, item.seriesName, item.data?.text ?? format(item.value, 5)));
+        return `${escape(found[0].name)}<table class="values">${rows.join("")}</table>`;
+      }
       const selected = entry.chart.getOption().legend[0].selected;
       const rows = series.map((each, seriesIndex) => {
         if (each.silent || selected[each.name] === false) return "";
@@ -80,6 +85,7 @@ const fourfold = (() => {
     const {chart, plot} = entry;
     const whole = resolve(option);
     for (const axis of [...list(whole.xAxis), ...list(whole.yAxis)]) {
+      if (axis.type === "category") continue;
       const isRound = typeof axis.max !== "number" || Number(axis.max.toPrecision(2)) === axis.max;
       axis.axisLabel = {formatter: value => format(value, 6), showMaxLabel: isRound ? null : false, ...axis.axisLabel};
     }
@@ -103,11 +109,12 @@ const fourfold = (() => {
   }
 
   /** Drag a box to zoom, double-click to see everything; two fingers where there is no mouse. */
-  function makeZoomable(option) {
-    const icon = {zoom: "none", back: "none"}, filterMode = "filter";
-    option.toolbox = {itemSize: 0, feature: {dataZoom: {xAxisIndex: 0, yAxisIndex: "none", filterMode, icon}}};
-    option.dataZoom = [{type: "inside", xAxisIndex: 0, filterMode,
-      zoomOnMouseWheel: false, moveOnMouseMove: false, moveOnMouseWheel: false, preventDefaultMouseMove: false}];
+  function makeZoomable(option, along) {
+    const axes = {xAxisIndex: along.includes("x") ? 0 : "none", yAxisIndex: along.includes("y") ? 0 : "none"};
+    const filterMode = along.length > 1 ? "none" : "filter";
+    option.toolbox = {itemSize: 0, feature: {dataZoom: {...axes, filterMode, icon: {zoom: "none", back: "none"}}}};
+    option.dataZoom = [...along].map(direction => ({type: "inside", [direction + "AxisIndex"]: 0, filterMode,
+      zoomOnMouseWheel: false, moveOnMouseMove: false, moveOnMouseWheel: false, preventDefaultMouseMove: false}));
   }
 
   /** Round numbers of [low, high], about `target` of them, evenly spread on a logarithmic axis. */
@@ -130,15 +137,16 @@ const fourfold = (() => {
   /** ECharts' logarithmic axis ends at powers of ten and names nothing between them: fit it to what is shown. */
   function fitLogAxis({chart, spec}, option) {
     if (option.yAxis?.type !== "log") return;
-    const [alongX] = chart.getOption().dataZoom ?? [];
+    const [alongX, alongY] = chart.getOption().dataZoom ?? [];
     const isShown = x => alongX?.startValue == null || (x >= alongX.startValue && x <= alongX.endValue);
     const values = list(option.series).flatMap(series => series.data).map(item => item.value ?? item)
-      .filter(([x, y]) => y > 0 && isShown(x)).map(([, y]) => y);
+      .filter(([x, y]) => y > 0 && (alongY || isShown(x))).map(([, y]) => y);
     if (!values.length) return;
     const least = Math.min(...values), most = Math.max(...values);
     const margin = most > least * (1 + 1e-9) ? (most / least) ** 0.05 : 1.5;
     const min = least / margin, max = most * margin;
-    const customValues = logTicks(min, max, Math.max(3, Math.round(chart.getHeight() / 50)));
+    const [low, high] = alongY?.startValue == null ? [min, max] : [alongY.startValue, alongY.endValue];
+    const customValues = logTicks(low, high, Math.max(3, Math.round(chart.getHeight() / 50)));
     const ticks = {axisLabel: {customValues}, axisTick: {customValues}, splitLine: {customValues}};
     chart.setOption({yAxis: {min, max, ...ticks}});
   }
@@ -292,14 +300,14 @@ const fourfold = (() => {
     const zoomed = keepZoom && chart.getOption().dataZoom?.[0];
     if (hasCurves(entry)) spec.option = curveOption(entry);
     const option = complete(spec.option, entry);
-    makeZoomable(option);
+    if (spec.zoom) makeZoomable(option, spec.zoom);
     chart.setOption(option, {notMerge: true});
     if (zoomed) chart.dispatchAction({type: "dataZoom", dataZoomIndex: 0, start: zoomed.start, end: zoomed.end});
-    else entry.reset.hidden = true;
+    else if (entry.reset) entry.reset.hidden = true;
     fitLogAxis(entry, option);
     entry.drawn = option;
     fillLegend(chart, figure, spec);
-    if (matchMedia("(hover: hover)").matches)
+    if (spec.zoom && matchMedia("(hover: hover)").matches)
       chart.dispatchAction({type: "takeGlobalCursor", key: "dataZoomSelect", dataZoomSelectActive: true});
   }
 
@@ -316,6 +324,7 @@ const fourfold = (() => {
       chart.resize();
       if (!isZoomed(chart)) draw(entry);
     }).observe(plot);
+    if (!spec.zoom) return;
     chart.on("datazoom", () => {
       entry.reset.hidden = !isZoomed(chart);
       fitLogAxis(entry, entry.drawn);
