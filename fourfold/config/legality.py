@@ -307,7 +307,7 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "layers_per_stage needs a positive number for each stage, which sum to the layers",
+        "layers_per_stage needs a positive number for each stage, with the number of layers as their sum",
         lambda s: s.layers_per_stage is not None and not _is_split(s.layers_per_stage, s.stages, s.layers),
         lambda run, s: (
             f"parallel.layers_per_stage = {list(s.layers_per_stage or ())} must be {s.stages} positive numbers that "

@@ -79,7 +79,7 @@ AnyTokenizer = Tokenizer | TransformersTokenizer
 
 
 def has_ids_of(tokenizer: AnyTokenizer, fingerprint: str) -> bool:
-    """Return whether the tokenizer can have made a corpus with this fingerprint.
+    """Return whether the tokenizer may be the one that made a corpus with this fingerprint.
 
     The corpus may end its documents with any token. The answer is also True if the tokenizer has no tokenizer.json,
     because then it has no fingerprint to compare.
