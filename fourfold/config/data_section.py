@@ -106,15 +106,15 @@ class DataConfig(Strict):
                 )
             if "mask_documents" in self.model_fields_set and not self.mask_documents:
                 raise ValueError(
-                    "mask_documents = false lets conversations see each other, which format = 'sft' packs into one "
-                    "sequence; mask_documents = true works"
+                    "mask_documents = false lets the conversations in a sequence see each other, and format = 'sft' "
+                    "keeps them apart; mask_documents = true works"
                 )
             self.mask_documents = True
         if self.format == "preferences":
             if self.source is not None or len(self.train) > 1 or len(self.validation) > 1:
                 raise ValueError(
-                    f"format = 'preferences' needs one corpus in data.train, and it has {len(self.train)}, and at most "
-                    f"one in data.validation, and it has {len(self.validation)}; train = [{{ path = 'PAIRS' }}] works"
+                    f"format = 'preferences' needs one corpus in data.train, which has {len(self.train)}, and at most "
+                    f"one in data.validation, which has {len(self.validation)}; train = [{{ path = 'PAIRS' }}] works"
                 )
             if self.mask_documents:
                 raise ValueError(

@@ -192,7 +192,7 @@ RULES: tuple[Divides | Rule, ...] = (
         lambda run, s: (
             f"overlap.shards_per_node = {s.shards_per_node} must divide the ranks of a shard group (z = {s.z}"
             + (f", dp·cp·z = {s.dp * s.cp * s.z}" if s.zero else "")
-            + ") or be a multiple of them, so that all nodes have equally many; shards_per_node = "
+            + ") or be a multiple of them, so that all nodes have equally many ranks; shards_per_node = "
             f"{_largest_divisor(s.z, s.shards_per_node)} works"
         ),
     ),

@@ -197,7 +197,7 @@ class Order(NamedTuple):
     chosen: int
     """Number of experts chosen per token (K)."""
     given: Tensor | None
-    """The number of rows that were not dropped, a scalar on the device. None if no row can be dropped."""
+    """The number of rows that were kept, a scalar on the device. None if no row can be dropped."""
 
     def taken(self, groups: Groups) -> int:
         """Return how many rows to pass to the experts.
@@ -259,8 +259,8 @@ def combine(rows_NH: Tensor, order: Order, weights_TK: Tensor) -> Tensor:
 
 
 def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: int) -> Tensor:
-    """Rearrange sorted rows into token order, [T, K, H]. Only the first ``given`` rows were not dropped. Set all other
-    rows to 0."""
+    """Rearrange sorted rows into token order, [T, K, H]. Set the rows after the first ``given`` rows to 0, because they
+    were dropped."""
     missing = len(inverse_N) - len(rows_NH)
     if missing:
         rows_NH = F.pad(rows_NH, (0, 0, 0, missing))

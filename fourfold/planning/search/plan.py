@@ -197,7 +197,7 @@ def make_plan(
 
     Raises:
         UserError: No layout is within the limits, is legal, and fits into memory. If no legal layout fits, the message
-            names the smallest change that helps.
+            names a change that helps.
     """
     found = search(base, machine, constants, gpus, limits, watch)
     if not len(found.order):
