@@ -111,6 +111,7 @@ def test_a_file_that_may_not_be_read(cli: Cli, tmp_path: Path, monkeypatch: pyte
     def refuse(path: Path, *_: object, **__: object) -> str:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
+    cli("report", tmp_path)  # Imports modules, which read their own files.
     # Patch ``open`` only while the command runs, because pytest opens files too.
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", refuse)
