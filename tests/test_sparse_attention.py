@@ -240,7 +240,9 @@ def test_loki_is_the_decoding_step_of_fourfold() -> None:
     step, encoder = random_step(), encoder_of(orthonormal(8))
     config = LokiConfig(k=9, sink=2, recent=3, min_seq=0)
     codes = encoder.encode(step.key_BKSD)
-    expected = decode(step.query_BKGD.flatten(1, 2), step.key_BKSD, step.value_BKSD, codes, encoder, 9, config, SCALING)
+    value = step.value_BKSD
+    query = step.query_BKGD.flatten(1, 2)
+    expected = decode(query, step.key_BKSD, value, value.sum(2), codes, encoder, 9, config, SCALING)
     torch.testing.assert_close(Loki([encoder], config).decode(step).flatten(1, 2), expected)
 
 
@@ -272,9 +274,9 @@ def all_rivals() -> Sequence[tuple[Rival, float]]:
         (Quest(3, 41), 1 * per_key + LENGTH * per_key),
         (SparQ(7, 3, 2), 3 * LENGTH + 7 * per_key),
         (StreamingLLM(10, 4, torch.ones(HEAD_DIM // 2)), 10 * per_key),
-        # The codes of five components take two bytes, as many as one element.
-        (Loki([encoder_of(basis_KDd)], LokiConfig(k=9, min_seq=0)), LENGTH + 9 * per_key),
-        (LokiSharedBudget([encoder_of(basis_KDd)], LokiConfig(k=9, min_seq=0)), LENGTH + 9 * per_key),
+        # The codes of five components take two bytes, as many as one element. The sum of the values is in float32.
+        (Loki([encoder_of(basis_KDd)], LokiConfig(k=9, min_seq=0)), LENGTH + 9 * per_key + 2 * HEAD_DIM),
+        (LokiSharedBudget([encoder_of(basis_KDd)], LokiConfig(k=9, min_seq=0)), LENGTH + 9 * per_key + 2 * HEAD_DIM),
         (PaperLoki([torch.stack([basis_KDd] * 2)], LokiConfig(k=9, min_seq=0)), 5 * LENGTH + 9 * per_key),
     ]
 

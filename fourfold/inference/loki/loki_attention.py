@@ -135,7 +135,10 @@ def loki_attention(
         k, k_B = config.key_count(length), None
         if visible_B1S is not None:
             k, k_B = config.largest_key_count(length), keys_per_sequence(visible_B1S[:, 0].sum(-1), config)
-        out = decode(query[:, :, 0], key, value, layer.code_BKSC, encoder, k, config, scaling, visible_B1S, k_B)
+        value_sum_BKD = layer.value_sum.of(value, visible_B1S)
+        out = decode(
+            query[:, :, 0], key, value, value_sum_BKD, layer.code_BKSC, encoder, k, config, scaling, visible_B1S, k_B
+        )  # fmt: skip
         return out[:, None], None
     if config.prefill == "simulate" and query.shape[2] > 1 and not config.is_dense_at(length):
         if query.shape[2] == length and is_simple:  # The cache holds only this prompt.

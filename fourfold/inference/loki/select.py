@@ -25,6 +25,8 @@ class DecodeStep:
     """Queries, projected and scaled."""
     key_BKSD: Tensor
     value_BKSD: Tensor
+    value_sum_BKD: Tensor
+    """Sum of the values that each sequence sees."""
     code_BKSC: Tensor
     k: int
     config: LokiConfig
@@ -36,6 +38,14 @@ class DecodeStep:
     def visible_BS(self) -> Tensor | None:
         """Return 1 for keys that a sequence sees, or None if it sees all keys."""
         return self._as_bytes(self.visible_B1S)
+
+    @property
+    def seen_B(self) -> Tensor:
+        """Return how many keys each sequence sees."""
+        batch, _, length, _ = self.key_BKSD.shape
+        if self.visible_B1S is None:
+            return torch.full((batch,), length, device=self.key_BKSD.device)
+        return self.visible_B1S[:, 0].sum(-1)
 
     @property
     def always_BS(self) -> Tensor | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fourfold.inference.loki.codes import BITS, Encoder, decoded
+from fourfold.inference.loki.rest import share_of_chosen
 from fourfold.inference.loki.select import NEVER, choose_keys, combine_heads, keys_per_sequence
 from fourfold.inference.loki.settings import LokiConfig
 
@@ -83,6 +84,13 @@ def simulate(
             probe.add(chosen_BKQS, best_BKQS, weights_BKGQS, is_sparse_B1Q.expand(best_BKQS.shape[:3]))
         weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~chosen_BKQS[:, :, None], NEVER), -1)
         weights_BKGQS = weights_BKGQS.masked_fill(~visible_B1QS.any(-1, keepdim=True)[:, :, None], 0.0)
+        if config.bits == BITS:
+            is_rest_BKQS = visible_B1QS & ~chosen_BKQS
+            share_BKGQ1 = share_of_chosen(
+                scores_BKGQS, ranking_BKGQS, chosen_BKQS[:, :, None], ranking_BKGQS, is_rest_BKQS[:, :, None]
+            )
+            rest_BKQS = is_rest_BKQS / is_rest_BKQS.sum(-1, keepdim=True).clamp(min=1)
+            weights_BKGQS = share_BKGQ1 * weights_BKGQS + (1 - share_BKGQ1) * rest_BKQS[:, :, None]
         out.append(torch.matmul(weights_BKGQS.to(value_BKSD.dtype), value_BKSD[:, :, None]))
     return torch.cat(out, dim=3).flatten(1, 2)
 
