@@ -20,7 +20,7 @@ ALIGNED = [["tt.divisibility", 16]]
 SIZES = {"GP": 16, "PP": triton_kernels.MOST_SPLITS, "MASKED": True, "ENDS": True, "LEVEL": 2}
 TYPES = {
     **dict.fromkeys(
-        ("scores", "maxima", "sums", "partial", "differences", "coded_maxima", "rest", "value_sum"), "*fp32"
+        ("scores", "maxima", "sums", "partial", "differences", "coded_maxima", "rest", "value_sum", "lse"), "*fp32"
     ),
     **dict.fromkeys(("ranks", "histograms", "ks", "counts", "chosen", "seen"), "*i32"),
     **dict.fromkeys(("visible", "always"), "*i8"),

@@ -50,7 +50,7 @@ def step(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Return the output of one step from the kernels and from torch's operations. The cache has unused room after each
-    head's rows."""
+    head's rows, and each head has a sink."""
     generator = torch.Generator().manual_seed(length)
     heads = 2
     room = torch.randn(batch, heads, length + 13, width, generator=generator)
@@ -64,10 +64,11 @@ def step(
         k, k_B = config.largest_key_count(length), keys_per_sequence(visible[:, 0].sum(-1), config)
     seen = value.float() if visible is None else value.float().masked_fill(~visible[..., None], 0.0)
     tensors = [t.to(DEVICES[kernels]) for t in (query, key, value, seen.sum(2), encoder.encode(key))]
-    rest = [None if t is None else t.to(DEVICES[kernels]) for t in (encoder, visible, k_B)]
+    sinks = torch.randn(heads * group, generator=generator)
+    rest = [None if t is None else t.to(DEVICES[kernels]) for t in (encoder, visible, k_B, sinks)]
     with torch.no_grad():
         return tuple(
-            decode(*tensors, rest[0], k, config.model_copy(update={"kernels": name}), width**-0.5, rest[1], rest[2])
+            decode(*tensors, rest[0], k, config.model_copy(update={"kernels": name}), width**-0.5, *rest[1:])
             for name in (kernels, "torch")
         )
 
@@ -168,7 +169,7 @@ def test_ties_go_to_the_left(kernels: str) -> None:
     codes = torch.ones(1, 1, 600, 4, dtype=torch.uint8, device=device)
     query = torch.ones(1, 1, 2, 16, device=device)
     config = LokiConfig(k=5, min_seq=0, recent=0)
-    out = kernel(DecodeStep(query, query, same, value, value.sum(2), codes, 5, config, 0.25))
+    out, _ = kernel(DecodeStep(query, query, same, value, value.sum(2), codes, 5, config, 0.25))
     # All keys get the same attention. The mean of the values 0 to 4 is 2, and the mean of the values 5 to 599 is 302.
     torch.testing.assert_close(out, torch.full_like(out, 2.0 * 5 / 600 + 302.0 * 595 / 600))
 

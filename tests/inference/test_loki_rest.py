@@ -15,16 +15,17 @@ def test_with_exact_codes_the_share_is_that_of_dense_attention(constant: float) 
     """The codes' scores may lack a constant."""
     scores_S = 3 * torch.randn(50, generator=torch.Generator().manual_seed(0))
     is_chosen_S, is_visible_S = torch.arange(50) < 7, torch.arange(50) < 40
-    share = share_of_chosen(
+    share, lse = share_of_chosen(
         scores_S, scores_S - constant, is_chosen_S, scores_S - constant, is_visible_S & ~is_chosen_S
     )
     expected = torch.softmax(scores_S[is_visible_S], -1)[is_chosen_S[is_visible_S]].sum()
     torch.testing.assert_close(share.squeeze(), expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(lse.squeeze(), scores_S[is_visible_S].logsumexp(0), rtol=1e-4, atol=0)
 
 
 def test_without_a_rest_the_chosen_keys_get_everything() -> None:
     scores, none = torch.randn(2, 5), torch.zeros(2, 5, dtype=torch.bool)
-    assert torch.equal(share_of_chosen(scores, scores, ~none, scores, none), torch.ones(2, 1))
+    assert torch.equal(share_of_chosen(scores, scores, ~none, scores, none)[0], torch.ones(2, 1))
 
 
 def test_the_sum_follows_everything_that_happens_to_a_cache() -> None:

@@ -129,10 +129,13 @@ def test_rows_are_gathered_out_of_a_growing_cache() -> None:
     room = torch.randn(2, 3, 64, 8)
     chosen = torch.stack([torch.randperm(40)[:5] for _ in range(6)]).view(2, 3, 5)
     query = torch.randn(2, 3, 2, 8)
-    found = attend_to_chosen(exact_step(query, room[:, :, :40], room[:, :, :40], 1.0), chosen, without_rest(chosen, 2))
+    found, lse = attend_to_chosen(
+        exact_step(query, room[:, :, :40], room[:, :, :40], 1.0), chosen, without_rest(chosen, 2)
+    )
     packed = room[:, :, :40].gather(2, chosen[..., None].expand(-1, -1, -1, 8))
     expected = torch.nn.functional.scaled_dot_product_attention(query, packed, packed, scale=1.0)
     torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(lse, torch.logsumexp(query @ packed.mT, -1))
 
 
 def test_some_sequences_attend_to_fewer_keys_or_to_none() -> None:
@@ -143,7 +146,7 @@ def test_some_sequences_attend_to_fewer_keys_or_to_none() -> None:
         query, keys, values = (torch.randn(3, 5, n, 8, dtype=dtype) for n in (2, 40, 40))
         counts = torch.tensor([6, 4, 0])
         step = exact_step(query, keys, values, 0.5, visible, counts)
-        found = attend_to_chosen(step, chosen, without_rest(chosen, 2, counts))
+        found, _ = attend_to_chosen(step, chosen, without_rest(chosen, 2, counts))
         rows = chosen[..., None].expand(-1, -1, -1, 8)
         counts = torch.tensor([6, 4, 1])[:, None, None, None]
         expected = torch.nn.functional.scaled_dot_product_attention(

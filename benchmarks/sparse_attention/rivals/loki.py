@@ -50,7 +50,7 @@ class Loki(Rival):
     def attend(self, step: Step, chosen_BKS: Tensor) -> Tensor:
         """Attend to the chosen keys, and to the mean of the rest."""
         chosen_BK1S, coded_BKGS = chosen_BKS[:, :, None], self._coded(step)
-        share_BKG1 = share_of_chosen(scores_of(step), coded_BKGS, chosen_BK1S, coded_BKGS, ~chosen_BK1S)
+        share_BKG1, _ = share_of_chosen(scores_of(step), coded_BKGS, chosen_BK1S, coded_BKGS, ~chosen_BK1S)
         rest_BK1S = ~chosen_BK1S / (~chosen_BK1S).sum(-1, keepdim=True).clamp(min=1)
         weights_BKGS = share_BKG1 * weights_of(step, chosen_BKS) + (1 - share_BKG1) * rest_BK1S
         return torch.matmul(weights_BKGS, step.value_BKSD)

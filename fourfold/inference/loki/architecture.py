@@ -13,14 +13,13 @@ if TYPE_CHECKING:
 
 SUPPORTED = (
     "llama", "mistral", "mixtral", "ministral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-    "phi3", "granite", "olmo", "olmo2", "olmo3", "smollm3", "starcoder2",
+    "gpt_oss", "phi3", "granite", "olmo", "olmo2", "olmo3", "smollm3", "starcoder2",
 )  # fmt: skip
 """Model types whose attention is softmax(q·k) v, with a cache in each layer and a rotary embedding in the half-split
-layout."""
+layout. The heads may have learned sinks."""
 
 LACKING = {
     "gemma2": "their attention caps the scores (softcap)",
-    "gpt_oss": "their attention has learned sinks",
     "deepseek_v2": "their attention is latent (MLA), so there are no keys per head to rotate",
     "deepseek_v3": "their attention is latent (MLA), so there are no keys per head to rotate",
     "gemma3n": "their layers share keys and values",

@@ -30,6 +30,7 @@ def decode(
     scaling: float,
     visible_B1S: Tensor | None = None,
     k_B: Tensor | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Return the output of attention from one token to the best k of its cached keys and to the mean of the rest,
     [B, N, D]. Without the rest, this is algorithm 1 of arXiv 2406.02542.
@@ -48,23 +49,30 @@ def decode(
         scaling: Factor on the scores.
         visible_B1S: True for keys that a sequence may see. None if it may see all keys.
         k_B: Number of keys that each sequence attends to, at most k. None if all sequences attend to k keys.
+        sinks_N: The sink of each query head, if the model has sinks (GPT-OSS). A sink is one more score, without a
+            value.
     """
     query_BKGD = query_BND.unflatten(1, (key_BKSD.shape[1], -1))
     query_BKGd = (encoder.project_queries(query_BKGD) * scaling).to(key_BKSD.dtype)
     step = DecodeStep(
         query_BKGD, query_BKGd, key_BKSD, value_BKSD, value_sum_BKD, code_BKSC, k, config, scaling, visible_B1S, k_B
     )
-    if not torch.is_grad_enabled():  # The compiled kernels have no backward pass, so use them only without gradients.
-        kernels = config.kernels_for(key_BKSD.device, key_BKSD.dtype, value_BKSD.dtype)
-        if kernels != "torch":
-            with torch.cuda.device_of(query_BND):  # Triton launches kernels on the current device.
-                return _compiled(step, kernels).flatten(1, 2)
-    coded_BKGS = scores_of_codes(query_BKGd, code_BKSC)
-    chosen_BKk = choose_keys(combine_heads(coded_BKGS, visible_B1S), k, config, visible_B1S, k_B)
-    return attend_to_chosen(step, chosen_BKk, coded_BKGS).flatten(1, 2)
+    kernels = config.kernels_for(key_BKSD.device, key_BKSD.dtype, value_BKSD.dtype)
+    if torch.is_grad_enabled():  # The compiled kernels have no backward pass.
+        kernels = "torch"
+    if kernels != "torch":
+        with torch.cuda.device_of(query_BND):  # Triton launches kernels on the current device.
+            out_BKGD, lse_BKG = _compiled(step, kernels)
+    else:
+        coded_BKGS = scores_of_codes(query_BKGd, code_BKSC)
+        chosen_BKk = choose_keys(combine_heads(coded_BKGS, visible_B1S), k, config, visible_B1S, k_B)
+        out_BKGD, lse_BKG = attend_to_chosen(step, chosen_BKk, coded_BKGS)
+    if sinks_N is not None:
+        out_BKGD = out_BKGD * torch.sigmoid(lse_BKG - sinks_N.view(lse_BKG.shape[1:]))[..., None].to(out_BKGD.dtype)
+    return out_BKGD.flatten(1, 2)
 
 
-def _compiled(step: DecodeStep, package: Literal["triton", "numba"]) -> Tensor:
+def _compiled(step: DecodeStep, package: Literal["triton", "numba"]) -> tuple[Tensor, Tensor]:
     """Run the step with the kernels of a package. Import the package only now, because it may not be installed."""
     if package == "triton":
         from fourfold.inference.loki import triton_kernels
@@ -75,8 +83,9 @@ def _compiled(step: DecodeStep, package: Literal["triton", "numba"]) -> Tensor:
     return numba_kernels.decode(step)
 
 
-def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor, coded_BKGS: Tensor) -> Tensor:
-    """Attend exactly to the chosen keys, and to the mean of the rest. Return [B, K, G, D].
+def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor, coded_BKGS: Tensor) -> tuple[Tensor, Tensor]:
+    """Attend exactly to the chosen keys, and to the mean of the rest. Return the output, [B, K, G, D], and the
+    log-sum-exps of the scores, [B, K, G].
 
     With ``k_B``, a sequence has chosen only the first k_B keys.
 
@@ -100,11 +109,11 @@ def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor, coded_BKGS: Tensor) -
     scores_BKGk = torch.matmul(step.query_BKGD.to(exact) * step.scaling, key_BKkD.transpose(-1, -2))
     is_chosen_BK1k = is_chosen_BKk[:, :, None]
     coded_BKGk = coded_BKGS.gather(-1, chosen_BKk[:, :, None].expand_as(scores_BKGk))
-    share_BKG1 = share_of_chosen(scores_BKGk, coded_BKGk, is_chosen_BK1k, coded_BKGS, is_rest_BKS[:, :, None])
+    share_BKG1, lse_BKG1 = share_of_chosen(scores_BKGk, coded_BKGk, is_chosen_BK1k, coded_BKGS, is_rest_BKS[:, :, None])
     # If a sequence sees no key, its weights are zeros without a gradient.
     weights_BKGk = torch.softmax(scores_BKGk.masked_fill(~is_chosen_BK1k, torch.finfo(exact).min), -1)
     weights_BKGk = weights_BKGk.masked_fill(~is_chosen_BK1k, 0.0)
     value_BKkD = value_BKkD.masked_fill(~is_chosen_BKk[..., None], 0.0)
     rest_BKD = (step.value_sum_BKD - value_BKkD.sum(2)) / is_rest_BKS.sum(-1, keepdim=True).clamp(min=1)
     out_BKGD = share_BKG1 * torch.matmul(weights_BKGk, value_BKkD) + (1 - share_BKG1) * rest_BKD[:, :, None]
-    return out_BKGD.to(dtype)
+    return out_BKGD.to(dtype), lse_BKG1.squeeze(-1)

@@ -61,7 +61,7 @@ def _compiled_for_threads(step: Callable[..., None]) -> Callable[..., None]:
     return compiled
 
 
-def decode(step: DecodeStep) -> Tensor:
+def decode(step: DecodeStep) -> tuple[Tensor, Tensor]:
     """Run a step on a CPU, on caches in float32 or bfloat16."""
     batch, heads, group, width = step.query_BKGD.shape
     length, rows = step.key_BKSD.shape[2], batch * heads
@@ -69,12 +69,12 @@ def decode(step: DecodeStep) -> Tensor:
     assert step.key_BKSD.shape == step.value_BKSD.shape == (batch, heads, length, width), "keys and values differ"
     assert step.code_BKSC.shape == (batch, heads, length, step.query_BKGd.shape[3] // PER_BYTE), "every key has codes"
     k_B = np.full(batch, step.k) if step.k_B is None else step.k_B.clamp(max=step.k).numpy()
-    out_RHD = torch.empty(rows, -(-group // 4) * 4, width)
+    out_RHD, lse_RG = torch.empty(rows, -(-group // 4) * 4, width), torch.empty(rows, group)
     task = (
         _padded_to_fours(step.query_BKGd), _padded_to_fours(step.query_BKGD.float() * step.scaling),
         *_rows(step.code_BKSC), *_rows(step.key_BKSD), *_rows(step.value_BKSD),
         step.value_sum_BKD.float().flatten(0, 1).numpy(), heads, length, group,
-        k_B, k_B.max(), _flags(step.visible_BS, batch), _flags(step.always_BS, batch), out_RHD.numpy(),
+        k_B, k_B.max(), _flags(step.visible_BS, batch), _flags(step.always_BS, batch), out_RHD.numpy(), lse_RG.numpy(),
     )  # fmt: skip
     wanted = torch.get_num_threads()
     with _numba_lock:
@@ -91,7 +91,8 @@ def decode(step: DecodeStep) -> Tensor:
     # Starting Numba's threads changes torch's number of threads, because both use the same threading library.
     if torch.get_num_threads() != wanted:
         torch.set_num_threads(wanted)
-    return out_RHD[:, :group].reshape(step.query_BKGD.shape).to(step.query_BKGD.dtype)
+    out_BKGD = out_RHD[:, :group].reshape(step.query_BKGD.shape).to(step.query_BKGD.dtype)
+    return out_BKGD, lse_RG.view(batch, heads, group)
 
 
 def compile_for(dtype: torch.dtype) -> None:
@@ -127,7 +128,7 @@ def _flags(flags_BS: Tensor | None, batch: int) -> np.ndarray:
 @_compiled_for_threads
 def _decode(
     threads, query_RHd, query_RHD, codes, code_R, keys, key_R, values, value_R, value_sum_RD,
-    heads, length, group, k_B, largest_k, visible_BS, kept_BS, out_RHD,
+    heads, length, group, k_B, largest_k, visible_BS, kept_BS, out_RHD, lse_RG,
 ):  # fmt: skip
     """Divide the rows among threads. Each thread computes its rows one after another, and threads wait for each other
     only at the end.
@@ -154,6 +155,8 @@ def _decode(
                 for c in range(sum_D.size):
                     sum_D[c] = (value_sum_RD[row, c] - sum_D[c]) / np.float32(seen - chosen.size)
                 _add_rest(scores_HS[:group], chosen, exact_H3, sum_D, out_RHD[row])
+            for g in range(group):
+                lse_RG[row, g] = exact_H3[g, 0] + np.log(exact_H3[g, 1])
 
 
 @compiled
@@ -323,8 +326,8 @@ def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD, exact_H3, sum_D):
 
 @compiled
 def _add_rest(coded_GS, chosen_k, exact_H3, mean_D, out_HD):
-    """Add the rest to the output of each query head: the keys that are not chosen, with their mean value. See
-    ``rest.py``.
+    """Add the rest to the output of each query head and to its Σ exp(score − largest). The rest are the keys that are
+    not chosen, with their mean value. See ``rest.py``.
 
     ``coded_GS`` has exp(score − largest) for the scores of the codes.
     """
@@ -339,7 +342,8 @@ def _add_rest(coded_GS, chosen_k, exact_H3, mean_D, out_HD):
             mean += log(of_chosen_k[n])
         constant = exact_H3[g, 2] - exact_H3[g, 0] - mean / np.float32(max(1, chosen_k.size))
         rest = total * np.exp(constant)
-        share = rest / (rest + exact_H3[g, 1])
+        exact_H3[g, 1] += rest
+        share = rest / exact_H3[g, 1]
         for c in range(mean_D.size):
             out_HD[g, c] += share * (mean_D[c] - out_HD[g, c])
 

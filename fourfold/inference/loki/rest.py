@@ -19,8 +19,8 @@ LAST = 32
 
 def share_of_chosen(
     exact_k: Tensor, coded_k: Tensor, is_chosen_k: Tensor, coded_S: Tensor, is_rest_S: Tensor
-) -> Tensor:
-    """Return the share of the attention that the chosen keys get, with keepdim.
+) -> tuple[Tensor, Tensor]:
+    """Return the share of the attention that the chosen keys get, and the log-sum-exp of all scores, both with keepdim.
 
     The scores of the codes lack a constant, which is the same for all keys. Estimate it from the chosen keys, because
     their exact scores are known.
@@ -37,7 +37,8 @@ def share_of_chosen(
     constant = (exact_k - coded_k).masked_fill(~is_chosen_k, 0.0).sum(-1, keepdim=True) / count
     of_chosen = exact_k.masked_fill(~is_chosen_k, lowest).logsumexp(-1, keepdim=True)
     of_rest = coded_S.to(exact_k.dtype).masked_fill(~is_rest_S, lowest).logsumexp(-1, keepdim=True)
-    return torch.sigmoid(of_chosen - constant - of_rest)
+    share = torch.sigmoid(of_chosen - constant - of_rest)
+    return share, torch.logaddexp(of_chosen, constant + of_rest)
 
 
 class ValueSum:

@@ -18,7 +18,10 @@ NEVER, ALWAYS = float("-inf"), float("inf")
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One step of attention from a token to the best keys of its cache. Its output is [B, K, G, D]."""
+    """One step of attention from a token to the best keys of its cache.
+
+    The functions that run it return its output, [B, K, G, D], and the log-sum-exps of its scores, [B, K, G].
+    """
 
     query_BKGD: Tensor
     query_BKGd: Tensor

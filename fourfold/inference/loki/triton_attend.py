@@ -30,8 +30,8 @@ NEVER = tl.constexpr(float("-inf"))
 
 def attend(
     step: DecodeStep, chosen_Rk: Tensor, scores_RGS: Tensor, maxima_RPG: Tensor, rest_RPG: Tensor, k_of_B: Tensor
-) -> Tensor:
-    """Return the output of a step, [B, K, G, D].
+) -> tuple[Tensor, Tensor]:
+    """Return the output of a step, [B, K, G, D], and the log-sum-exps of its scores, [B, K, G].
 
     Args:
         step: The step.
@@ -56,12 +56,13 @@ def attend(
         BLOCK=block_of(wide["DP"], key_BKSD, CHOSEN_BLOCK),
     )  # fmt: skip
     out_BKGD = torch.empty_like(query_BKGD, memory_format=torch.contiguous_format)
+    lse_BKG = torch.empty(query_BKGD.shape[:3], dtype=torch.float32, device=device)
     seen_B = step.seen_B.to(torch.int32)
     _merge[rows, group](
         partial_RQGD, *exact_3RQG, maxima_RPG, rest_RPG, step.value_sum_BKD.float().contiguous(), k_of_B, seen_B,
-        out_BKGD, heads, parts, splits, G=group, BLOCK=MERGED_BLOCK, PP=triton.next_power_of_2(splits), **wide,
+        out_BKGD, lse_BKG, heads, parts, splits, G=group, BLOCK=MERGED_BLOCK, PP=triton.next_power_of_2(splits), **wide,
     )  # fmt: skip
-    return out_BKGD
+    return out_BKGD, lse_BKG
 
 
 def block_of(width: int, keys: Tensor, most: int) -> int:
@@ -120,7 +121,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["parts", "splits"])
 def _merge(
-    partial, maxima, sums, differences, coded_maxima, rest, value_sum, ks, seen, out, heads, parts, splits,
+    partial, maxima, sums, differences, coded_maxima, rest, value_sum, ks, seen, out, lse, heads, parts, splits,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one query head, ``BLOCK`` parts at a time, and add the mean of the rest, as ``rest.py``
@@ -154,5 +155,7 @@ def _merge(
     if count < seen_keys:
         of_rest *= tl.exp(difference / count + coded - largest)
         mean_DP = (tl.load(value_sum + row * D + c, c < D, 0.0) - sum_DP) / (seen_keys - count)
-        out_DP += of_rest / (of_rest + total) * (mean_DP - out_DP)
+        total += of_rest
+        out_DP += of_rest / total * (mean_DP - out_DP)
+    tl.store(lse + row * G + g, tl.where(total > 0, largest + tl.log(tl.where(total > 0, total, 1.0)), NEVER))
     tl.store(out + (row * G + g) * D + c, out_DP.to(out.dtype.element_ty), c < D)

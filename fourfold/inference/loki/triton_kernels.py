@@ -33,7 +33,7 @@ BITS, PER_BYTE = tl.constexpr(codes.BITS), tl.constexpr(codes.PER_BYTE)
 LAST_CODE = tl.constexpr(codes.INTERVALS - 1)
 
 
-def decode(step: DecodeStep) -> Tensor:
+def decode(step: DecodeStep) -> tuple[Tensor, Tensor]:
     """Run a step on the current GPU."""
     query_BKGD, key_BKSD, value_BKSD, code_BKSC = step.query_BKGD, step.key_BKSD, step.value_BKSD, step.code_BKSC
     batch, heads, group, _ = query_BKGD.shape
