@@ -47,7 +47,7 @@ def attend(
     parts = triton.cdiv(k, CHOSEN_SPLIT)
     partial_RQGD = torch.empty(rows, parts, group + 1, width, dtype=torch.float32, device=device)
     exact_3RQG = torch.empty(3, rows, parts, group, dtype=torch.float32, device=device)
-    sizes = {"G": group, "GP": max(16, triton.next_power_of_2(group))}
+    sizes = {"G": group, "GP": max(16, triton.next_power_of_2(group + 1))}
     wide = {"D": width, "DP": max(16, triton.next_power_of_2(width))}
     _attend[rows, parts](
         query_BKGD.contiguous(), key_BKSD, value_BKSD, chosen_Rk, visible_BS, scores_RGS, partial_RQGD, *exact_3RQG,
@@ -77,16 +77,17 @@ def _attend(
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a part of the chosen keys, without dividing by the sum of the weights. Also sum their values, and the
-    differences between their exact scores and their codes' scores."""
+    """Attend to a part of the chosen keys, without dividing by the sum of the weights. Also sum the differences between
+    their exact scores and their codes' scores.
+
+    One more head sums the values: its scores are all 0, so all its weights are 1."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, c = tl.arange(0, GP), tl.arange(0, DP)
     keys = key + (row // heads) * key_of_batch + (row % heads) * key_of_head
     values = value + (row // heads) * value_of_batch + (row % heads) * value_of_head
     query_GPDP = tl.load(query + (row * G + g[:, None]) * D + c[None, :], (g[:, None] < G) & (c[None, :] < D), 0.0)
     largest_GP, total_GP = tl.full([GP], NEVER, tl.float32), tl.zeros([GP], tl.float32)
-    out_GPDP, sum_DP = tl.zeros([GP, DP], tl.float32), tl.zeros([DP], tl.float32)
-    difference_GP = tl.zeros([GP], tl.float32)
+    out_GPDP, difference_GP = tl.zeros([GP, DP], tl.float32), tl.zeros([GP], tl.float32)
     for begin in range(part * SPLIT, tl.minimum((part + 1) * SPLIT, k), BLOCK):
         n = begin + tl.arange(0, BLOCK)
         s = tl.load(chosen + row * k + n, n < k, -1).to(tl.int64)
@@ -100,8 +101,7 @@ def _attend(
         is_there_GPn = (g[:, None] < G) & seen_n[None, :]
         coded_GPn = tl.load(scores + (row * G + g[:, None]) * length + s[None, :], is_there_GPn, 0.0)
         difference_GP += tl.sum(tl.where(is_there_GPn, scores_GPn - coded_GPn, 0.0), 1)
-        sum_DP += tl.sum(tl.where(seen_n[:, None], value_nDP.to(tl.float32), 0.0), 0)
-        scores_GPn = tl.where(seen_n[None, :], scores_GPn, NEVER)
+        scores_GPn = tl.where(seen_n[None, :], tl.where(g[:, None] == G, 0.0, scores_GPn), NEVER)
         larger_GP = tl.maximum(largest_GP, tl.max(scores_GPn, 1))
         safe_GP = tl.where(larger_GP == NEVER, 0.0, larger_GP)
         shrink_GP = tl.exp(largest_GP - safe_GP)
@@ -112,8 +112,7 @@ def _attend(
         largest_GP = larger_GP
     place = row * parts + part
     partials = partial + place * (G + 1) * D
-    tl.store(partials + g[:, None] * D + c[None, :], out_GPDP, (g[:, None] < G) & (c[None, :] < D))
-    tl.store(partials + G * D + c, sum_DP, c < D)
+    tl.store(partials + g[:, None] * D + c[None, :], out_GPDP, (g[:, None] <= G) & (c[None, :] < D))
     tl.store(maxima + place * G + g, largest_GP, g < G)
     tl.store(sums + place * G + g, total_GP, g < G)
     tl.store(differences + place * G + g, difference_GP, g < G)
