@@ -49,34 +49,30 @@ def test_all_keys_are_eager_attention(name: str, kv_heads: int) -> None:
     assert torch.equal(model(tokens).logits, expected)
 
 
-EXPERTS = {"moe_intermediate_size": 16, "num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2}
-FULL = {"layer_types": ["full_attention"] * 2}
-OTHERS: dict[str, dict[str, Any]] = {
-    "GptOss": FULL | EXPERTS | {"head_dim": 8},
-    "Granite": {},
-    "Ministral": FULL | {"head_dim": 8},
-    "Mixtral": EXPERTS,
-    "Olmo": {},
-    "Olmo2": {},
-    "Olmo3": FULL,
-    "Phi3": {},
-    "Qwen2Moe": EXPERTS,
-    "Qwen3Moe": EXPERTS,
-    "SmolLM3": FULL,
-    "Starcoder2": {},
-}
-"""More supported model types, with keys that make the models small and without windows."""
+OTHERS = (
+    "Apertus", "Arcee", "FlexOlmo", "Gemma", "Gemma3Text", "Glm4Moe", "GptOss", "Granite", "GraniteMoe",
+    "HunYuanDenseV1", "HunYuanMoEV1", "MiniMaxM2", "Ministral", "Ministral3", "Mixtral", "Nemotron", "Olmo", "Olmo2", "Olmo3", "Olmoe",
+    "Phi3", "Phimoe", "Qwen2Moe", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2",
+)  # fmt: skip
+"""More supported model types."""
+
+SMALL = {
+    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.1, "layer_types": ["full_attention"] * 2,
+    "moe_intermediate_size": 16, "num_experts": 2, "num_local_experts": 2, "n_routed_experts": 2,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+}  # fmt: skip
+"""Keys of the configuration that make any of these models small and without windows."""
 
 
 def other_model(kind: str) -> Any:
     import transformers
     from tiny_dense_models import SIZES
 
-    sizes = SIZES | {"num_key_value_heads": 2, "initializer_range": 0.1} | OTHERS[kind]
-    config = getattr(transformers, f"{kind}Config")(**sizes)
+    config = getattr(transformers, f"{kind}Config")(**SIZES | SMALL)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.usefixtures("never_dense")
 def test_other_architectures(kind: str) -> None:

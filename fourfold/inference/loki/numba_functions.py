@@ -101,7 +101,7 @@ def sum_of_entries(count: int) -> Callable[..., Any]:
             zero, four = ir.IntType(64)(0), ir.VectorType(ir.FloatType(), 4)
             sums = None
             for n in range(count):
-                places = (arguments[2], builder.add(arguments[3], ir.IntType(64)(n)))
+                places: tuple[Any, ...] = (arguments[2], builder.add(arguments[3], ir.IntType(64)(n)))
                 byte = builder.load(
                     cgutils.get_item_pointer(context, builder, code_type, codes, places, wraparound=False)
                 )
