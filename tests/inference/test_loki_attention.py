@@ -51,8 +51,8 @@ def test_all_keys_are_eager_attention(name: str, kv_heads: int) -> None:
 
 OTHERS = (
     "Apertus", "Arcee", "FlexOlmo", "Gemma", "Gemma3Text", "Glm4Moe", "GptOss", "Granite", "GraniteMoe",
-    "HunYuanDenseV1", "HunYuanMoEV1", "MiniMaxM2", "Ministral", "Ministral3", "Mixtral", "Nemotron", "Olmo", "Olmo2", "Olmo3", "Olmoe",
-    "Phi3", "Phimoe", "Qwen2Moe", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2",
+    "HunYuanDenseV1", "HunYuanMoEV1", "MiniMaxM2", "Ministral", "Ministral3", "Mixtral", "Nemotron", "Olmo", "Olmo2",
+    "Olmo3", "Olmoe", "Phi3", "Phimoe", "Qwen2Moe", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2",
 )  # fmt: skip
 """More supported model types."""
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 SUPPORTED = (
     "llama", "mistral", "mixtral", "ministral", "ministral3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gpt_oss",
     "gemma", "gemma3_text", "glm4_moe", "minimax_m2", "seed_oss", "hunyuan_v1_dense", "hunyuan_v1_moe", "phi3",
-    "phimoe", "granite", "granitemoe", "olmo", "olmo2", "olmo3", "olmoe", "flex_olmo", "apertus", "arcee", "nemotron", "smollm3",
-    "stablelm", "starcoder2",
+    "phimoe", "granite", "granitemoe", "olmo", "olmo2", "olmo3", "olmoe", "flex_olmo", "apertus", "arcee", "nemotron",
+    "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 """Model types whose attention is softmax(q·k) v, with a cache in each layer and a rotary embedding in the half-split
 layout. The heads may have learned sinks."""
