@@ -114,7 +114,7 @@ def sum_of_entries(count: int) -> Callable[..., Any]:
 
         return types.UniTuple(types.float32, 4)(table_NB4, code_SC, types.intp, types.intp), generate
 
-    return look_up  # type: ignore[no-any-return]
+    return look_up
 
 
 def as_float32(number):
