@@ -19,10 +19,11 @@ from fourfold.errors import UserError
 from fourfold.inference.loki.architecture import AttentionModule
 from fourfold.inference.loki.attend import decode
 from fourfold.inference.loki.cache import GrowingLayer, LokiLayer
-from fourfold.inference.loki.codes import BITS
+from fourfold.inference.loki.codes import BITS, Encoder
 from fourfold.inference.loki.dense import dense_attention
 from fourfold.inference.loki.replace_cache import LayerRecipe, replace_layer
 from fourfold.inference.loki.select import keys_per_sequence
+from fourfold.inference.loki.settings import LokiConfig
 from fourfold.inference.loki.simulate import Probe, simulate
 
 NAME = "loki"
@@ -131,18 +132,8 @@ def loki_attention(
         return dense()
     length, is_simple = key.shape[2], _is_simple(attention_mask)
     if query.shape[2] == 1 and isinstance(layer, LokiLayer) and is_simple and not config.is_dense_at(length):
-        assert layer.code_BKSC is not None
-        if config.bits != BITS:
-            raise UserError(f"loki: bits = {config.bits} works only in `fourfold loki evaluate --text`; use {BITS}")
         visible_B1S = None if attention_mask is None else attention_mask[:, :, 0].expand(query.shape[0], -1, -1)
-        k, k_B = config.key_count(length), None
-        if visible_B1S is not None:
-            k, k_B = config.largest_key_count(length), keys_per_sequence(visible_B1S[:, 0].sum(-1), config)
-        value_sum_BKD = layer.value_sum.of(value, visible_B1S)
-        out = decode(
-            query[:, :, 0], key, value, value_sum_BKD, layer.code_BKSC, encoder, k, config, scaling, visible_B1S, k_B,
-            keywords.get("s_aux"),
-        )  # fmt: skip
+        out = _decode(query[:, :, 0], key, value, layer, encoder, config, scaling, visible_B1S, keywords.get("s_aux"))
         return out[:, None], None
     if config.prefill == "simulate" and query.shape[2] > 1 and not config.is_dense_at(length):
         if query.shape[2] == length and is_simple:  # The cache holds only this prompt.
@@ -155,6 +146,29 @@ def loki_attention(
             'leave prefill at "dense", or give the prompt in one piece'
         )
     return dense()
+
+
+def _decode(
+    query_BND: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: LokiLayer,
+    encoder: Encoder,
+    config: LokiConfig,
+    scaling: float,
+    visible_B1S: Tensor | None,
+    sinks_N: Tensor | None,
+) -> Tensor:
+    """Run a decoding step on a layer of the cache, and return its output, [B, N, D]."""
+    assert layer.code_BKSC is not None
+    if config.bits != BITS:
+        raise UserError(f"loki: bits = {config.bits} works only in `fourfold loki evaluate --text`; use {BITS}")
+    k, k_B = config.key_count(key.shape[2]), None
+    if visible_B1S is not None:
+        k, k_B = config.largest_key_count(key.shape[2]), keys_per_sequence(visible_B1S[:, 0].sum(-1), config)
+    value_sum_BKD = layer.value_sum.of(value, visible_B1S)
+    codes = layer.code_BKSC
+    return decode(query_BND, key, value, value_sum_BKD, codes, encoder, k, config, scaling, visible_B1S, k_B, sinks_N)
 
 
 def _is_simple(mask: Tensor | None) -> bool:

@@ -3,7 +3,6 @@ prefetching."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -83,38 +82,6 @@ def _prefetch(_, rows, row, column):
         return context.get_dummy_value()
 
     return types.void(rows, types.intp, types.intp), generate
-
-
-def sum_of_entries(count: int) -> Callable[..., Any]:
-    """Return a compiled function that looks up ``count`` bytes of a key's codes in their tables, and returns the sum of
-    the entries. An entry has four numbers, one for each query head.
-
-    It adds four numbers with one instruction. The compiler does not find this instruction by itself.
-    """
-
-    @intrinsic
-    def look_up(_, table_NB4, code_SC, s, first):
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            table_type, code_type = signature.args[:2]
-            table = context.make_array(table_type)(context, builder, arguments[0])
-            codes = context.make_array(code_type)(context, builder, arguments[1])
-            zero, four = ir.IntType(64)(0), ir.VectorType(ir.FloatType(), 4)
-            sums = None
-            for n in range(count):
-                places: tuple[Any, ...] = (arguments[2], builder.add(arguments[3], ir.IntType(64)(n)))
-                byte = builder.load(
-                    cgutils.get_item_pointer(context, builder, code_type, codes, places, wraparound=False)
-                )
-                places = (ir.IntType(64)(n), builder.zext(byte, ir.IntType(64)), zero)
-                entry = cgutils.get_item_pointer(context, builder, table_type, table, places, wraparound=False)
-                numbers = builder.load(builder.bitcast(entry, ir.PointerType(four)), align=4)
-                sums = numbers if sums is None else builder.fadd(sums, numbers)
-            heads = [builder.extract_element(sums, ir.IntType(32)(h)) for h in range(4)]
-            return context.make_tuple(builder, signature.return_type, heads)
-
-        return types.UniTuple(types.float32, 4)(table_NB4, code_SC, types.intp, types.intp), generate
-
-    return look_up
 
 
 def as_float32(number):

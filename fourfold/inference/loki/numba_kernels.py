@@ -21,17 +21,9 @@ from numba import get_num_threads, njit, prange, set_num_threads
 from numba.core.config import NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # Numba sets it at import
 from torch import Tensor
 
-from fourfold.inference.loki.codes import BITS, INTERVALS, PER_BYTE
-from fourfold.inference.loki.numba_functions import (
-    OPTIONS,
-    as_float32,
-    compiled,
-    exp,
-    inlined,
-    log,
-    prefetch_row,
-    sum_of_entries,
-)
+from fourfold.inference.loki.codes import PER_BYTE
+from fourfold.inference.loki.numba_functions import OPTIONS, as_float32, compiled, exp, inlined, log, prefetch_row
+from fourfold.inference.loki.numba_scores import score
 from fourfold.inference.loki.select import DecodeStep
 from fourfold.inference.loki.settings import LokiConfig
 
@@ -39,9 +31,6 @@ NEVER = np.float32(-np.inf)
 TINY = np.float32(np.finfo(np.float32).tiny)
 NAN_BITS = np.uint32(0x7F800000)
 """A float32 is NaN if its bits without the sign are above this value."""
-
-TABLES = 8
-"""Number of bytes of a key whose tables are used together. Their tables fit into the first-level cache."""
 
 LAST_RANK = np.uint32(0xFFFFFFFF)
 
@@ -144,7 +133,7 @@ def _decode(
         for row in range(rows * thread // threads, rows * (thread + 1) // threads):
             sequence = row // heads
             visible_S, kept_S = visible_BS[sequence], kept_BS[sequence]
-            _score(query_RHd[row], codes[code_R[row] : code_R[row] + length], scores_HS)
+            score(query_RHd[row], codes[code_R[row] : code_R[row] + length], scores_HS)
             seen = _rank(scores_HS[:group], visible_S, kept_S, ranks_S)
             chosen = chosen_k[: min(k_B[sequence], seen)]
             _choose(ranks_S, chosen)
@@ -157,62 +146,6 @@ def _decode(
                 _add_rest(scores_HS[:group], chosen, exact_H3, sum_D, out_RHD[row])
             for g in range(group):
                 lse_RG[row, g] = exact_H3[g, 0] + np.log(exact_H3[g, 1])
-
-
-@compiled
-def _score(query_Hd, code_SC, scores_HS):
-    """Compute the dot product of every head with the codes of every key, four heads at a time.
-
-    The codes of a byte have 256 combinations. So look up the sum of their products in a table, instead of computing it
-    for every key.
-    """
-    table_NB4 = np.empty((TABLES, 256, 4), np.float32)
-    size = code_SC.shape[1]
-    for h in range(0, query_Hd.shape[0], 4):
-        first = 0
-        while first < size:
-            for n in range(min(TABLES, size - first)):
-                _fill(table_NB4[n], query_Hd[h : h + 4], first + n, size)
-            if size - first >= TABLES:
-                _look_up_8(table_NB4, code_SC, first, scores_HS[h : h + 4])
-                first += TABLES
-            elif size - first >= 4:
-                _look_up_4(table_NB4, code_SC, first, scores_HS[h : h + 4])
-                first += 4
-            else:
-                _look_up_1(table_NB4, code_SC, first, scores_HS[h : h + 4])
-                first += 1
-
-
-def _look_up(count: int) -> Callable[..., None]:
-    """Return a compiled function that adds the table entries of ``count`` bytes to the scores of four query heads. The
-    first bytes begin the sums."""
-    sum_of = sum_of_entries(count)
-
-    @compiled
-    def look_up(table_NB4, code_SC, first, scores_4S):
-        scores0, scores1, scores2, scores3 = scores_4S[0], scores_4S[1], scores_4S[2], scores_4S[3]
-        for s in range(code_SC.shape[0]):
-            sum0, sum1, sum2, sum3 = sum_of(table_NB4, code_SC, s, first)
-            if first:
-                sum0, sum1, sum2, sum3 = sum0 + scores0[s], sum1 + scores1[s], sum2 + scores2[s], sum3 + scores3[s]
-            scores0[s], scores1[s], scores2[s], scores3[s] = sum0, sum1, sum2, sum3
-
-    return look_up  # type: ignore[no-any-return]
-
-
-_look_up_8, _look_up_4, _look_up_1 = _look_up(TABLES), _look_up(4), _look_up(1)
-
-
-@compiled
-def _fill(table_B4, query_4d, c, size):
-    """For each value of byte c, write the product of its codes with four query heads to a table."""
-    table_B4[:] = np.float32(0)
-    for byte in range(256):
-        for place in range(PER_BYTE):
-            code = np.float32((byte >> (place * BITS)) & (INTERVALS - 1))
-            for h in range(4):
-                table_B4[byte, h] += query_4d[h, place * size + c] * code
 
 
 @compiled
