@@ -166,13 +166,15 @@ def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
 
     def step(config: LokiConfig = config) -> Tensor:
         layer.update(new, new)
-        out = decode(query, layer.keys, layer.values, layer.code_BKSC, encoder, k, config, shape.head_dim**-0.5)
+        value_sum_BKD, scaling = layer.value_sum.of(layer.values, None), shape.head_dim**-0.5
+        out = decode(query, layer.keys, layer.values, value_sum_BKD, layer.code_BKSC, encoder, k, config, scaling)
         layer.crop(-1)
         return out
 
     if shape.device != "cpu":
         return step, None
-    with CacheTraffic([buffer.filled for buffer in layer.buffers]) as traffic:
+    step()
+    with CacheTraffic([layer.keys, layer.values, layer.code_BKSC]) as traffic:
         step(config.model_copy(update={"kernels": "torch"}))
     return step, traffic.bytes_read
 

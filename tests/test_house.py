@@ -14,7 +14,6 @@ LONG_FUNCTIONS = {
     "fourfold.cli.generate.generate": "its options, one a line",
     "fourfold.cli.prepare.prepare": "its options, one a line",
     "fourfold.cli.tune.tune": "its options, one a line",
-    "fourfold.inference.loki.triton_kernels.decode": "the launches of a step, with one argument a line",
     "fourfold.parallel.data.fully_sharded.__init__": "FSDP2 takes units in one order only",
     "fourfold.planning.calibration.fit._levels": "one regression, whose matrices stay local",
     "fourfold.planning.search.explain.neighbors": "one change a line",

@@ -85,14 +85,20 @@ def plain_quest(queries_GD: Tensor, keys_SD: Tensor) -> set[int]:
     return {place for place in range(len(keys_SD)) if place // 4 in chosen}
 
 
-def plain_sparq(queries_GD: Tensor, keys_SD: Tensor) -> set[int]:
+def sparq_scores(queries_GD: Tensor, keys_SD: Tensor) -> Tensor:
+    """Return approximate scores [G, S] by three channels."""
     channels = queries_GD.abs().sum(0).argsort(descending=True)[:3].tolist()
-    total_S = torch.zeros(len(keys_SD))
-    for query in queries_GD:
+    scores_GS = torch.zeros(len(queries_GD), len(keys_SD))
+    for scores_S, query in zip(scores_GS, queries_GD, strict=True):
         covered = sum(abs(query[c].item()) for c in channels) / query.abs().sum().item()
         for place, key in enumerate(keys_SD):
             product = sum(query[c].item() * key[c].item() for c in channels)
-            total_S[place] += product / math.sqrt(HEAD_DIM * covered)
+            scores_S[place] = product / math.sqrt(HEAD_DIM * covered)
+    return scores_GS
+
+
+def plain_sparq(queries_GD: Tensor, keys_SD: Tensor) -> set[int]:
+    total_S = sparq_scores(queries_GD, keys_SD).sum(0)
     total_S[-2:] = math.inf
     return best(total_S, 7)
 
@@ -128,6 +134,17 @@ def test_attention_to_the_chosen_keys_is_exact() -> None:
         for number, query_D in enumerate(queries_GD):
             expected = plain_attention(query_D, keys_SD[kept], step.value_BKSD[batch, head][kept])
             torch.testing.assert_close(out_BKGD[batch, head, number], expected)
+
+
+def test_sparq_adds_the_mean_with_the_rest_of_the_attention() -> None:
+    step, rival = random_step(), SparQ(7, 3, 2, adds_mean=True)
+    chosen_BKS = rival.select(step, rival.score(step))
+    out_BKGD, sparse_BKGD = rival.attend(step, chosen_BKS), SparQ(7, 3, 2).attend(step, chosen_BKS)
+    for batch, head, queries_GD, keys_SD in heads(step):
+        share_G = torch.softmax(sparq_scores(queries_GD, keys_SD), -1)[:, chosen_BKS[batch, head]].sum(-1)
+        mean_D = step.value_BKSD[batch, head].mean(0)
+        expected = share_G[:, None] * sparse_BKGD[batch, head] + (1 - share_G[:, None]) * mean_D
+        torch.testing.assert_close(out_BKGD[batch, head], expected)
 
 
 def rotary(x_SD: Tensor, places_S: Tensor, frequencies: Tensor) -> Tensor:
@@ -240,7 +257,9 @@ def test_loki_is_the_decoding_step_of_fourfold() -> None:
     step, encoder = random_step(), encoder_of(orthonormal(8))
     config = LokiConfig(k=9, sink=2, recent=3, min_seq=0)
     codes = encoder.encode(step.key_BKSD)
-    expected = decode(step.query_BKGD.flatten(1, 2), step.key_BKSD, step.value_BKSD, codes, encoder, 9, config, SCALING)
+    value = step.value_BKSD
+    query = step.query_BKGD.flatten(1, 2)
+    expected = decode(query, step.key_BKSD, value, value.sum(2), codes, encoder, 9, config, SCALING)
     torch.testing.assert_close(Loki([encoder], config).decode(step).flatten(1, 2), expected)
 
 
@@ -271,10 +290,11 @@ def all_rivals() -> Sequence[tuple[Rival, float]]:
         (RandomKeys(7), 7 * per_key),
         (Quest(3, 41), 1 * per_key + LENGTH * per_key),
         (SparQ(7, 3, 2), 3 * LENGTH + 7 * per_key),
+        (SparQ(7, 3, 2, adds_mean=True), 3 * LENGTH + 7 * per_key + 2 * HEAD_DIM),
         (StreamingLLM(10, 4, torch.ones(HEAD_DIM // 2)), 10 * per_key),
-        # The codes of five components take two bytes, as many as one element.
-        (Loki([encoder_of(basis_KDd)], LokiConfig(k=9, min_seq=0)), LENGTH + 9 * per_key),
-        (LokiSharedBudget([encoder_of(basis_KDd)], LokiConfig(k=9, min_seq=0)), LENGTH + 9 * per_key),
+        # The codes of five components take two bytes, as many as one element. The sum of the values is in float32.
+        (Loki([encoder_of(basis_KDd)], LokiConfig(k=9, min_seq=0)), LENGTH + 9 * per_key + 2 * HEAD_DIM),
+        (LokiSharedBudget([encoder_of(basis_KDd)], LokiConfig(k=9, min_seq=0)), LENGTH + 9 * per_key + 2 * HEAD_DIM),
         (PaperLoki([torch.stack([basis_KDd] * 2)], LokiConfig(k=9, min_seq=0)), 5 * LENGTH + 9 * per_key),
     ]
 

@@ -89,7 +89,9 @@ def slow_decode(
     covariance_KDD: Tensor,
 ) -> Tensor:
     """Run one step of Loki on one sequence, head by head. Query heads that share a KV head choose keys by the sum of
-    their softmaxes. The first 4 and the last 64 keys, but at most a quarter of the k keys each, are always chosen."""
+    their softmaxes. The first 4 and the last 64 keys, but at most a quarter of the k keys each, are always chosen. All
+    other keys share one value: their mean. Their scores are the scores of their codes, plus a constant: the mean
+    difference between the exact scores and the codes' scores of the chosen keys."""
     group = len(query_ND) // len(key_KSD)
     out = []
     for head, (key_SD, value_SD, query_Dd, key_Dd) in enumerate(zip(key_KSD, value_KSD, *basis_2KDd, strict=True)):
@@ -104,8 +106,11 @@ def slow_decode(
         best = [place for place in worth_S.argsort(descending=True).tolist() if place not in ends]
         chosen = {*ends, *best[: k - len(ends)]}
         hidden_S = torch.tensor([place not in chosen for place in range(len(key_SD))])
-        scores_GS = (queries_GD @ key_SD.T * scaling).masked_fill(hidden_S, float("-inf"))
-        out.append(torch.softmax(scores_GS, -1) @ value_SD)
+        scores_GS, coded_GS = queries_GD @ key_SD.T * scaling, approximate_GS * scaling
+        constant_G = (scores_GS - coded_GS)[:, ~hidden_S].mean(-1)
+        weights_GS = torch.softmax(torch.where(hidden_S, coded_GS + constant_G[:, None], scores_GS), -1)
+        values_SD = torch.where(hidden_S[:, None], value_SD[hidden_S].mean(0), value_SD)
+        out.append(weights_GS @ values_SD)
     return torch.cat(out)
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from benchmarks.sparse_attention.rivals.eviction import H2O, SnapKV, StreamingLLM
 from benchmarks.sparse_attention.rivals.exact import Dense, ExactTopK, RandomKeys
 from benchmarks.sparse_attention.rivals.interface import ACCUMULATOR_ELEMENTS, Rival
-from benchmarks.sparse_attention.rivals.loki import ELEMENT_BYTES, Loki, LokiSharedBudget, PaperLoki
+from benchmarks.sparse_attention.rivals.loki import ELEMENT_BYTES, SUM_ELEMENTS, Loki, LokiSharedBudget, PaperLoki
 from benchmarks.sparse_attention.rivals.quest import Quest
-from benchmarks.sparse_attention.rivals.sparq import SparQ
+from benchmarks.sparse_attention.rivals.sparq import MEAN_ELEMENTS, SparQ
 from benchmarks.sparse_attention.rivals.tidal import TidalDecode
 from benchmarks.sparse_attention.rivals.top_p import TopP
 from fourfold.inference.loki import LokiBasis, LokiConfig
@@ -46,6 +46,7 @@ class LokiSettings:
 
 
 LOKI, PAPER = "Loki", "Loki, as in the paper"
+SPARQ_MEAN = "SparQ, with mean"
 VARIANTS = {
     LOKI: LokiSettings(),
     PAPER: LokiSettings(keeps_ends=False, is_coded=False, kind="post"),
@@ -56,6 +57,7 @@ METHODS = (
     *VARIANTS,
     "Quest",
     "SparQ",
+    SPARQ_MEAN,
     "TidalDecode",
     "SnapKV",
     "H2O",
@@ -106,10 +108,10 @@ def rival(name: str, budget: float, length: int, setup: Setup) -> Rival | None:
         return loki(name, VARIANTS[name], budget, length, setup)
     if name == "Quest":
         return quest(budget, length, setup)
-    if name == "SparQ":
-        r = setup.dims[name, budget]
-        k = keys_within(budget, length, d, r * length)
-        return SparQ(k, r, max(1, k // SPARQ_RECENT)) if k >= 1 else None
+    if name in ("SparQ", SPARQ_MEAN):
+        r, adds_mean = setup.dims["SparQ", budget], name == SPARQ_MEAN
+        k = keys_within(budget, length, d, r * length + adds_mean * MEAN_ELEMENTS * d)
+        return SparQ(k, r, max(1, k // SPARQ_RECENT), adds_mean) if k >= 1 else None
     if name == "TidalDecode":
         # The first layer attends to all keys, and chooses the keys for all other layers. Divide the budget that is left
         # among the other layers.
@@ -146,7 +148,8 @@ def loki_scoring(name: str, budget: float, setup: Setup) -> float:
 def loki(name: str, settings: LokiSettings, budget: float, length: int, setup: Setup) -> Rival | None:
     """Return a variant of Loki, or None if no key fits into the budget or a head has fewer components."""
     dims = setup.dims[name, budget]
-    k = keys_within(budget, length, setup.basis.head_dim, loki_scoring(name, budget, setup) * length)
+    of_sum = SUM_ELEMENTS * setup.basis.head_dim if settings.is_coded else 0
+    k = keys_within(budget, length, setup.basis.head_dim, loki_scoring(name, budget, setup) * length + of_sum)
     if k < 1 or dims > setup.basis.head_dim:
         return None
     ends = None if settings.keeps_ends else 0

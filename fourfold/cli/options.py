@@ -53,7 +53,7 @@ LokiValues = Annotated[
     typer.Option(
         "--loki",
         metavar="KEY=VALUE",
-        help="Options of Loki (docs/loki.md): d=32 or d_f=0.25. k=2048 or k_f=0.25. min_k=128, "
+        help="Options of Loki (docs/loki.md): d=32 or d_f=0.25. k=2048 or k_f=0.03. min_k=256, "
         "min_seq=512, sink=4, recent=64, bits=2, skip_layers=0,1. prefill=dense or simulate. "
         "basis=best, pre, post, or scores. kernels=auto, torch, triton, or numba. Repeatable.",
     ),

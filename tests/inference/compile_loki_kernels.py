@@ -8,7 +8,7 @@ from compiled_kernels import usage_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fourfold.inference.loki import triton_kernels
+from fourfold.inference.loki import triton_attend, triton_kernels
 from fourfold.inference.loki.codes import PER_BYTE
 
 TARGETS = [(GPUTarget("cuda", 90, 32), "cubin", 99 * 1024), (GPUTarget("hip", "gfx942", 64), "hsaco", 64 * 1024)]
@@ -19,8 +19,10 @@ which have the least shared memory."""
 ALIGNED = [["tt.divisibility", 16]]
 SIZES = {"GP": 16, "PP": triton_kernels.MOST_SPLITS, "MASKED": True, "ENDS": True, "LEVEL": 2}
 TYPES = {
-    **dict.fromkeys(("scores", "maxima", "sums", "partial"), "*fp32"),
-    **dict.fromkeys(("ranks", "histograms", "ks", "counts", "chosen"), "*i32"),
+    **dict.fromkeys(
+        ("scores", "maxima", "sums", "partial", "differences", "coded_maxima", "rest", "value_sum", "lse"), "*fp32"
+    ),
+    **dict.fromkeys(("ranks", "histograms", "ks", "counts", "chosen", "seen"), "*i32"),
     **dict.fromkeys(("visible", "always"), "*i8"),
     "code": "*u8",
     "scaling": "fp32",
@@ -33,16 +35,16 @@ def compile_all(dtype: torch.dtype, width: int, d: int, group: int) -> None:
     name_of_type = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     tensors = dict.fromkeys(("query", "key", "value", "out"), f"*{name_of_type}")
     for name in ("_score", "_rank", "_refine", "_count", "_collect", "_attend", "_merge"):
-        kernel = getattr(triton_kernels, name)
+        kernel = getattr(triton_attend if name in ("_attend", "_merge") else triton_kernels, name)
         size = d // PER_BYTE
         padded = max(16, triton.next_power_of_2(size if name == "_score" else width))
-        of_kernel = {"_attend": triton_kernels.CHOSEN_BLOCK, "_merge": triton_kernels.MERGED_BLOCK}
+        of_kernel = {"_attend": triton_attend.CHOSEN_BLOCK, "_merge": triton_attend.MERGED_BLOCK}
         most = of_kernel.get(name, triton_kernels.BLOCK)
         reads_rows = name in ("_score", "_attend")
         values = SIZES | {
             "D": width, "C": size, "DP": padded, "CP": padded, "G": group,
-            "SPLIT": triton_kernels.CHOSEN_SPLIT if name == "_attend" else triton_kernels.MOST_SPLIT,
-            "BLOCK": triton_kernels.block_of(padded, torch.empty(0, dtype=dtype), most) if reads_rows else most,
+            "SPLIT": triton_attend.CHOSEN_SPLIT if name == "_attend" else triton_kernels.MOST_SPLIT,
+            "BLOCK": triton_attend.block_of(padded, torch.empty(0, dtype=dtype), most) if reads_rows else most,
         }  # fmt: skip
         fixed = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
         signature = {

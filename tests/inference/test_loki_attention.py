@@ -49,41 +49,62 @@ def test_all_keys_are_eager_attention(name: str, kv_heads: int) -> None:
     assert torch.equal(model(tokens).logits, expected)
 
 
-EXPERTS = {"moe_intermediate_size": 16, "num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2}
-FULL = {"layer_types": ["full_attention"] * 2}
-OTHERS: dict[str, dict[str, Any]] = {
-    "Granite": {},
-    "Ministral": FULL | {"head_dim": 8},
-    "Mixtral": EXPERTS,
-    "Olmo": {},
-    "Olmo2": {},
-    "Olmo3": FULL,
-    "Phi3": {},
-    "Qwen2Moe": EXPERTS,
-    "Qwen3Moe": EXPERTS,
-    "SmolLM3": FULL,
-    "Starcoder2": {},
-}
-"""More supported model types, with keys that make the models small and without windows."""
+OTHERS = (
+    "Apertus", "Arcee", "FlexOlmo", "Gemma", "Gemma3Text", "Glm4Moe", "GptOss", "Granite", "GraniteMoe",
+    "HunYuanDenseV1", "HunYuanMoEV1", "MiniMaxM2", "Ministral", "Ministral3", "Mixtral", "Nemotron", "Olmo", "Olmo2",
+    "Olmo3", "Olmoe", "Phi3", "Phimoe", "Qwen2Moe", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2",
+)  # fmt: skip
+"""More supported model types."""
+
+SMALL = {
+    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.1, "layer_types": ["full_attention"] * 2,
+    "moe_intermediate_size": 16, "num_experts": 2, "num_local_experts": 2, "n_routed_experts": 2,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+}  # fmt: skip
+"""Keys of the configuration that make any of these models small and without windows."""
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-@pytest.mark.usefixtures("never_dense")
-def test_other_architectures(kind: str) -> None:
+def other_model(kind: str) -> Any:
     import transformers
     from tiny_dense_models import SIZES
 
-    sizes = SIZES | {"num_key_value_heads": 2, "initializer_range": 0.1} | OTHERS[kind]
-    config = getattr(transformers, f"{kind}Config")(**sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    config = getattr(transformers, f"{kind}Config")(**SIZES | SMALL)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@pytest.mark.fast_cases(8)
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.usefixtures("never_dense")
+def test_other_architectures(kind: str) -> None:
+    model = other_model(kind)
     tokens = prompt(length=40)
     expected = model(tokens).logits
-    enable_loki(model, calibrate(model, windows(2, 40)), EVERY)
-    torch.testing.assert_close(step_by_step(model, tokens, 30), expected, rtol=1e-5, atol=1e-5)
+    basis = calibrate(model, windows(2, 40))
+    for config in (EVERY, changed(EVERY, prefill="simulate")):
+        enable_loki(model, basis, config)
+        torch.testing.assert_close(step_by_step(model, tokens, 30), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_of_gpt_oss_are_known_before_their_rotary_embedding() -> None:
+    """Its cos and sin have half as many dims as in other models."""
+    from fourfold.inference.loki.architecture import attentions_of
+    from fourfold.inference.loki.key_hooks import observe_keys
+
+    model = other_model("GptOss")
+    found: list[Tensor] = []
+    with observe_keys(model, attentions_of(model), lambda layer, query, keys, scaling: found.append(keys["pre"])):
+        hidden = []
+        hook = model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda *call: hidden.append(call[-1]))
+        model(prompt(1, 20))
+        hook.remove()
+    torch.testing.assert_close(found[1], hidden[0].unflatten(-1, (2, -1)).transpose(1, 2), rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_supported_is_tested() -> None:
-    assert {*SHAPES, *(kind.lower().replace("moe", "_moe") for kind in OTHERS)} == set(SUPPORTED)
+    import transformers
+
+    assert {*SHAPES, *(getattr(transformers, f"{kind}Config").model_type for kind in OTHERS)} == set(SUPPORTED)
 
 
 def test_a_model_decodes_as_the_paper_says(llama: tuple[Any, LokiBasis]) -> None:

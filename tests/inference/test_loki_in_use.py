@@ -86,7 +86,7 @@ def test_a_cache_is_offloaded_before_the_attention_reads_it(llama: tuple[Any, Lo
 def _then_away(layer: Any) -> Any:
     def update(*arguments: Any, **keywords: Any) -> Any:
         out = type(layer).update(layer, *arguments, **keywords)
-        for buffer in layer.buffers:
+        for buffer in (layer.key_buffer, layer.value_buffer, layer.code_buffer):
             buffer.storage = torch.full_like(buffer.storage, math.nan if buffer.storage.is_floating_point() else 0)
         return out
 

@@ -50,7 +50,7 @@ def step(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Return the output of one step from the kernels and from torch's operations. The cache has unused room after each
-    head's rows."""
+    head's rows, and each head has a sink."""
     generator = torch.Generator().manual_seed(length)
     heads = 2
     room = torch.randn(batch, heads, length + 13, width, generator=generator)
@@ -62,11 +62,13 @@ def step(
     k = config.key_count(length)
     if visible is not None:
         k, k_B = config.largest_key_count(length), keys_per_sequence(visible[:, 0].sum(-1), config)
-    tensors = [t.to(DEVICES[kernels]) for t in (query, key, value, encoder.encode(key))]
-    rest = [None if t is None else t.to(DEVICES[kernels]) for t in (encoder, visible, k_B)]
+    seen = value.float() if visible is None else value.float().masked_fill(~visible[..., None], 0.0)
+    tensors = [t.to(DEVICES[kernels]) for t in (query, key, value, seen.sum(2), encoder.encode(key))]
+    sinks = torch.randn(heads * group, generator=generator)
+    rest = [None if t is None else t.to(DEVICES[kernels]) for t in (encoder, visible, k_B, sinks)]
     with torch.no_grad():
         return tuple(
-            decode(*tensors, rest[0], k, config.model_copy(update={"kernels": name}), width**-0.5, rest[1], rest[2])
+            decode(*tensors, rest[0], k, config.model_copy(update={"kernels": name}), width**-0.5, *rest[1:])
             for name in (kernels, "torch")
         )
 
@@ -109,10 +111,10 @@ def test_awkward_sizes(width: int, group: int) -> None:
 
 def test_more_parts_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With long contexts, the parts of a head do not all fit into registers."""
-    triton_kernels = pytest.importorskip("fourfold.inference.loki.triton_kernels")
+    triton_attend = pytest.importorskip("fourfold.inference.loki.triton_attend")
     for name in ("CHOSEN_SPLIT", "CHOSEN_BLOCK"):
-        monkeypatch.setattr(triton_kernels, name, 16)
-    k = 16 * triton_kernels.MERGED_BLOCK + 50
+        monkeypatch.setattr(triton_attend, name, 16)
+    k = 16 * triton_attend.MERGED_BLOCK + 50
     # In the second case, the last splits hold no visible key.
     for visible in (None, left_padded(2, k + 100)[1:]):
         ours, torchs = step("triton", LokiConfig(k=k, min_seq=0), k + 100, group=1, width=16, d=16, visible=visible)
@@ -166,8 +168,10 @@ def test_ties_go_to_the_left(kernels: str) -> None:
     same = torch.ones(1, 1, 600, 16, device=device)
     codes = torch.ones(1, 1, 600, 4, dtype=torch.uint8, device=device)
     query = torch.ones(1, 1, 2, 16, device=device)
-    out = kernel(DecodeStep(query, query, same, value, codes, 5, LokiConfig(k=5, min_seq=0, recent=0), 0.25))
-    torch.testing.assert_close(out, torch.full_like(out, 2.0))
+    config = LokiConfig(k=5, min_seq=0, recent=0)
+    out, _ = kernel(DecodeStep(query, query, same, value, value.sum(2), codes, 5, config, 0.25))
+    # All keys get the same attention. The mean of the values 0 to 4 is 2, and the mean of the values 5 to 599 is 302.
+    torch.testing.assert_close(out, torch.full_like(out, 2.0 * 5 / 600 + 302.0 * 595 / 600))
 
 
 def test_a_model_generates_by_kernels(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +222,7 @@ def test_nothing_but_what_is_chosen_is_read(kernels: str) -> None:
     worth = combine_heads(torch.matmul(encoder.project_queries(query[None]) * 0.25, decoded(codes, query.dtype).mT))
     chosen = worth[0, 0].topk(20).indices
     others = torch.ones(500, dtype=torch.bool).index_fill(0, chosen, False)
-    tensors = [t.to(DEVICES[kernels]) for t in (query, key, value, codes, encoder)]
+    tensors = [t.to(DEVICES[kernels]) for t in (query, key, value, value.sum(2), codes, encoder)]
     with torch.no_grad():
         expected = decode(*tensors, 20, config, 0.25)
         for tensor in tensors[1:3]:
@@ -285,7 +289,8 @@ def test_numba_that_cannot_keep_what_it_compiles_or_is_disabled(
         "eye = torch.eye(8).repeat(2, 1, 1)\n"
         "encoder = Encoder.of(eye, eye, torch.zeros(2, 8), eye)\n"
         "with torch.no_grad():\n"
-        "    print(decode(q, k, k, encoder.encode(k), encoder, 9, LokiConfig(k=9), 1.0).isfinite().all().item())\n"
+        "    out = decode(q, k, k, k.sum(2), encoder.encode(k), encoder, 9, LokiConfig(k=9), 1.0)\n"
+        "    print(out.isfinite().all().item())\n"
         "    print(LokiConfig().kernels_for(q.device, q.dtype))\n"
     )
     variables = {name: value.replace("TMP", str(tmp_path)) for name, value in environment.items()}

@@ -42,7 +42,8 @@ def one_step(kv_heads: int = 2, group: int = 4, length: int = 40, size: int = 12
 def fast(tensors: dict[str, Tensor], d: int, k: int, basis_KDD: Tensor, config: LokiConfig) -> Tensor:
     encoder = encoder_of(basis_KDD[..., :d])
     codes = encoder.encode(tensors["key"])
-    return decode(tensors["query"], tensors["key"], tensors["value"], codes, encoder, k, config, 0.3)
+    value = tensors["value"]
+    return decode(tensors["query"], tensors["key"], value, value.sum(2), codes, encoder, k, config, 0.3)
 
 
 def slow(tensors: dict[str, Tensor], d: int, k: int) -> Tensor:
@@ -54,7 +55,20 @@ def slow(tensors: dict[str, Tensor], d: int, k: int) -> Tensor:
 
 def exact_step(query: Tensor, key: Tensor, value: Tensor, scaling: float, *rest: Tensor) -> DecodeStep:
     """Return a step whose keys are already chosen."""
-    return DecodeStep(query, query, key, value, key.to(torch.uint8), key.shape[2], LokiConfig(), scaling, *rest)
+    seen = value.to(torch.promote_types(value.dtype, torch.float32))
+    total = (seen.masked_fill(~rest[0][..., None], 0.0) if rest else seen).sum(2)
+    codes = key.to(torch.uint8)
+    return DecodeStep(query, query, key, value, total, codes, key.shape[2], LokiConfig(), scaling, *rest)
+
+
+def without_rest(chosen: Tensor, group: int, counts: Tensor | None = None) -> Tensor:
+    """Return scores of codes with which the keys that are not chosen get no attention. With ``counts``, only so many of
+    the first keys are chosen."""
+    is_chosen = torch.ones_like(chosen) if counts is None else torch.arange(chosen.shape[-1]) < counts[:, None, None]
+    scores = torch.full((*chosen.shape[:2], 40), -1e9).scatter(
+        -1, chosen, -1e9 * (1.0 - is_chosen.expand_as(chosen).float())
+    )
+    return scores[:, :, None].expand(-1, -1, group, -1)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -78,7 +92,9 @@ def test_a_sequence_that_sees_nothing_gives_zeros(config: LokiConfig) -> None:
     visible_B1S[2, :, 4:] = False
     encoder = encoder_of(tensors["basis"])
     codes = encoder.encode(tensors["key"])
-    out = decode(tensors["query"], tensors["key"], tensors["value"], codes, encoder, 6, config, 0.3, visible_B1S)
+    value = tensors["value"]
+    value_sum = value.masked_fill(~visible_B1S[..., None], 0.0).sum(2)
+    out = decode(tensors["query"], tensors["key"], value, value_sum, codes, encoder, 6, config, 0.3, visible_B1S)
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     few = {name: tensor[2:, :, :4] if name in ("key", "value") else tensor[2:] for name, tensor in tensors.items()}
     torch.testing.assert_close(out[2:], slow(few | {"basis": tensors["basis"]}, 12, 4))
@@ -103,7 +119,8 @@ def test_one_head_ranks_by_its_scores(config: LokiConfig) -> None:
     key = value * torch.tensor([1.0, -1.0])  # all exact scores are 0
     query, encoder = torch.full((1, 1, 2), 1000.0), encoder_of(torch.eye(2)[None, :, :1])
     positive = changed(config, sink=0, recent=0)
-    out = decode(query, key, value, encoder.encode(key), encoder, 300, positive, 1.0)  # half of the keys are positive
+    # Half of the keys are positive. The rest gets no attention, because the scores of its codes are far lower.
+    out = decode(query, key, value, value.sum(2), encoder.encode(key), encoder, 300, positive, 1.0)
     torch.testing.assert_close(out, torch.full_like(out, 1.0), rtol=0.01, atol=0.01)
 
 
@@ -112,10 +129,13 @@ def test_rows_are_gathered_out_of_a_growing_cache() -> None:
     room = torch.randn(2, 3, 64, 8)
     chosen = torch.stack([torch.randperm(40)[:5] for _ in range(6)]).view(2, 3, 5)
     query = torch.randn(2, 3, 2, 8)
-    found = attend_to_chosen(exact_step(query, room[:, :, :40], room[:, :, :40], 1.0), chosen)
+    found, lse = attend_to_chosen(
+        exact_step(query, room[:, :, :40], room[:, :, :40], 1.0), chosen, without_rest(chosen, 2)
+    )
     packed = room[:, :, :40].gather(2, chosen[..., None].expand(-1, -1, -1, 8))
     expected = torch.nn.functional.scaled_dot_product_attention(query, packed, packed, scale=1.0)
     torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(lse, torch.logsumexp(query @ packed.mT, -1))
 
 
 def test_some_sequences_attend_to_fewer_keys_or_to_none() -> None:
@@ -124,7 +144,9 @@ def test_some_sequences_attend_to_fewer_keys_or_to_none() -> None:
     chosen = torch.randn(3, 5, 40).masked_fill(~visible, -torch.inf).argsort(-1, descending=True)[..., :6]
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         query, keys, values = (torch.randn(3, 5, n, 8, dtype=dtype) for n in (2, 40, 40))
-        found = attend_to_chosen(exact_step(query, keys, values, 0.5, visible, torch.tensor([6, 4, 0])), chosen)
+        counts = torch.tensor([6, 4, 0])
+        step = exact_step(query, keys, values, 0.5, visible, counts)
+        found, _ = attend_to_chosen(step, chosen, without_rest(chosen, 2, counts))
         rows = chosen[..., None].expand(-1, -1, -1, 8)
         counts = torch.tensor([6, 4, 1])[:, None, None, None]
         expected = torch.nn.functional.scaled_dot_product_attention(
@@ -147,7 +169,9 @@ def test_a_sequence_that_sees_nothing_has_no_gradient() -> None:
     with torch.enable_grad():
         query, keys, values = (torch.randn(2, *shape, requires_grad=True) for shape in ((4, 8), (2, 40, 8), (2, 40, 8)))
         codes = encoder.encode(keys)
-        decode(query, keys, values, codes, encoder, 6, LokiConfig(k=6, min_seq=0), 0.3, visible).sum().backward()
+        value_sum = values.masked_fill(~visible[..., None], 0.0).sum(2)
+        config = LokiConfig(k=6, min_seq=0)
+        decode(query, keys, values, value_sum, codes, encoder, 6, config, 0.3, visible).sum().backward()
     for tensor in (query, keys, values):
         assert tensor.grad[0].norm() > 0
         assert not tensor.grad[1].any()

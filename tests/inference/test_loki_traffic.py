@@ -26,9 +26,11 @@ def test_bytes_read(length: int, k: int, batch: int) -> None:
     tokens = torch.randn(batch, heads, length, head_dim, generator=generator)
     layer.update(tokens, tokens)
     query = torch.randn(batch, 8, head_dim, generator=generator)
-    with CacheTraffic([buffer.filled for buffer in layer.buffers]) as traffic:
+    layer.value_sum.of(layer.values, None)
+    with CacheTraffic([layer.keys, layer.values, layer.code_BKSC]) as traffic:
         layer.update(tokens[:, :, :1], tokens[:, :, :1])
-        decode(query, layer.keys, layer.values, layer.code_BKSC, encoder, k, LokiConfig(k=k, sink=1, recent=4), 0.125)
+        value_sum, config = layer.value_sum.of(layer.values, None), LokiConfig(k=k, sink=1, recent=4)
+        decode(query, layer.keys, layer.values, value_sum, layer.code_BKSC, encoder, k, config, 0.125)
     floor = batch * floor_bytes(length + 1, head_dim, d, k, heads, 4)
     assert 0.999 < traffic.bytes_read / floor < 1.15
     share = floor / (batch * dense_bytes(length + 1, head_dim, heads, 4))

@@ -59,9 +59,9 @@ def test_a_quarter_of_keys_and_dims_beats_random_directions(trained: Trained) ->
     record = measure_quality(model, held, basis, by_score)
     perplexity, found = record["perplexity"], record["all"]
     assert record["k"] == 64
-    assert perplexity["dense"] <= min(perplexity["oracle"], perplexity["loki"])
-    assert max(perplexity["oracle"], perplexity["loki"]) < perplexity["random"]
-    assert perplexity["loki"] - perplexity["dense"] < 0.5 * (perplexity["random"] - perplexity["dense"])
+    for name in ("oracle", "loki"):
+        assert perplexity[name] == pytest.approx(perplexity["dense"], rel=0.01)
+    assert perplexity["random"] > 1.02 * perplexity["dense"]
     assert found["oracle"]["recall"] == pytest.approx(1, abs=1e-3)
     for measure in ("recall", "mass"):
         assert found["random"][measure] < found["loki"][measure] <= found["oracle"][measure] + 1e-6
@@ -81,5 +81,5 @@ def test_few_dims_of_scores_lose_less_than_few_dims_of_keys(trained: Trained) ->
 def test_the_defaults_lose_little_of_stories(trained: Trained) -> None:
     model, basis, held = trained
     record = measure_quality(model, held, basis, LokiConfig(k_f=0.125, d_f=0.25, min_k=1))
-    assert record["perplexity"]["loki"] < 1.05 * record["perplexity"]["dense"]
+    assert record["perplexity"]["loki"] < 1.02 * record["perplexity"]["dense"]
     assert record["all"]["random"]["recall"] < record["all"]["loki"]["recall"] < 1

@@ -47,6 +47,9 @@ class TopP(Rival):
             is_kept_BKS[..., self.cap :] = False
         return torch.zeros_like(is_kept_BKS).scatter_(-1, order_BKS, is_kept_BKS)
 
+    def attend(self, step: Step, chosen_BKS: Tensor) -> Tensor:
+        return self.scorer.attend(step, chosen_BKS)
+
 
 class ScoreRecorder(Rival):
     """Attend to all keys, and record which shares of the scores top-p would compare with p."""

@@ -12,15 +12,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 SUPPORTED = (
-    "llama", "mistral", "mixtral", "ministral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-    "phi3", "granite", "olmo", "olmo2", "olmo3", "smollm3", "starcoder2",
+    "llama", "mistral", "mixtral", "ministral", "ministral3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gpt_oss",
+    "gemma", "gemma3_text", "glm4_moe", "minimax_m2", "seed_oss", "hunyuan_v1_dense", "hunyuan_v1_moe", "phi3",
+    "phimoe", "granite", "granitemoe", "olmo", "olmo2", "olmo3", "olmoe", "flex_olmo", "apertus", "arcee", "nemotron",
+    "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 """Model types whose attention is softmax(q·k) v, with a cache in each layer and a rotary embedding in the half-split
-layout."""
+layout. The heads may have learned sinks."""
 
 LACKING = {
     "gemma2": "their attention caps the scores (softcap)",
-    "gpt_oss": "their attention has learned sinks",
     "deepseek_v2": "their attention is latent (MLA), so there are no keys per head to rotate",
     "deepseek_v3": "their attention is latent (MLA), so there are no keys per head to rotate",
     "gemma3n": "their layers share keys and values",

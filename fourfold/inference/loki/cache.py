@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 from fourfold.inference.loki.codes import Encoder
 from fourfold.inference.loki.growing_tensor import GrowingTensor
+from fourfold.inference.loki.rest import ValueSum
 
 
 class GrowingLayer(DynamicLayer):
@@ -25,7 +26,7 @@ class GrowingLayer(DynamicLayer):
         self.key_buffer, self.value_buffer = GrowingTensor(capacity), GrowingTensor(capacity)
 
     @property
-    def buffers(self) -> tuple[GrowingTensor, ...]:
+    def buffers(self) -> tuple[GrowingTensor | ValueSum, ...]:
         return self.key_buffer, self.value_buffer
 
     @property
@@ -73,7 +74,7 @@ class GrowingLayer(DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._each(lambda buffer: buffer.repeat(repeats))
 
-    def _each(self, change: Callable[[GrowingTensor], None]) -> None:
+    def _each(self, change: Callable[[GrowingTensor | ValueSum], None]) -> None:
         if self.is_initialized:
             for buffer in self.buffers:
                 change(buffer)
@@ -87,19 +88,20 @@ class GrowingLayer(DynamicLayer):
 
 
 class LokiLayer(GrowingLayer):
-    """Keys and values, and the codes of the keys, [B, K, S, C]. To rank the keys, Loki reads only the codes."""
+    """Keys and values, the codes of the keys, [B, K, S, C], and the sum of the values. To rank the keys, Loki reads
+    only the codes."""
 
     def __init__(self, encoder: Encoder, capacity: int = 0) -> None:
         super().__init__(capacity)
         self.encoder = encoder
-        self.code_buffer = GrowingTensor(capacity)
+        self.code_buffer, self.value_sum = GrowingTensor(capacity), ValueSum()
         self.code_BKSC: Tensor | None = None
         """The codes during an attention pass, on the device of the keys that ``update`` returned. The attention reads
         this attribute instead of the buffer, because the buffers of an offloaded cache are back on the CPU by then."""
 
     @property
-    def buffers(self) -> tuple[GrowingTensor, ...]:
-        return self.key_buffer, self.value_buffer, self.code_buffer
+    def buffers(self) -> tuple[GrowingTensor | ValueSum, ...]:
+        return self.key_buffer, self.value_buffer, self.code_buffer, self.value_sum
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.code_buffer.append(self.encoder.encode(key_states))

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.models.llama.modeling_llama import rotate_half
 
 from fourfold.inference.loki.architecture import AttentionModule, text_config
+from fourfold.inference.loki.dense import dense_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,8 +54,11 @@ class _LayerObserver:
     rotary: tuple[Tensor, Tensor] | None = None
     """cos and sin of the current pass. None for a layer without a rotary embedding."""
 
-    def note_rotary(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def note_rotary(self, module: AttentionModule, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self.rotary = keywords["position_embeddings"] if getattr(module, "use_rope", True) else None
+        if self.rotary is not None and module.config.model_type == "gpt_oss":  # Its cos and sin are for half a head.
+            cos, sin = (torch.cat([half, half], -1) for half in self.rotary)
+            self.rotary = cos, sin
 
 
 def _observed_attention(
@@ -67,7 +70,7 @@ def _observed_attention(
         scaling = keywords.get("scaling") or query.shape[-1] ** -0.5
         before = key.float() if state.rotary is None else undo_rotary(key, *state.rotary)
         state.observer(module.layer_idx, query, {"post": key, "pre": before}, scaling)
-    return sdpa_attention_forward(module, query, key, value, mask, **keywords)
+    return dense_attention(module, query, key, value, mask, **keywords)
 
 
 def undo_rotary(key_BKSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fourfold.errors import UserError
 from fourfold.inference.loki.architecture import AttentionModule
 from fourfold.inference.loki.attend import decode
 from fourfold.inference.loki.cache import GrowingLayer, LokiLayer
-from fourfold.inference.loki.codes import BITS
+from fourfold.inference.loki.codes import BITS, Encoder
+from fourfold.inference.loki.dense import dense_attention
 from fourfold.inference.loki.replace_cache import LayerRecipe, replace_layer
 from fourfold.inference.loki.select import keys_per_sequence
+from fourfold.inference.loki.settings import LokiConfig
 from fourfold.inference.loki.simulate import Probe, simulate
 
 NAME = "loki"
@@ -116,57 +117,61 @@ def loki_attention(
     state = state_of(module)
     encoder = None if state is None else state.recipe.encoder
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+
+    def dense() -> tuple[Tensor, None]:
+        return dense_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **keywords)
+
     # The layer may be one that stays dense. Or it may belong to a model without Loki that shares its configuration with
     # a model that uses Loki.
     if state is None or encoder is None:
-        return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
-    for name in ("softcap", "s_aux"):
-        if keywords.get(name) is not None:
-            raise UserError(f"loki: this model's attention has {name}, which is not supported; use dense attention")
+        return dense()
+    if keywords.get("softcap") is not None:
+        raise UserError("loki: this model's attention has softcap, which is not supported; use dense attention")
     config, layer = state.recipe.config, state.layer
     if dropout:  # Use dense attention, because dropout is on only in training.
-        return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
+        return dense()
     length, is_simple = key.shape[2], _is_simple(attention_mask)
     if query.shape[2] == 1 and isinstance(layer, LokiLayer) and is_simple and not config.is_dense_at(length):
-        assert layer.code_BKSC is not None
-        if config.bits != BITS:
-            raise UserError(f"loki: bits = {config.bits} works only in `fourfold loki evaluate --text`; use {BITS}")
         visible_B1S = None if attention_mask is None else attention_mask[:, :, 0].expand(query.shape[0], -1, -1)
-        k, k_B = config.key_count(length), None
-        if visible_B1S is not None:
-            k, k_B = config.largest_key_count(length), keys_per_sequence(visible_B1S[:, 0].sum(-1), config)
-        out = decode(query[:, :, 0], key, value, layer.code_BKSC, encoder, k, config, scaling, visible_B1S, k_B)
+        out = _decode(query[:, :, 0], key, value, layer, encoder, config, scaling, visible_B1S, keywords.get("s_aux"))
         return out[:, None], None
     if config.prefill == "simulate" and query.shape[2] > 1 and not config.is_dense_at(length):
         if query.shape[2] == length and is_simple:  # The cache holds only this prompt.
             ranked_by = None if state.is_exact else encoder
-            out = simulate(query, key, value, ranked_by, config, scaling, attention_mask, state.probe)
+            sinks_N = keywords.get("s_aux")
+            out = simulate(query, key, value, ranked_by, config, scaling, attention_mask, state.probe, sinks_N)
             return out.transpose(1, 2).contiguous(), None
         raise UserError(
             'loki: prefill = "simulate" needs a whole prompt at once, an empty dynamic cache, and no custom mask; '
             'leave prefill at "dense", or give the prompt in one piece'
         )
-    return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
+    return dense()
+
+
+def _decode(
+    query_BND: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: LokiLayer,
+    encoder: Encoder,
+    config: LokiConfig,
+    scaling: float,
+    visible_B1S: Tensor | None,
+    sinks_N: Tensor | None,
+) -> Tensor:
+    """Run a decoding step on a layer of the cache, and return its output, [B, N, D]."""
+    assert layer.code_BKSC is not None
+    if config.bits != BITS:
+        raise UserError(f"loki: bits = {config.bits} works only in `fourfold loki evaluate --text`; use {BITS}")
+    k, k_B = config.key_count(key.shape[2]), None
+    if visible_B1S is not None:
+        k, k_B = config.largest_key_count(key.shape[2]), keys_per_sequence(visible_B1S[:, 0].sum(-1), config)
+    value_sum_BKD = layer.value_sum.of(value, visible_B1S)
+    codes = layer.code_BKSC
+    return decode(query_BND, key, value, value_sum_BKD, codes, encoder, k, config, scaling, visible_B1S, k_B, sinks_N)
 
 
 def _is_simple(mask: Tensor | None) -> bool:
     """Return whether a mask is None, or boolean and the same for all heads, like the masks of transformers' sdpa_mask.
     Loki supports only such masks."""
     return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
-
-
-def _dense(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    dropout: float,
-    keywords: dict[str, Any],
-) -> tuple[Tensor, None]:
-    """Run torch's attention. The output is zero for a row that sees no key (left padding), never NaN."""
-    out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **keywords)
-    if mask is not None and mask.dtype == torch.bool:
-        out = out.masked_fill(~mask.any(-1).transpose(1, 2)[..., None], 0.0)
-    return out, None

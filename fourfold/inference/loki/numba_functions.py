@@ -1,4 +1,5 @@
-"""Small functions that the Numba kernels inline: conversion, the exponential function, and prefetching."""
+"""Small functions that the Numba kernels inline: conversion, the exponential function, the logarithm, and
+prefetching."""
 
 from __future__ import annotations
 
@@ -40,6 +41,23 @@ def exp(x):
     series = series * r + np.float32(1 / 2)
     series = (series * r + np.float32(1)) * r + np.float32(1)
     return np.float32(series * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32))
+
+
+@inlined
+def log(x):
+    """Return the natural logarithm of a normal number x > 0. Return a finite number for a NaN. Compute n · ln 2 + ln m
+    with m from √½ to √2, and a series for ln m.
+
+    The error is below 2e−7 if the result is between −1 and 1. Otherwise the relative error is below 2e−7.
+    """
+    root = np.int32(0x3F3504F3)  # The bits of √½.
+    bits = np.int32(np.float32(x).view(np.int32) - root)
+    n = np.int32(bits >> np.int32(23))
+    m = np.int32((bits & np.int32(0x7FFFFF)) + root).view(np.float32)
+    z = (m - np.float32(1)) / (m + np.float32(1))
+    square = z * z
+    series = (square * np.float32(2 / 7) + np.float32(2 / 5)) * square + np.float32(2 / 3)
+    return np.float32(n) * np.float32(np.log(2)) + z * (series * square + np.float32(2))
 
 
 @inlined

@@ -21,8 +21,9 @@ from numba import get_num_threads, njit, prange, set_num_threads
 from numba.core.config import NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # Numba sets it at import
 from torch import Tensor
 
-from fourfold.inference.loki.codes import BITS, INTERVALS, PER_BYTE
-from fourfold.inference.loki.numba_functions import OPTIONS, as_float32, compiled, exp, inlined, prefetch_row
+from fourfold.inference.loki.codes import PER_BYTE
+from fourfold.inference.loki.numba_functions import OPTIONS, as_float32, compiled, exp, inlined, log, prefetch_row
+from fourfold.inference.loki.numba_scores import score
 from fourfold.inference.loki.select import DecodeStep
 from fourfold.inference.loki.settings import LokiConfig
 
@@ -30,9 +31,6 @@ NEVER = np.float32(-np.inf)
 TINY = np.float32(np.finfo(np.float32).tiny)
 NAN_BITS = np.uint32(0x7F800000)
 """A float32 is NaN if its bits without the sign are above this value."""
-
-TABLES = 8
-"""Number of bytes of a key whose tables are used together. Their tables fit into the first-level cache."""
 
 LAST_RANK = np.uint32(0xFFFFFFFF)
 
@@ -52,7 +50,7 @@ def _compiled_for_threads(step: Callable[..., None]) -> Callable[..., None]:
     return compiled
 
 
-def decode(step: DecodeStep) -> Tensor:
+def decode(step: DecodeStep) -> tuple[Tensor, Tensor]:
     """Run a step on a CPU, on caches in float32 or bfloat16."""
     batch, heads, group, width = step.query_BKGD.shape
     length, rows = step.key_BKSD.shape[2], batch * heads
@@ -60,12 +58,12 @@ def decode(step: DecodeStep) -> Tensor:
     assert step.key_BKSD.shape == step.value_BKSD.shape == (batch, heads, length, width), "keys and values differ"
     assert step.code_BKSC.shape == (batch, heads, length, step.query_BKGd.shape[3] // PER_BYTE), "every key has codes"
     k_B = np.full(batch, step.k) if step.k_B is None else step.k_B.clamp(max=step.k).numpy()
-    out_RHD = torch.empty(rows, -(-group // 4) * 4, width)
+    out_RHD, lse_RG = torch.empty(rows, -(-group // 4) * 4, width), torch.empty(rows, group)
     task = (
         _padded_to_fours(step.query_BKGd), _padded_to_fours(step.query_BKGD.float() * step.scaling),
         *_rows(step.code_BKSC), *_rows(step.key_BKSD), *_rows(step.value_BKSD),
-        heads, length, group, k_B, k_B.max(), _flags(step.visible_BS, batch), _flags(step.always_BS, batch),
-        out_RHD.numpy(),
+        step.value_sum_BKD.float().flatten(0, 1).numpy(), heads, length, group,
+        k_B, k_B.max(), _flags(step.visible_BS, batch), _flags(step.always_BS, batch), out_RHD.numpy(), lse_RG.numpy(),
     )  # fmt: skip
     wanted = torch.get_num_threads()
     with _numba_lock:
@@ -82,14 +80,15 @@ def decode(step: DecodeStep) -> Tensor:
     # Starting Numba's threads changes torch's number of threads, because both use the same threading library.
     if torch.get_num_threads() != wanted:
         torch.set_num_threads(wanted)
-    return out_RHD[:, :group].reshape(step.query_BKGD.shape).to(step.query_BKGD.dtype)
+    out_BKGD = out_RHD[:, :group].reshape(step.query_BKGD.shape).to(step.query_BKGD.dtype)
+    return out_BKGD, lse_RG.view(batch, heads, group)
 
 
 def compile_for(dtype: torch.dtype) -> None:
     """Compile the step for caches of this dtype now, or load it from disk, so that the first token does not wait."""
     query, keys = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 2, 4, dtype=dtype)
     codes = torch.zeros(1, 1, 2, 1, dtype=torch.uint8)
-    decode(DecodeStep(query, query, keys, keys, codes, 1, LokiConfig(k=1), 1.0))
+    decode(DecodeStep(query, query, keys, keys, query[:, :, 0], codes, 1, LokiConfig(k=1), 1.0))
 
 
 def _padded_to_fours(query_BKGx: Tensor) -> np.ndarray:
@@ -117,8 +116,8 @@ def _flags(flags_BS: Tensor | None, batch: int) -> np.ndarray:
 
 @_compiled_for_threads
 def _decode(
-    threads, query_RHd, query_RHD, codes, code_R, keys, key_R, values, value_R,
-    heads, length, group, k_B, largest_k, visible_BS, kept_BS, out_RHD,
+    threads, query_RHd, query_RHD, codes, code_R, keys, key_R, values, value_R, value_sum_RD,
+    heads, length, group, k_B, largest_k, visible_BS, kept_BS, out_RHD, lse_RG,
 ):  # fmt: skip
     """Divide the rows among threads. Each thread computes its rows one after another, and threads wait for each other
     only at the end.
@@ -134,68 +133,25 @@ def _decode(
         for row in range(rows * thread // threads, rows * (thread + 1) // threads):
             sequence = row // heads
             visible_S, kept_S = visible_BS[sequence], kept_BS[sequence]
-            _score(query_RHd[row], codes[code_R[row] : code_R[row] + length], scores_HS)
+            score(query_RHd[row], codes[code_R[row] : code_R[row] + length], scores_HS)
             seen = _rank(scores_HS[:group], visible_S, kept_S, ranks_S)
             chosen = chosen_k[: min(k_B[sequence], seen)]
             _choose(ranks_S, chosen)
             of_keys, of_values = keys[key_R[row] : key_R[row] + length], values[value_R[row] : value_R[row] + length]
-            _attend(query_RHD[row], of_keys, of_values, chosen, out_RHD[row])
-
-
-@compiled
-def _score(query_Hd, code_SC, scores_HS):
-    """Compute the dot product of every head with the codes of every key, four heads at a time.
-
-    The codes of a byte have 256 combinations. So look up the sum of their products in a table, instead of computing it
-    for every key.
-    """
-    table_NB4 = np.empty((TABLES, 256, 4), np.float32)
-    scores_HS[:] = np.float32(0)
-    for h in range(0, query_Hd.shape[0], 4):
-        for first in range(0, code_SC.shape[1], TABLES):
-            count = min(TABLES, code_SC.shape[1] - first)
-            for n in range(count):
-                _fill(table_NB4[n], query_Hd[h : h + 4], first + n, code_SC.shape[1])
-            for s in range(code_SC.shape[0]):
-                # The compiler unrolls the loop over tables if their number is a constant.
-                if count == TABLES:
-                    sums = _look_up(table_NB4, code_SC[s], first, TABLES)
-                else:
-                    sums = _look_up(table_NB4, code_SC[s], first, count)
-                scores_HS[h, s] += sums[0]
-                scores_HS[h + 1, s] += sums[1]
-                scores_HS[h + 2, s] += sums[2]
-                scores_HS[h + 3, s] += sums[3]
-
-
-@inlined
-def _look_up(table_NB4, code_C, first, count):
-    """Return the sums of the table entries of bytes ``first`` to ``first + count``, for four query heads."""
-    sum0, sum1, sum2, sum3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-    for n in range(count):
-        byte = code_C[first + n]
-        sum0 += table_NB4[n, byte, 0]
-        sum1 += table_NB4[n, byte, 1]
-        sum2 += table_NB4[n, byte, 2]
-        sum3 += table_NB4[n, byte, 3]
-    return sum0, sum1, sum2, sum3
-
-
-@compiled
-def _fill(table_B4, query_4d, c, size):
-    """For each value of byte c, write the product of its codes with four query heads to a table."""
-    table_B4[:] = np.float32(0)
-    for byte in range(256):
-        for place in range(PER_BYTE):
-            code = np.float32((byte >> (place * BITS)) & (INTERVALS - 1))
-            for h in range(4):
-                table_B4[byte, h] += query_4d[h, place * size + c] * code
+            exact_H3, sum_D = np.empty((H, 3), np.float32), np.zeros(query_RHD.shape[2], np.float32)
+            _attend(query_RHD[row], of_keys, of_values, chosen, out_RHD[row], exact_H3, sum_D)
+            if chosen.size < seen:
+                for c in range(sum_D.size):
+                    sum_D[c] = (value_sum_RD[row, c] - sum_D[c]) / np.float32(seen - chosen.size)
+                _add_rest(scores_HS[:group], chosen, exact_H3, sum_D, out_RHD[row])
+            for g in range(group):
+                lse_RG[row, g] = exact_H3[g, 0] + np.log(exact_H3[g, 1])
 
 
 @compiled
 def _rank(scores_GS, visible_S, kept_S, ranks_S):
-    """Write each key's rank to ``ranks_S``, an unsigned integer with the order of the combined scores. Return the
-    number of visible keys.
+    """Write each key's rank to ``ranks_S``, an unsigned integer with the order of the combined scores. Replace each
+    score with exp(score − largest). Return the number of visible keys.
 
     An invisible key has rank 0. A key has the largest rank if it is always chosen or if its combined score is NaN.
     """
@@ -207,11 +163,13 @@ def _rank(scores_GS, visible_S, kept_S, ranks_S):
                     scores_GS[g, s] = NEVER
     worth_S = ranks_S.view(np.float32)  # Compute the combined scores in the memory of the ranks.
     worth_S[:] = np.float32(0)
-    is_alone = scores_GS.shape[0] == 1  # The scores of a single query head need no normalization to rank keys.
+    if scores_GS.shape[0] == 1:  # The scores of a single query head need no normalization to rank keys.
+        worth_S[:] = scores_GS[0]
     for g in range(scores_GS.shape[0]):
-        share = np.float32(1) if is_alone else np.float32(1) / max(_exponentiate(scores_GS[g]), TINY)
-        for s in range(length):
-            worth_S[s] += scores_GS[g, s] * share
+        share = np.float32(1) / max(_exponentiate(scores_GS[g])[1], TINY)
+        if scores_GS.shape[0] > 1:
+            for s in range(length):
+                worth_S[s] += scores_GS[g, s] * share
     for s in range(length):
         bits = ranks_S[s]
         rank = ~bits if bits >> np.uint32(31) else bits | np.uint32(0x80000000)
@@ -264,8 +222,12 @@ def _search(ranks_S, k):
 
 
 @compiled
-def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD):
-    """Attend exactly to the chosen keys, and write the output to ``out_HD``. Without chosen keys, write zeros."""
+def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD, exact_H3, sum_D):
+    """Attend exactly to the chosen keys, and write the output to ``out_HD``. Without chosen keys, write zeros.
+
+    For each query head, write to ``exact_H3``: the largest score, Σ exp(score − largest), and the mean score. Write the
+    sum of the chosen values to ``sum_D``.
+    """
     k = chosen_k.size
     weights_4k, share_4 = np.empty((4, k), np.float32), np.empty(4, np.float32)
     out_HD[:] = 0
@@ -276,8 +238,11 @@ def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD):
             row_D = key_SD[chosen_k[n]]
             weights_4k[0, n], weights_4k[1, n], weights_4k[2, n], weights_4k[3, n] = _products(four, row_D)
         for i in range(4):
-            share_4[i] = np.float32(1) / max(_exponentiate(weights_4k[i]), TINY)
+            exact_H3[h + i, 2] = weights_4k[i].sum() / np.float32(max(1, k))
+            exact_H3[h + i, 0], exact_H3[h + i, 1] = _exponentiate(weights_4k[i])
+            share_4[i] = np.float32(1) / max(exact_H3[h + i, 1], TINY)
         out0, out1, out2, out3 = out_HD[h], out_HD[h + 1], out_HD[h + 2], out_HD[h + 3]
+        sum_D[:] = 0
         for n in range(k):
             prefetch_row(value_SD, chosen_k[min(n + AHEAD, k - 1)])
             weight0, weight1 = weights_4k[0, n] * share_4[0], weights_4k[1, n] * share_4[1]
@@ -289,6 +254,31 @@ def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD):
                 out1[c] += weight1 * number
                 out2[c] += weight2 * number
                 out3[c] += weight3 * number
+                sum_D[c] += number
+
+
+@compiled
+def _add_rest(coded_GS, chosen_k, exact_H3, mean_D, out_HD):
+    """Add the rest to the output of each query head and to its Σ exp(score − largest). The rest are the keys that are
+    not chosen, with their mean value. See ``rest.py``.
+
+    ``coded_GS`` has exp(score − largest) for the scores of the codes.
+    """
+    of_chosen_k = np.empty(chosen_k.size, np.float32)
+    for g in range(coded_GS.shape[0]):
+        for n in range(chosen_k.size):
+            of_chosen_k[n] = coded_GS[g, chosen_k[n]]
+            coded_GS[g, chosen_k[n]] = 0
+        total = coded_GS[g].sum()
+        mean = np.float32(0)
+        for n in range(chosen_k.size):
+            mean += log(of_chosen_k[n])
+        constant = exact_H3[g, 2] - exact_H3[g, 0] - mean / np.float32(max(1, chosen_k.size))
+        rest = total * np.exp(constant)
+        exact_H3[g, 1] += rest
+        share = rest / exact_H3[g, 1]
+        for c in range(mean_D.size):
+            out_HD[g, c] += share * (mean_D[c] - out_HD[g, c])
 
 
 @inlined
@@ -307,11 +297,12 @@ def _products(four, key):
 
 @compiled
 def _exponentiate(scores_S):
-    """Replace each score with exp(score − largest). NaN stays NaN. Return the sum without the NaNs."""
+    """Replace each score with exp(score − largest). NaN stays NaN. Return the largest score, and the sum without the
+    NaNs."""
     largest, total = NEVER, np.float32(0)
     for s in range(scores_S.size):
         largest = scores_S[s] if scores_S[s] > largest else largest
     for s in range(scores_S.size):
         scores_S[s] = exp(scores_S[s] - largest)
         total += scores_S[s] if scores_S[s] == scores_S[s] else np.float32(0)
-    return total
+    return largest, total

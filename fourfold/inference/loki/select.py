@@ -18,13 +18,18 @@ NEVER, ALWAYS = float("-inf"), float("inf")
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One step of attention from a token to the best keys of its cache. Its output is [B, K, G, D]."""
+    """One step of attention from a token to the best keys of its cache.
+
+    The functions that run it return its output, [B, K, G, D], and the log-sum-exps of its scores, [B, K, G].
+    """
 
     query_BKGD: Tensor
     query_BKGd: Tensor
     """Queries, projected and scaled."""
     key_BKSD: Tensor
     value_BKSD: Tensor
+    value_sum_BKD: Tensor
+    """Sum of the values that each sequence sees."""
     code_BKSC: Tensor
     k: int
     config: LokiConfig
@@ -36,6 +41,14 @@ class DecodeStep:
     def visible_BS(self) -> Tensor | None:
         """Return 1 for keys that a sequence sees, or None if it sees all keys."""
         return self._as_bytes(self.visible_B1S)
+
+    @property
+    def seen_B(self) -> Tensor:
+        """Return how many keys each sequence sees."""
+        batch, _, length, _ = self.key_BKSD.shape
+        if self.visible_B1S is None:
+            return torch.full((batch,), length, device=self.key_BKSD.device)
+        return self.visible_B1S[:, 0].sum(-1)
 
     @property
     def always_BS(self) -> Tensor | None:

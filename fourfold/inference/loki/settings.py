@@ -52,9 +52,9 @@ class LokiConfig(BaseModel):
     """The number of ranking components as a fraction of head_dim (default 0.25)."""
     k: Annotated[int, Field(ge=1)] | None = None
     """Number of keys that a step attends to. Set at most one of ``k`` and ``k_f``."""
-    k_f: Share = 0.1
-    """The number of keys as a fraction of the context (default 0.1)."""
-    min_k: int = Field(128, ge=1)
+    k_f: Share = 0.03
+    """The number of keys as a fraction of the context (default 0.03)."""
+    min_k: int = Field(256, ge=1)
     """Smallest number of keys if ``k`` is not set."""
     sink: Annotated[int, Field(ge=0)] | None = None
     """Number of keys at the start that are always chosen (default 4, but at most a quarter of a step's keys)."""

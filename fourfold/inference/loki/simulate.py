@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fourfold.inference.loki.codes import BITS, Encoder, decoded
+from fourfold.inference.loki.rest import share_of_chosen
 from fourfold.inference.loki.select import NEVER, choose_keys, combine_heads, keys_per_sequence
 from fourfold.inference.loki.settings import LokiConfig
 
@@ -49,6 +50,7 @@ def simulate(
     scaling: float,
     mask_B1QS: Tensor | None = None,
     probe: Probe | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Return the outputs of attention from each token to the best of its preceding keys, [B, N, Q, D], with Q = S.
 
@@ -57,6 +59,7 @@ def simulate(
         mask_B1QS: True if a query may see a key. None for causal attention. A sequence's k depends on the largest
             number of keys that one of its queries sees, so padding does not count.
         probe: Records the quality of the choices.
+        sinks_N: The sink of each query head, if the model has sinks.
     """
     query_BKGQD = query_BNQD.unflatten(1, (key_BKSD.shape[1], -1))
     query_BKGQd, key_BKSd = query_BKGQD.float(), key_BKSD.float()
@@ -83,6 +86,15 @@ def simulate(
             probe.add(chosen_BKQS, best_BKQS, weights_BKGQS, is_sparse_B1Q.expand(best_BKQS.shape[:3]))
         weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~chosen_BKQS[:, :, None], NEVER), -1)
         weights_BKGQS = weights_BKGQS.masked_fill(~visible_B1QS.any(-1, keepdim=True)[:, :, None], 0.0)
+        # Without codes, there is no rest, as in the paper.
+        is_rest_BK1QS = (visible_B1QS & ~chosen_BKQS & (config.bits == BITS))[:, :, None]
+        share_BKGQ1, lse_BKGQ1 = share_of_chosen(
+            scores_BKGQS, ranking_BKGQS, chosen_BKQS[:, :, None], ranking_BKGQS, is_rest_BK1QS
+        )
+        rest_BK1QS = is_rest_BK1QS / is_rest_BK1QS.sum(-1, keepdim=True).clamp(min=1)
+        weights_BKGQS = share_BKGQ1 * weights_BKGQS + (1 - share_BKGQ1) * rest_BK1QS
+        if sinks_N is not None:
+            weights_BKGQS = weights_BKGQS * torch.sigmoid(lse_BKGQ1 - sinks_N.view(*lse_BKGQ1.shape[1:3], 1, 1))
         out.append(torch.matmul(weights_BKGQS.to(value_BKSD.dtype), value_BKSD[:, :, None]))
     return torch.cat(out, dim=3).flatten(1, 2)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fourfold.inference.loki import codes
 from fourfold.inference.loki.select import DecodeStep
+from fourfold.inference.loki.triton_attend import NEVER, attend, block_of
 
 PROGRAMS, LEAST_SPLIT, MOST_SPLIT, BLOCK = 512, 512, 4096, 256
 """Limits for a pass over all keys: the desired number of programs, the smallest and the largest number of keys per
@@ -27,28 +28,15 @@ MOST_SPLITS = 256
 """Largest number of splits of a row. Each program holds the sums of all splits in registers, so longer rows get longer
 splits."""
 
-CHOSEN_SPLIT, CHOSEN_BLOCK = 128, 64
-"""Limits for attending to the chosen keys: keys per program, and largest number of keys per iteration. Both are small,
-because chosen rows are scattered in memory."""
-
-MERGED_BLOCK = 16
-"""Number of partial outputs of one query head to merge per iteration. A fixed number keeps register use constant,
-however long the context is."""
-
-TILE_BYTES = 8192
-"""Largest number of bytes of keys per iteration. Several iterations are in flight at the same time, and must fit into
-the smallest shared memories."""
-
 BINS = tl.constexpr(2048)
-NEVER = tl.constexpr(float("-inf"))
 BITS, PER_BYTE = tl.constexpr(codes.BITS), tl.constexpr(codes.PER_BYTE)
 LAST_CODE = tl.constexpr(codes.INTERVALS - 1)
 
 
-def decode(step: DecodeStep) -> Tensor:
+def decode(step: DecodeStep) -> tuple[Tensor, Tensor]:
     """Run a step on the current GPU."""
     query_BKGD, key_BKSD, value_BKSD, code_BKSC = step.query_BKGD, step.key_BKSD, step.value_BKSD, step.code_BKSC
-    batch, heads, group, width = query_BKGD.shape
+    batch, heads, group, _ = query_BKGD.shape
     length, size = code_BKSC.shape[2:]
     assert key_BKSD.stride(3) == value_BKSD.stride(3) == 1, "rows must be contiguous"
     rows, k, device = batch * heads, step.k, query_BKGD.device
@@ -63,7 +51,7 @@ def decode(step: DecodeStep) -> Tensor:
     grid = (rows, splits)
     sizes = {"G": group, "GP": max(16, triton.next_power_of_2(group))}
     scores_RGS = torch.empty(rows, group, length, dtype=torch.float32, device=device)
-    maxima_RPG, sums_RPG = torch.empty(2, rows, splits, group, dtype=torch.float32, device=device)
+    maxima_RPG, sums_RPG, rest_RPG = torch.empty(3, rows, splits, group, dtype=torch.float32, device=device)
     wide = {"C": size, "CP": max(16, triton.next_power_of_2(size))}
     _score[grid](
         step.query_BKGd.contiguous(), code_BKSC, visible_BS, scores_RGS, maxima_RPG, sums_RPG,
@@ -83,21 +71,12 @@ def decode(step: DecodeStep) -> Tensor:
     for level in (1, 2):
         _refine[grid](*of_search, LEVEL=level, **blocks)
     _count[grid](*of_search, counts_RP2, splits, **blocks)
-    _collect[grid](*of_search, counts_RP2, chosen_Rk, splits, k, PP=triton.next_power_of_2(splits), **blocks)
+    of_splits = {"PP": triton.next_power_of_2(splits)}
+    _collect[grid](
+        *of_search, counts_RP2, chosen_Rk, scores_RGS, maxima_RPG, rest_RPG, splits, k, **sizes, **of_splits, **blocks
+    )
 
-    parts = triton.cdiv(k, CHOSEN_SPLIT)
-    partial_RPGD = torch.empty(rows, parts, group, width, dtype=torch.float32, device=device)
-    maxima_RPG, sums_RPG = torch.empty(2, rows, parts, group, dtype=torch.float32, device=device)
-    wide = {"D": width, "DP": max(16, triton.next_power_of_2(width))}
-    _attend[rows, parts](
-        query_BKGD.contiguous(), key_BKSD, value_BKSD, chosen_Rk, visible_BS, partial_RPGD, maxima_RPG, sums_RPG,
-        step.scaling, heads, length, k, parts, *key_BKSD.stride()[:3], *value_BKSD.stride()[:3],
-        **sizes, **wide, MASKED=visible_BS is not None, SPLIT=CHOSEN_SPLIT,
-        BLOCK=block_of(wide["DP"], key_BKSD, CHOSEN_BLOCK),
-    )  # fmt: skip
-    out_BKGD = torch.empty_like(query_BKGD, memory_format=torch.contiguous_format)
-    _merge[rows, group](partial_RPGD, maxima_RPG, sums_RPG, out_BKGD, parts, G=group, BLOCK=MERGED_BLOCK, **wide)
-    return out_BKGD
+    return attend(step, chosen_Rk, scores_RGS, maxima_RPG, rest_RPG, k_of_B)
 
 
 def split_of(length: int, rows: int) -> int:
@@ -105,11 +84,6 @@ def split_of(length: int, rows: int) -> int:
     split = min(max(triton.cdiv(length * rows, PROGRAMS), LEAST_SPLIT), MOST_SPLIT)
     power: int = triton.next_power_of_2(max(split, triton.cdiv(length, MOST_SPLITS)))
     return power
-
-
-def block_of(width: int, keys: Tensor, most: int) -> int:
-    """Return the number of keys of this width (a power of two) that are processed per iteration."""
-    return max(16, min(most, TILE_BYTES // (width * keys.element_size())))
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -156,12 +130,13 @@ def _rank(
     leading 11 bits."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, p = tl.arange(0, GP), tl.arange(0, PP)
-    there_PPGP = (p[:, None] < splits) & (g[None, :] < G)
-    places_PPGP = (row * splits + p[:, None]) * G + g[None, :]
-    maxima_PPGP = tl.load(maxima + places_PPGP, there_PPGP, NEVER)
+    maxima_PPGP = _of_splits(maxima, row, splits, p, g, G)
     largest_GP = tl.max(maxima_PPGP, 0)
     safe_GP = tl.where(largest_GP == NEVER, 0.0, largest_GP)
-    total_GP = tl.sum(tl.load(sums + places_PPGP, there_PPGP, 0.0) * tl.exp(maxima_PPGP - safe_GP[None, :]), 0)
+    sums_PPGP = tl.load(
+        sums + (row * splits + p[:, None]) * G + g[None, :], (p[:, None] < splits) & (g[None, :] < G), 0.0
+    )
+    total_GP = tl.sum(sums_PPGP * tl.exp(maxima_PPGP - safe_GP[None, :]), 0)
     share_GP = 1.0 / tl.where(total_GP > 0, total_GP, 1.0)
     histogram_N = tl.zeros([BINS], tl.int32)
     for begin in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, length), BLOCK):
@@ -222,14 +197,16 @@ def _count(
 
 @triton.jit(do_not_specialize=["splits", "k"])
 def _collect(
-    ranks, histograms, ks, heads, length, rows, counts, chosen, splits, k,
-    PP: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    ranks, histograms, ks, heads, length, rows, counts, chosen, scores, maxima, rest, splits, k,
+    G: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the positions of all keys that rank above the k-th largest. If more keys are needed, add keys with exactly
-    this rank, from the left."""
+    this rank, from the left. For each query head, write Σ exp(score − maximum) of the split's other keys."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kth, wanted = _search(histograms, ks, heads, rows, row, 3)
-    p = tl.arange(0, PP)
+    p, g = tl.arange(0, PP), tl.arange(0, GP)
+    largest_GP = tl.max(_of_splits(maxima, row, splits, p, g, G), 0)
+    safe_GP, rest_GP = tl.where(largest_GP == NEVER, 0.0, largest_GP), tl.zeros([GP], tl.float32)
     above = tl.sum(tl.load(counts + (row * splits + p) * 2, p < split, 0), 0)
     equal = tl.sum(tl.load(counts + (row * splits + p) * 2 + 1, p < split, 0), 0)
     for begin in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, length), BLOCK):
@@ -244,68 +221,17 @@ def _collect(
         tl.store(chosen + row * k + place_S, s, is_chosen_S)
         above += tl.sum(above_S, 0)
         equal += tl.sum(equal_S, 0)
+        is_rest_GPS = (g[:, None] < G) & ((s < length) & ~is_chosen_S)[None, :]
+        scores_GPS = tl.load(scores + (row * G + g[:, None]) * length + s[None, :], is_rest_GPS, NEVER)
+        rest_GP += tl.sum(tl.exp(scores_GPS - safe_GP[:, None]), 1)
+    tl.store(rest + (row * splits + split) * G + g, rest_GP, g < G)
 
 
-@triton.jit(do_not_specialize=["k", "parts"])
-def _attend(
-    query, key, value, chosen, visible, partial, maxima, sums, scaling, heads, length, k, parts,
-    key_of_batch, key_of_head, key_of_row, value_of_batch, value_of_head, value_of_row,
-    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Attend to a part of the chosen keys, without dividing by the sum of the weights."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    g, c = tl.arange(0, GP), tl.arange(0, DP)
-    keys = key + (row // heads) * key_of_batch + (row % heads) * key_of_head
-    values = value + (row // heads) * value_of_batch + (row % heads) * value_of_head
-    query_GPDP = tl.load(query + (row * G + g[:, None]) * D + c[None, :], (g[:, None] < G) & (c[None, :] < D), 0.0)
-    largest_GP, total_GP = tl.full([GP], NEVER, tl.float32), tl.zeros([GP], tl.float32)
-    out_GPDP = tl.zeros([GP, DP], tl.float32)
-    for begin in range(part * SPLIT, tl.minimum((part + 1) * SPLIT, k), BLOCK):
-        n = begin + tl.arange(0, BLOCK)
-        s = tl.load(chosen + row * k + n, n < k, -1).to(tl.int64)
-        seen_n = s >= 0
-        if MASKED:
-            seen_n &= tl.load(visible + (row // heads) * length + s, seen_n, 0) != 0
-        there_nDP = (s[:, None] >= 0) & (c[None, :] < D)
-        key_nDP = tl.load(keys + s[:, None] * key_of_row + c[None, :], there_nDP, 0.0)
-        value_nDP = tl.load(values + s[:, None] * value_of_row + c[None, :], there_nDP, 0.0)
-        scores_GPn = tl.dot(query_GPDP, tl.trans(key_nDP), input_precision="ieee") * scaling
-        scores_GPn = tl.where(seen_n[None, :], scores_GPn, NEVER)
-        larger_GP = tl.maximum(largest_GP, tl.max(scores_GPn, 1))
-        safe_GP = tl.where(larger_GP == NEVER, 0.0, larger_GP)
-        shrink_GP = tl.exp(largest_GP - safe_GP)
-        weights_GPn = tl.exp(scores_GPn - safe_GP[:, None])
-        total_GP = total_GP * shrink_GP + tl.sum(weights_GPn, 1)
-        products_GPDP = tl.dot(weights_GPn.to(value_nDP.dtype), value_nDP, input_precision="ieee")
-        out_GPDP = out_GPDP * shrink_GP[:, None] + products_GPDP
-        largest_GP = larger_GP
-    place = row * parts + part
-    tl.store(partial + (place * G + g[:, None]) * D + c[None, :], out_GPDP, (g[:, None] < G) & (c[None, :] < D))
-    tl.store(maxima + place * G + g, largest_GP, g < G)
-    tl.store(sums + place * G + g, total_GP, g < G)
-
-
-@triton.jit(do_not_specialize=["parts"])
-def _merge(partial, maxima, sums, out, parts, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
-    """Merge the parts of one query head, ``BLOCK`` parts at a time. The output of a head that sees no keys is zero."""
-    row, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    c = tl.arange(0, DP)
-    largest, total, out_DP = tl.full([], NEVER, tl.float32), tl.full([], 0.0, tl.float32), tl.zeros([DP], tl.float32)
-    for begin in range(0, parts, BLOCK):
-        p = begin + tl.arange(0, BLOCK)
-        places_p = (row * parts + p) * G + g
-        maxima_p = tl.load(maxima + places_p, p < parts, NEVER)
-        larger = tl.maximum(largest, tl.max(maxima_p, 0))
-        safe = tl.where(larger == NEVER, 0.0, larger)  # Before the first visible key, −inf − (−inf) is NaN.
-        shrink, weights_p = tl.exp(largest - safe), tl.exp(maxima_p - safe)
-        total = total * shrink + tl.sum(tl.load(sums + places_p, p < parts, 0.0) * weights_p, 0)
-        there_pDP = (p[:, None] < parts) & (c[None, :] < D)
-        partial_pDP = tl.load(partial + places_p[:, None] * D + c[None, :], there_pDP, 0.0)
-        out_DP = out_DP * shrink + tl.sum(partial_pDP * weights_p[:, None], 0)
-        largest = larger
-    out_DP = out_DP / tl.where(total > 0, total, 1.0)
-    tl.store(out + (row * G + g) * D + c, out_DP.to(out.dtype.element_ty), c < D)
+@triton.jit
+def _of_splits(numbers, row, splits, p, g, G: tl.constexpr):
+    """Load a number of each split and each query head of a row, and −inf if there is none."""
+    there_PPGP = (p[:, None] < splits) & (g[None, :] < G)
+    return tl.load(numbers + (row * splits + p[:, None]) * G + g[None, :], there_PPGP, NEVER)
 
 
 @triton.jit
