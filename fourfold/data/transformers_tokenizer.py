@@ -72,7 +72,10 @@ class TransformersTokenizer:
         """Return the text that asks for the answer to a user's message. Later calls of ``encode_batch`` add no special
         tokens, because the chat template writes them."""
         self._special_tokens, talk = False, [{"role": "user", "content": message}]
-        return str(self.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
+        try:
+            return str(self.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # A template may raise any exception.
+            raise UserError(f"the chat template of {self._name} refuses the message: {first_line(error)}") from error
 
 
 AnyTokenizer = Tokenizer | TransformersTokenizer

@@ -1,5 +1,6 @@
 """Build the HTML of report pages. A page is one file that contains everything it needs and fetches nothing."""
 
+import time
 from collections.abc import Mapping, Sequence
 from html import escape
 from string import Template
@@ -22,13 +23,15 @@ def page(
 
     Args:
         has_search: Whether a section contains a ``search_table``.
-        reload_seconds: Number of seconds after which the page reloads itself. None never reloads it.
+        reload_seconds: Number of seconds after which the page reloads itself, until nothing has rewritten it for an
+                hour. None never reloads it.
     """
     body = "\n".join(sections)
     needed = {"echarts.min.js": True, "charts.js": True, "table.js": has_search}
     drawing = "\n".join(f"<script>{asset(name)}</script>" for name, is_needed in needed.items() if is_needed)
     if reload_seconds is not None:
-        drawing += f"\n<script>{Template(asset('reload.js')).substitute(seconds=reload_seconds)}</script>"
+        script = Template(asset("reload.js")).substitute(seconds=reload_seconds, written=round(time.time()))
+        drawing += f"\n<script>{script}</script>"
     texts = {"policy": _POLICY, "title": escape(title), "subtitle": escape(subtitle), "style": asset("page.css")}
     return Template(asset("page.html")).substitute(texts, body=body, drawing=drawing)
 

@@ -151,20 +151,30 @@ def _validation_of(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
     return name
 
 
-def _records_of(run: RecordedRun, name: str) -> list[Record]:
+def _records_of(run: RecordedRun, name: str, key: str) -> list[Record]:
+    """Return the lines of a file whose ``key`` maps names to tables of scores. Return nothing if there is no file."""
+
+    def check(record: Record) -> None:
+        tables = record.get(key)
+        if not isinstance(tables, dict) or not all(isinstance(scores, dict) for scores in tables.values()):
+            raise ValueError(f'"{key}" does not map names to tables of scores')
+        if not isinstance(record.get("failed", {}), dict):
+            raise ValueError('"failed" does not map names to reasons')
+
     path = run.folder / name
-    return read_metrics(path) if path.is_file() else []
+    return read_metrics(path, check) if path.is_file() else []
 
 
 def _tasks(run: RecordedRun) -> list[str]:
     """Return charts of the evaluation tasks during training, one per metric, and a note if tasks failed."""
     found: dict[str, dict[str, list[tuple[StepPositions, float | None]]]] = {}
     failures: list[str] = []
-    for record in _records_of(run, TASKS_FILE):
+    for record in _records_of(run, TASKS_FILE, "tasks"):
         failures += [f"After step {record['step']:,}: {why}." for why in record.get("failed", {}).values()]
         if record["step"] in run.places:
             for task, metrics in record["tasks"].items():
-                for metric, value in metrics.items():
+                for metric in metrics:
+                    value = number_of(metrics, metric)
                     found.setdefault(metric, {}).setdefault(task, []).append((run.places[record["step"]], value))
     charts = [
         curve_chart(metric, [Curve(task, points, c, marked=True) for c, (task, points) in enumerate(tasks.items())],
@@ -178,24 +188,19 @@ def _tasks(run: RecordedRun) -> list[str]:
 def _memorization(run: RecordedRun) -> list[str]:
     """Return charts of the canary audits during training, with one curve for each number of repeats. Return nothing if
     no audit is recorded."""
-    records = [each for each in _records_of(run, MEMORIZATION_FILE) if each["step"] in run.places]
+    records = [each for each in _records_of(run, MEMORIZATION_FILE, "by_count") if each["step"] in run.places]
     if not records:
         return []
 
     def of(key: str, scale: float) -> list[Curve]:
-        return [
-            Curve(
-                counted(int(count), "time") if count.isdecimal() else count,
-                [
-                    (run.places[record["step"]], record["by_count"][count][key] / scale)
-                    for record in records
-                    if count in record["by_count"]
-                ],
-                color,
-                marked=True,
-            )
-            for color, count in enumerate(records[-1]["by_count"])
-        ]
+        curves = []
+        for color, count in enumerate(records[-1]["by_count"]):
+            audited = [record for record in records if count in record["by_count"]]
+            values = [(run.places[each["step"]], number_of(each["by_count"][count], key)) for each in audited]
+            points = [(place, None if value is None else value / scale) for place, value in values]
+            name = counted(int(count), "time") if count.isdecimal() else count
+            curves.append(Curve(name, points, color, marked=True))
+        return curves
 
     exact = curve_chart("Canaries repeated exactly", of("exact_match", 0.01), unit="% of the canaries", from_zero=True)
     loss = curve_chart("Loss of the canaries", of("loss", 1.0), unit="nats a token", is_loss=True)

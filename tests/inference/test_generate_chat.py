@@ -29,5 +29,10 @@ def test_the_prompt_has_the_tokens_of_the_chat_template(cli: Cli, tmp_path: Path
     answer = json.loads(output)
     assert answer["prompt_tokens"] == len(ids)
     assert json.loads(cli(*begin, "--json")[1])["prompt_tokens"] < len(ids)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no\\nmessages') }}")
+    refusal = one_sentence(cli(*begin, "--chat"))
+    assert f"the chat template of {folder} refuses the message: no" in refusal
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content + 1 }}")
+    assert "refuses the message: can only concatenate str" in one_sentence(cli(*begin, "--chat"))
     (folder / "chat_template.jinja").unlink()
     assert "--chat needs a chat template" in one_sentence(cli(*begin, "--chat"))

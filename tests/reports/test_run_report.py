@@ -224,6 +224,30 @@ def test_tasks_that_failed_are_named(tmp_path):
     assert "2 evaluations failed. After step 1: task arc: lm-eval failed in it (E: &lt;1&gt;)." in html
 
 
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("tasks_jsonl", {}),
+        ("tasks_jsonl", {"tasks": [1]}),
+        ("tasks_jsonl", {"tasks": {"arc": 0.5}}),
+        ("tasks_jsonl", {"tasks": {}, "failed": ["arc"]}),
+        ("memorization_jsonl", {"by_count": {"4": 0.5}}),
+    ],
+)
+def test_a_record_of_another_form_is_one_sentence(tmp_path, file, line):
+    run_dir = make_run(tmp_path, [record(1)], **{file: lines([{"step": 1} | line])})
+    with pytest.raises(UserError, match=r"jsonl, line 1: .* does not map names to .*: fix or delete that line"):
+        write_run_report(run_dir)
+
+
+def test_scores_that_are_not_numbers_are_gaps(tmp_path):
+    tasks = [{"step": 1, "tasks": {"arc": {"acc": "N/A"}}}, {"step": 2, "tasks": {"arc": {"acc": 0.5}}}]
+    canaries = [{"step": 1, "by_count": {"4": {}}}, {"step": 2, "by_count": {"4": {"exact_match": 0.5, "loss": None}}}]
+    records = {"tasks_jsonl": lines(tasks), "memorization_jsonl": lines(canaries)}
+    html = write_run_report(make_run(tmp_path, [record(1), record(2)], **records)).read_text()
+    assert values(html, "acc") == [[None, 0.5]] and values(html, "Canaries repeated exactly") == [[None, 50]]
+
+
 def test_several_runs_lie_over_each_other(tmp_path):
     one = make_run(tmp_path / "one", [record(1, loss=4.0), record(2, loss=3.0, validation_loss=3.5)])
     two = make_run(tmp_path / "two", [record(1, loss=5.0)])
