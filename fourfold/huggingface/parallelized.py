@@ -22,7 +22,6 @@ from fourfold.huggingface.parallelized_files import (
     write_checkpoint,
     write_pretrained,
 )
-from fourfold.huggingface.peft_layers import is_adapter
 from fourfold.models.autograd import differentiable
 from fourfold.parallel.grid.communicate import all_reduce
 from fourfold.parallel.grid.shared_failure import failing_together
@@ -279,9 +278,8 @@ class Parallelized(nn.Module):
             read_weights(self.module, self._saved(), self._in_files, folder)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a folder for transformers' ``from_pretrained``. Rank 0 gathers and writes one tensor at a time.
-
-        If the model has LoRA adapters, write only these, for ``peft.PeftModel.from_pretrained``.
+        """Write a folder for transformers' ``from_pretrained``. If the model has LoRA adapters, write only these, for
+        ``peft.PeftModel.from_pretrained``. Rank 0 gathers and writes one tensor at a time.
 
         Args:
             folder: The folder to write. It must not exist.
@@ -289,10 +287,7 @@ class Parallelized(nn.Module):
         Raises:
             UserError: ``folder`` exists or cannot be written. Every process raises this error.
         """
-        saved = self._saved()
-        if self._adapter is not None:
-            saved = [shard for shard in saved if is_adapter(shard.name)]
-        write_pretrained(self.module, saved, self._in_files, Path(folder), self._adapter)
+        write_pretrained(self.module, self._saved(), self._in_files, Path(folder), self._adapter)
 
     def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint that any grid can load. It replaces an earlier checkpoint in ``folder``.

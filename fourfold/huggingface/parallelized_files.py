@@ -26,6 +26,7 @@ from fourfold.data.atomic_files import new_folder, swap_in, writing
 from fourfold.errors import UserError
 from fourfold.huggingface.adapters import ADAPTER_FILE
 from fourfold.huggingface.expert_files import RowRanges
+from fourfold.huggingface.peft_layers import is_adapter
 from fourfold.models.tensor_files import Entry, TensorFiles, write_tensor_files, write_tensors
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.grid.shared_failure import failing_together
@@ -126,11 +127,14 @@ def write_pretrained(
         shards: This process's part of every parameter.
         layout: How the parameters are stored in files.
         folder: The folder to write. It must not exist.
-        adapter: peft's configuration of adapters, if the shards are adapters. Then the folder is for peft.
+        adapter: peft's configuration of the model's adapters, if it has any. Then the folder is for peft, and has only
+            the adapters.
 
     Raises:
         UserError: ``folder`` exists or cannot be written. Every process raises this error.
     """
+    if adapter is not None:
+        shards = [shard for shard in shards if is_adapter(shard.name)]
     waiting = list(shards)
     last: list[tuple[str, Tensor]] = []
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
 from fourfold.data.atomic_files import write_output
 from fourfold.errors import UserError
-from fourfold.parsing import dotted_keys, parse_toml
+from fourfold.parsing import dotted_keys, parse_json, parse_toml
 from fourfold.reports import html
 from fourfold.reports.curve_charts import CONTROLS, Curve, Mark, StepPositions, curve_chart
 from fourfold.reports.numbers import counted
@@ -23,22 +25,23 @@ def write_run_report(run_dir: Path, reload_seconds: int | None = None) -> Path:
     """Write the report of a run to ``run_dir``/report.html, one file that needs no network, and return its path.
 
     The report is made from run.toml and metrics.jsonl and, if they exist, sample.txt (generated text),
-    memorization.jsonl, tasks.jsonl, and summary.json (an object that maps labels to text or numbers).
+    memorization.jsonl, tasks.jsonl, audit/audit.json, prediction.json (plan and measurement), and summary.json (an
+    object that maps labels to text or numbers).
 
     Args:
         run_dir: The run's folder.
         reload_seconds: Number of seconds after which the page reloads itself, for a run that is still training.
 
     Raises:
-        UserError: run.toml or metrics.jsonl is missing, no step is recorded, a record or summary.json is damaged, or
-            the report cannot be written.
+        UserError: run.toml or metrics.jsonl is missing, no step is recorded, another file is damaged, or the report
+            cannot be written.
     """
     run = read_run(Path(run_dir), os.path.basename(os.path.realpath(run_dir)))
     facts = {label: value for label, value in run.headline().items() if value is not None}
     if run.resumed:
         facts["resumed after step"] = ", ".join(f"{step:,}" for step in run.resumed)
     sections = [html.facts(facts), *_not_finite(run), CONTROLS, _curves([run])]
-    sections += [*_tasks(run), *_memorization(run)]
+    sections += [*_tasks(run), *_memorization(run), *_audit(run), *_plan(run)]
     summary, sample = read_summary(run.folder / SUMMARY_FILE), run.folder / SAMPLE_FILE
     if summary:
         sections += ["<h2>Summary</h2>", html.facts(summary)]
@@ -205,6 +208,36 @@ def _memorization(run: RecordedRun) -> list[str]:
     exact = curve_chart("Canaries repeated exactly", of("exact_match", 0.01), unit="% of the canaries", from_zero=True)
     loss = curve_chart("Loss of the canaries", of("loss", 1.0), unit="nats a token", is_loss=True)
     return ["<h2>Memorization</h2>", html.charts([exact, loss])]
+
+
+def _audit(run: RecordedRun) -> list[str]:
+    """Return the main results of the audit that ``fourfold audit --out RUN/audit`` has written, if there is one."""
+    path = run.folder / "audit" / "audit.json"
+    if not path.is_file():
+        return []
+    from fourfold.reports.audit_report import audit_summary  # This import takes long, and few runs need it.
+
+    try:
+        sections = audit_summary(parse_json(read_text(path)))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise UserError(f"{path} is not the record of an audit; run fourfold audit again, or delete the file") from None
+    link = '<p><a href="audit/audit.html">All results of the audit</a></p>'
+    return ["<h2>Memorization audit</h2>", *sections, link]
+
+
+def _plan(run: RecordedRun) -> list[str]:
+    """Return the planner's prediction and its measurement, if the run has compared them (``metrics.machine``)."""
+    path = run.folder / "prediction.json"
+    if not path.is_file():
+        return []
+    from fourfold.planning.calibration.measured_run import RunComparison  # This import takes long.
+    from fourfold.training.planner_check import facts_of
+
+    try:
+        compared = TypeAdapter(RunComparison).validate_json(path.read_bytes())
+    except ValidationError:
+        raise UserError(f"{path} does not compare a plan with a measurement; fix or delete the file") from None
+    return ["<h2>Plan and measurement</h2>", html.facts(facts_of(compared))]
 
 
 def _differences(runs: Sequence[RecordedRun]) -> list[str]:
