@@ -1,7 +1,7 @@
 """Measure how fast the loader assembles batches from disk: python -m benchmarks.loader [--rounds 50]
 
-It measures the wall time of one process without prefetching. The time of the fastest batch counts, because other work
-on the machine can only make batches slower.
+The benchmark measures the wall time of one process without prefetching. The time of the fastest batch counts, because
+other work on the machine can only make batches slower.
 """
 
 from __future__ import annotations

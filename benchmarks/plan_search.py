@@ -1,7 +1,7 @@
 """Measure how fast the planner searches layouts: python -m benchmarks.plan_search [--rounds 5]
 
-It measures the processor time of a complete search on one core. The fastest round counts, because other work on the
-machine can only make a round slower.
+The benchmark measures the processor time of a complete search on one core. The fastest round counts, because other work
+on the machine can only make a round slower.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ GRIDS: dict[str, dict[str, int]] = {
 TENSOR_GRID = "x=2 z=2"
 DDP_GOALS = {"fourfold dp=4": 0.95, "fourfold z=4": 0.95, "fourfold dp=2 z=2": 0.95}
 NO_COMMUNICATION = ", no communication"
-"""Suffix of the row with a grid's limit: a step whose collectives only copy local data."""
+"""End of the name of the row for a grid's limit. The collectives of this row only copy local data."""
 PRODUCTS_ALONE = "products and attention alone"
 """Name of the row with the limit of one process: fourfold's matmuls and attention, not compiled. All contenders call
 the same kernels."""

@@ -134,8 +134,8 @@ class CheckpointTensors(Strict):
         return self._part(tensor, self._tile(tensor, place | {"ep": ep}), piece)
 
     def held_by(self, rank: int) -> dict[str, Box]:
-        """Return the parts in the file of a process, by tensor name and in the order of the file. If the process writes
-        no file, the dictionary is empty."""
+        """Return which part of each tensor a process writes to its file, by tensor name and in the order of the file.
+        If the process writes no file, the dictionary is empty."""
         place = dict(zip(AXES, _unravel(rank, list(self.sizes.values())), strict=True))
         held, found = {}, dict[Cuts, tuple[int, int, int]]()
         for name, tensor in self.tensors.items():
@@ -206,7 +206,7 @@ class CheckpointTensors(Strict):
         return tuple(chunk(each, pieces, piece) if dim == cut_dim else each for dim, each in enumerate(tile))
 
     def _pieces(self, tensor: SavedTensor, tile: Box, wanted: Box) -> range:
-        """Return the indices of the shards of a tile that overlap a box. The box must overlap the tile."""
+        """Return which shards of a tile overlap a box, as a range of indices. The box must overlap the tile."""
         if not tile:
             return range(1)
         dim = tensor.sharded_dim

@@ -48,7 +48,7 @@ def audit(
     temperature: Annotated[float, typer.Option(help="Temperature of an attacker that draws tokens at random.")] = 1.0,
     top_k: TopK = None,
     top_p: TopP = None,
-    generate: Annotated[int, typer.Option(help="Number of trained, and of control, documents to continue.")] = 0,
+    generate: Annotated[int, typer.Option(help="Continue this many trained documents, and as many controls.")] = 0,
     beams: Annotated[
         int, typer.Option(help="Also search for near-verbatim continuations, with this many beams. Needs --generate.")
     ] = 0,
@@ -62,9 +62,9 @@ def audit(
 ) -> None:
     """Measure how much of its training data a model repeats.
 
-    One forward pass over each document shows what greedy decoding would produce from every prefix of it. The audit runs
-    on any grid of processes: --set parallel.z=2 scores on two processes. Exit code 4: the model repeats more than
-    --max-exact-match allows.
+    One forward pass over a document shows what greedy decoding would produce after each of the document's prefixes. The
+    audit runs on any grid of processes: --set parallel.z=2 scores on two processes. Exit code 4: the model repeats more
+    than --max-exact-match allows.
     """
     if max_exact_match is not None and not 0 <= max_exact_match <= 1:
         raise UserError(f"--max-exact-match {max_exact_match} must be a share from 0 to 1, such as 0.01")

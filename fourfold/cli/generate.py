@@ -48,8 +48,8 @@ def generate(
 ) -> None:
     """Continue a text, and print the speed and the size of the KV cache.
 
-    If --model is a run or checkpoint of fourfold, it is first exported to a temporary folder in the Hugging Face
-    format.
+    If --model is a run or checkpoint of fourfold, the command first exports it to a temporary folder in the Hugging
+    Face format.
 
     With --chat, the model answers the text. The prompt is then in the format of the model's chat template. If you give
     no text, the command reads your messages from standard input, one per line, and the model answers each of them.

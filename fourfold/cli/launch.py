@@ -20,7 +20,7 @@ Output = Annotated[
 Setup = Annotated[Path | None, typer.Option(metavar="FILE", help="Shell file that loads your modules and environment.")]
 SaveSeconds = Annotated[
     int,
-    typer.Option(min=1, max=65535, help="Save this many seconds before the job ends. Must cover a step and a save."),
+    typer.Option(min=1, max=65535, help="Save this many seconds before the job ends. A step and a save must fit in."),
 ]
 MaxCrashes = Annotated[
     int, typer.Option(min=0, help="Maximum restarts in a row after crashes. Restarts after a save are not limited.")

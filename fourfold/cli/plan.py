@@ -52,7 +52,7 @@ MODEL_HELP = f"A Hugging Face config.json, its folder, or a preset: {', '.join(P
 FROM_HELP = (
     "Plan a run of another program: a configuration of Megatron-LM, torchtitan, nanotron, or Hugging Face's Trainer."
 )
-MEASURED_HELP = "With --from: measured seconds per step. The planner's constants are fitted to it."
+MEASURED_HELP = "With --from: measured seconds per step. The planner fits its constants to this time."
 RUN_HELP = "Predict this run file's own layout, and search for faster ones."
 EXPLAIN_HELP = "Show where a step's time goes, and how the time changes if you change one choice."
 ROWS_HELP = "A table of measured rows. Default: the published rows that come with fourfold."

@@ -41,8 +41,8 @@ def train(
         bool,
         typer.Option(
             "--profile",
-            help="Record the third to the fifth step after the start: a trace of each process for ui.perfetto.dev "
-            "and, for each axis, how long its collectives took and how much of that time computation hid.",
+            help="Record steps 3 to 5 after the start. Writes a trace of each process for ui.perfetto.dev, and prints "
+            "how long the collectives of each axis took, and how much of this time computation hid.",
         ),
     ] = False,
 ) -> None:

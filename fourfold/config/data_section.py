@@ -23,9 +23,9 @@ class DataConfig(Strict):
     If a key's description begins with *hf:*, the key is only for streamed datasets."""
 
     format: Literal["text", "sft", "preferences"] = "text"
-    """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`: the loss covers only the
-    answers, and a sequence holds several complete conversations, which do not attend to each other. `preferences` is
-    pairs of a better and a worse answer from `fourfold prepare --format preferences`, and needs [dpo](#dpo)."""
+    """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`. The loss covers only the
+    answers. A sequence holds several complete conversations, which do not attend to each other. `preferences` is pairs
+    of a better and a worse answer from `fourfold prepare --format preferences`, and needs [dpo](#dpo)."""
 
     train: list[Corpus] = Field([], examples=[[{"path": "data/corpus"}]])
     """Corpora to train on: from `fourfold prepare`, or any .bin and .idx files of Megatron-LM."""
@@ -106,15 +106,15 @@ class DataConfig(Strict):
                 )
             if "mask_documents" in self.model_fields_set and not self.mask_documents:
                 raise ValueError(
-                    "mask_documents = false lets conversations see each other, which format = 'sft' packs into one "
-                    "sequence; mask_documents = true works"
+                    "mask_documents = false lets the conversations in a sequence see each other, and format = 'sft' "
+                    "keeps them apart; mask_documents = true works"
                 )
             self.mask_documents = True
         if self.format == "preferences":
             if self.source is not None or len(self.train) > 1 or len(self.validation) > 1:
                 raise ValueError(
-                    f"format = 'preferences' needs one corpus in data.train, and it has {len(self.train)}, and at most "
-                    f"one in data.validation, and it has {len(self.validation)}; train = [{{ path = 'PAIRS' }}] works"
+                    f"format = 'preferences' needs one corpus in data.train, which has {len(self.train)}, and at most "
+                    f"one in data.validation, which has {len(self.validation)}; train = [{{ path = 'PAIRS' }}] works"
                 )
             if self.mask_documents:
                 raise ValueError(

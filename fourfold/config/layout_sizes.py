@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # Do not import NumPy at run time, because checking a run fil
     from numpy.typing import NDArray
 
 FLOAT8_MULTIPLE = 16
-"""Every size of a float8 matmul must be a multiple of this (torch._scaled_mm)."""
+"""Every size of a float8 matmul must be a multiple of this number (torch._scaled_mm)."""
 
 Number: TypeAlias = "int | NDArray[np.int64] | NDArray[np.bool_]"
 """An int or a bool for one layout, or an array [n] with one entry per layout."""
@@ -181,13 +181,13 @@ class Sizes:
 
     @cached_property
     def head_ranks(self) -> Number:
-        """Return the number of ranks that share the heads if the context-parallel method is Ulysses: the ranks of cp
-        and x, and also the ranks of y if x·y divides the number of heads."""
+        """Return the number of ranks that share the heads with the context-parallel method Ulysses: cp·x·y if x·y
+        divides the number of heads, and cp·x otherwise."""
         return self.cp * self.x * (1 + self.whole_heads * (self.y - 1))
 
     @property
     def uneven_heads(self) -> Number:
-        """Return whether the ``head_ranks`` ranks cannot share the query heads or the key heads equally."""
+        """Return whether the query heads or the key heads cannot be divided equally among ``head_ranks`` ranks."""
         return (self.heads % self.head_ranks != 0) | (self.kv_heads % self.head_ranks != 0)
 
     @property

@@ -192,7 +192,7 @@ RULES: tuple[Divides | Rule, ...] = (
         lambda run, s: (
             f"overlap.shards_per_node = {s.shards_per_node} must divide the ranks of a shard group (z = {s.z}"
             + (f", dp·cp·z = {s.dp * s.cp * s.z}" if s.zero else "")
-            + ") or be a multiple of them, so that all nodes have equally many; shards_per_node = "
+            + ") or be a multiple of them, so that all nodes have equally many ranks; shards_per_node = "
             f"{_largest_divisor(s.z, s.shards_per_node)} works"
         ),
     ),
@@ -307,7 +307,7 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "layers_per_stage needs a positive number for each stage, which sum to the layers",
+        "layers_per_stage needs a positive number for each stage, with the number of layers as their sum",
         lambda s: s.layers_per_stage is not None and not _is_split(s.layers_per_stage, s.stages, s.layers),
         lambda run, s: (
             f"parallel.layers_per_stage = {list(s.layers_per_stage or ())} must be {s.stages} positive numbers that "

@@ -63,7 +63,7 @@ class RopeScaling(Strict):
 
 
 def no_pairs(head_dim: int, is_derived: bool, share: float, channels: int) -> str:
-    """Return the error message for a number of rotated channels per head that is 0 or odd. Rotary embeddings rotate
+    """Return the error message if a head has no rotated channels, or an odd number of them. Rotary embeddings rotate
     pairs of channels.
 
     Args:

@@ -274,8 +274,8 @@ def _conflicts(run: RunConfig) -> Iterator[str]:
         )
     if run.audit.interval and run.audit.suffix > training.seq_length:
         yield (
-            f"audit.suffix = {run.audit.suffix} is more than training.seq_length = {training.seq_length}, and a canary "
-            f"is cut to what the model sees; audit.suffix = {training.seq_length} works"
+            f"audit.suffix = {run.audit.suffix} is more than training.seq_length = {training.seq_length}, and "
+            f"canaries are cut to this length; audit.suffix = {training.seq_length} works"
         )
     if run.lora.rank:
         yield from _conflicts_of_adapters(run)

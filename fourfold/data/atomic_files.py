@@ -109,7 +109,8 @@ def flush(folder: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to write to. It is renamed to `path` when the block ends and removed if the block fails.
+    """Yield a folder to write to. When the block ends, the folder is renamed to `path`. If the block fails, the folder
+    is removed.
 
     Raises:
         UserError: `path` exists or cannot be written.

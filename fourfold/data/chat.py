@@ -149,9 +149,9 @@ class ChatTemplate:
             else:
                 prompt = self._render(messages[:number], options, add_generation_prompt=True).removesuffix(tail)
             if not (answered.startswith(prompt) and text.startswith(answered)):
-                other = "when more follow" if answered.startswith(prompt) else "than add_generation_prompt begins it"
+                when = "when more messages follow" if answered.startswith(prompt) else "with add_generation_prompt"
                 raise ValueError(
-                    f"the template renders message {number + 1} differently {other}, so its tokens cannot be "
+                    f"the template renders message {number + 1} differently {when}, so its tokens cannot be "
                     "identified; give --chat-template a file that marks answers with {% generation %} … "
                     "{% endgeneration %}, such as qwen3_training.jinja for Qwen 3 (TRL has such files for many models: "
                     "https://github.com/huggingface/trl/tree/main/trl/chat_templates)"

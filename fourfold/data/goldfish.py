@@ -127,7 +127,7 @@ def hash_table_drops(targets: NDArray[np.int64], k: int, h: int, include_target:
     The ids of h tokens are multiplied in 64-bit integers, which wrap around. The product modulo 1,000,003 is an index
     into a table of uniform random numbers. The target is dropped if the number at this index is below 1/k. Prefer the
     strategy "hash", because a product ignores the order of the tokens. A product is also 0 if a token has the id 0, and
-    nearly always if h is large.
+    it is nearly always 0 if h is large.
 
     Args:
         targets: Target tokens [samples, S].

@@ -33,7 +33,8 @@ class MaskStatistics:
     dropped: int
     """Number of trainable targets that the goldfish mask drops."""
     longest_undropped_span: int
-    """Length of the longest run of consecutive trainable targets in one document without a dropped target."""
+    """Length of the longest run of trainable targets that the goldfish mask keeps. The end of a document also ends a
+    run."""
 
     @property
     def drop_rate(self) -> float:

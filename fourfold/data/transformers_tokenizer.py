@@ -92,7 +92,7 @@ AnyTokenizer = Tokenizer | TransformersTokenizer
 
 
 def has_ids_of(tokenizer: AnyTokenizer, fingerprint: str) -> bool:
-    """Return whether the tokenizer can have made a corpus with this fingerprint.
+    """Return whether the tokenizer may be the one that made a corpus with this fingerprint.
 
     The corpus may end its documents with any token. The answer is also True if the tokenizer has no tokenizer.json,
     because then it has no fingerprint to compare.
@@ -155,7 +155,7 @@ def needs_its_code(error: Exception) -> str | None:
     None."""
     if REMOTE_CODE not in str(error):
         return None
-    return "it needs Python code that comes with it, which fourfold never runs; use one that transformers has built in"
+    return "it needs its own Python code, and fourfold never runs such code; use a model that transformers has built in"
 
 
 def import_transformers() -> Any:

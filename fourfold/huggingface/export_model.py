@@ -65,8 +65,8 @@ def export_huggingface(
         out: The folder to write.
         dtype: Dtype of the weights. "auto" uses the dtype of the original model if the run started from one, and
             otherwise the stored dtypes.
-        kind: The model_type to write. The default is the model_type of the original model. If there is none, it is the
-            first model_type that computes the same.
+        kind: The model_type to write. The default is the model_type of the original model. If there is no original
+            model, the default is the first model_type that computes the same.
         tokenizer: A tokenizer.json. By default the original model's tokenizer files are copied, or the corpus's
             tokenizer if there is no original.
         merge: Whether to merge adapters into their base model.

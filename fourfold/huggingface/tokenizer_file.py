@@ -48,8 +48,8 @@ def tokens_beyond(file: Path, vocab_size: int) -> list[str]:
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
     if any(number >= vocab_size and number not in added for number in vocabulary.values()):
         raise UserError(
-            f"{file} has {max(vocabulary.values()) + 1} tokens, and the model's embedding {vocab_size}: it is another "
-            "model's tokenizer"
+            f"{file} has {max(vocabulary.values()) + 1} tokens, and the model's embedding has {vocab_size} rows: it is "
+            "another model's tokenizer"
         )
     return [token.content for number, token in sorted(added.items()) if number >= vocab_size]
 

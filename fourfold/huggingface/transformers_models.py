@@ -115,7 +115,8 @@ def checked_ids(model: Any, ids: list[int]) -> list[int]:
     known = model.get_input_embeddings().num_embeddings
     if ids and max(ids) >= known:
         raise UserError(
-            f"the tokenizer gives the id {max(ids)}, and the model knows {known} tokens; name its own with --tokenizer"
+            f"the tokenizer gives the id {max(ids)}, but the model knows {known} tokens; name the model's own "
+            "tokenizer with --tokenizer"
         )
     return ids
 

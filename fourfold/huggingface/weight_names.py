@@ -17,8 +17,8 @@ from fourfold.models.transformer import parameter_shapes
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """The rows of a Hugging Face tensor that belong to one of the decoder's parameters. There are ``rows`` rows, in
-    ``groups`` groups of equal size.
+    """The rows of a Hugging Face tensor that belong to one of the decoder's parameters. Their number is ``rows``, and
+    they form ``groups`` groups of equal size.
 
     The first group begins at row ``first`` of the tensor, and each following group begins ``stride`` rows later. If the
     decoder's parameter has more rows, these are padding.

@@ -41,7 +41,7 @@ class TunedLayer(Strict):
     layout: LayerLayout
     gains: dict[str, Gain]
     other_order: float = Field(gt=0)
-    """The combined gain of the three matmuls in the other memory order of the weight, which was not chosen."""
+    """The combined gain of the three matmuls with the memory order of the weight that was not chosen."""
 
     @field_validator("gains")
     @classmethod

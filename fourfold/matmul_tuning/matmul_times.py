@@ -94,8 +94,8 @@ def tune_layer(sizes: MatmulSizes, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _turning_pays(seconds: dict[str, float], by_matmul: dict[str, dict[bool, Chosen]]) -> bool:
-    """Return whether the layer is faster with a transposed weight. This must be true if a step computes the output
-    once, and also if recompute makes it compute the output twice."""
+    """Return whether the layer is faster with a transposed weight. This must be true for a step that computes the
+    output once, and also for a step with recompute, which computes the output twice."""
 
     def layer_seconds(turned: bool, outputs: int, quartile: int) -> float:
         times = {matmul: seconds[matmul] / both[turned].ratios[quartile] for matmul, both in by_matmul.items()}

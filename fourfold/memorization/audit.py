@@ -202,12 +202,12 @@ def _documents(
     """
     shortest, context = request.prefix + request.suffix, context_length(scorer)
     if request.offset >= context:
-        raise UserError(f"--offset {request.offset} leaves none of the {context} tokens that the model sees")
+        raise UserError(f"--offset {request.offset} leaves none of the {context} tokens that the model sees; lower it")
     longest = context + 1 - request.offset  # The last token of a document is never an input.
     if shortest > longest:
         raise UserError(
-            f"--prefix {request.prefix} and --suffix {request.suffix} are more than the {longest} tokens that the "
-            f"model sees{' after --offset' if request.offset else ''}; lower them, or set training.seq_length"
+            f"--prefix {request.prefix} and --suffix {request.suffix} add up to more than the {longest} tokens that "
+            f"the model sees{' after --offset' if request.offset else ''}; lower them, or set training.seq_length"
         )
     read = partial(
         read_documents,
@@ -233,9 +233,8 @@ def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> 
         for is_control in (False, True)
     )
     if not members:
-        raise UserError(
-            f"every document in {request.documents} has a count of 0, so none was trained on; give some that were"
-        )
+        found = f"every document in {request.documents} has a count of 0, so the model was trained on none of them"
+        raise UserError(f"{found}; add some that it was trained on")
     if both := len(members & controls):
         raise UserError(
             f"{both} of the documents are both members and controls; remove them from one of the two files, because "

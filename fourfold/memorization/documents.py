@@ -79,8 +79,8 @@ def read_documents(
             )
         if len(outside := tokens[(tokens >= vocab_size) | (tokens < 0)]):
             raise UserError(
-                f"{where} has token {outside[0]}, and the model's vocabulary ends at {vocab_size - 1}: it was made "
-                "with another tokenizer"
+                f"{where} has token {outside[0]}, and the model's vocabulary ends at {vocab_size - 1}: the "
+                "document was made with another tokenizer"
             )
         count = row.get("count")
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):

@@ -22,8 +22,8 @@ from fourfold.training.validation_loss import is_last_step
 
 
 class CanaryAudit:
-    """A training callback that scores the canaries of a ledger in one pass every ``audit.interval`` steps, and after
-    the last step.
+    """A training callback. Every ``audit.interval`` steps, and after the last step, it scores the canaries of a ledger
+    in one pass.
 
     Every process of the job must call it. Rank 0 writes. A resumed run replaces the lines of later steps.
 

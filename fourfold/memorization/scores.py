@@ -35,7 +35,7 @@ class AttackSampling:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of one document of T tokens. Every field is [T - 1], for the tokens after the first."""
+    """Scores of one document of T tokens. Every field except ``tokens`` is [T - 1], for the tokens after the first."""
 
     tokens: NDArray[np.int64]
     """Token ids of the document [T]."""

@@ -28,7 +28,7 @@ class AttentionCore(nn.Module):
     """One learned logit per query head. The softmax over the head's scores includes this logit, but the logit has no
     value vector."""
     is_for_gpu = False
-    """Whether to run the operations that a GPU would run, on any device. ``fourfold trace`` sets this for GPU runs."""
+    """If True, any device runs the operations that a GPU would run. ``fourfold trace`` sets this for GPU runs."""
 
     def __init__(self, config: ModelConfig, rotates: bool = True) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from fourfold.models.norms import RMSNorm
 from fourfold.models.recomputation import recomputable
 
 NORM_EPS = 1e-6
-"""Added to the squared length of a query or key before it is scaled to length 1, to avoid a division by zero."""
+"""This number is added to the squared length of a query or key, so that scaling to length 1 never divides by zero."""
 
 
 class DeltaNet(nn.Module):

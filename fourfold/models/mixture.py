@@ -27,8 +27,8 @@ class Mixture(nn.Module):
     """Computes Σ_k w_tk · expert_tk(x_t), plus the output of the shared expert if there is one."""
 
     capacity_factor = 0.0
-    """In training, an expert processes at most this many times its equal share of each sequence's rows. 0 means no
-    limit."""
+    """Limits the rows of each sequence that an expert processes in training: at most this factor times the expert's
+    equal share. 0 means no limit."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Mixture(nn.Module):
         order = order_by_expert(experts_BSK.flatten(0, 1), kept_TK, experts, is_data_BS is not None)
         groups = Groups(order.sizes_E)
         rows_NH = take_rows(x_TH, order, order.taken(groups))
-        # Do not assign the experts' outputs to a variable, because it would keep them in memory.
+        # Do not assign the experts' outputs to a variable, because the variable would keep them in memory.
         out_BSH = combine(self.experts(rows_NH, groups), order, routing.weights_TK).view_as(x_BSH)
         return out_BSH if self.shared_expert is None else out_BSH + self.shared(x_BSH)
 
@@ -197,7 +197,7 @@ class Order(NamedTuple):
     chosen: int
     """Number of experts chosen per token (K)."""
     given: Tensor | None
-    """The number of rows that were not dropped, a scalar on the device. None if no row can be dropped."""
+    """The number of rows that were kept, a scalar on the device. None if no row can be dropped."""
 
     def taken(self, groups: Groups) -> int:
         """Return how many rows to pass to the experts.
@@ -259,8 +259,8 @@ def combine(rows_NH: Tensor, order: Order, weights_TK: Tensor) -> Tensor:
 
 
 def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: int) -> Tensor:
-    """Rearrange sorted rows into token order, [T, K, H]. Only the first ``given`` rows were not dropped. Set all other
-    rows to 0."""
+    """Rearrange sorted rows into token order, [T, K, H]. Set the rows after the first ``given`` rows to 0, because they
+    were dropped."""
     missing = len(inverse_N) - len(rows_NH)
     if missing:
         rows_NH = F.pad(rows_NH, (0, 0, 0, missing))
@@ -282,7 +282,7 @@ def capacity(factor: float, lengths_B: Tensor, chosen: int, num_experts: int) ->
 
 
 def within_capacity(experts_BSK: Tensor, num_experts: int, factor: float) -> Tensor:
-    """Return a mask of the rows, [B, S, K]. It is True if the row's expert accepts the row. In each sequence, an expert
+    """Return a mask of the rows, [B, S, K]: True if the row's expert accepts the row. In each sequence, an expert
     accepts its first rows, up to the capacity.
 
     Padding has the expert index ``num_experts``. The returned values for padding have no meaning.

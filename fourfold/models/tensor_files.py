@@ -64,7 +64,7 @@ class TensorFiles:
                 raise UserError(f"{file} does not hold the tensor {name}, which {folder / INDEX_FILE} says is there")
 
     def find(self, names: Sequence[str], shape: tuple[int, ...]) -> str:
-        """A tensor can have one of several names. Return the first of these names that a file contains.
+        """Return the first of ``names`` that a file contains. Call this if a tensor can have one of several names.
 
         Raises:
             UserError: no file has a tensor with any of these names, or the tensor has a shape other than ``shape``.

@@ -29,9 +29,9 @@ class Transformer(nn.Module):
     """The decoder, or one pipeline stage of it.
 
     The first stage also has the embeddings. The last stage also has the final norm, the head, and the layers for
-    multi-token prediction (prediction layers), with a copy of the token embedding for them. Modules of a stage keep the
-    names they have in the full model. Build the model under ``torch.device("meta")``. Then allocate memory for the
-    weights, and call ``initialize`` to fill them.
+    multi-token prediction (prediction layers). If the model has prediction layers, this stage also has a copy of the
+    token embedding for them. Modules of a stage keep the names they have in the full model. Build the model under
+    ``torch.device("meta")``. Then allocate memory for the weights, and call ``initialize`` to fill them.
 
     Args:
         layers: the indices of the stage's layers, by default all layers.

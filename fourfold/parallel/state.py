@@ -35,14 +35,14 @@ class LocalShard:
     tile: Tile
     global_shape: tuple[int, ...]
     slices: tuple[slice, ...]
-    """Which slices of the global parameter ``local`` holds."""
+    """The slices of the global parameter that ``local`` holds."""
     replicas: int
     """The number of processes that hold the same part of the parameter."""
 
     @property
     def current(self) -> Tensor:
-        """Return the local tensor that the parameter has now. The optimizer asserts that it uses the same memory as
-        ``local``."""
+        """Return the local tensor that the parameter has now. The optimizer asserts that this tensor and ``local``
+        share their memory."""
         return self.tile.as_tile(self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter)
 
     @property

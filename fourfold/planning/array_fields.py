@@ -71,7 +71,8 @@ def stack(cases: Sequence[SomeArrayFields]) -> SomeArrayFields:
 
 
 def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Find the unique rows of a table, given as columns [n] of nonnegative integers.
+    """Find the unique rows of a table. ``columns`` has the columns of the table, each an array [n] of nonnegative
+    integers.
 
     Returns:
         The index of each unique row's first occurrence, and, for every row [n], the number of its unique row.

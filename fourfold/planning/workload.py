@@ -195,7 +195,7 @@ class Workload(ArrayFields):
 
     @property
     def block_weights(self) -> Number:
-        """Return the number of weight entries in the matrices of a block without experts, as a mean over the blocks.
+        """Return the mean number of weight entries in the matrices of a block, without the experts.
 
         This is x · y times the number on one rank. So projections to latents count x times, because each rank of x
         holds a copy of them.

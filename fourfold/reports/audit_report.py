@@ -183,7 +183,7 @@ def _sections(record: Record) -> list[str]:
     if record["passages"]:
         sections.append(
             "<h2>The most similar continuations</h2><p>The text that the model got, the text that follows it in the "
-            "document, and the text that the model wrote. The marked parts of both are the same.</p>"
+            "document, and the text that the model wrote. The last two texts share the marked parts.</p>"
         )
         sections += [
             html.comparison(each["before"], {"document": each["true"], "model": each["written"]})

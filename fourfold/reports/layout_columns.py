@@ -44,9 +44,9 @@ def schedule(work: Workload) -> str:
 
 
 def predicted(p: Prediction, factors: Sequence[float] | None) -> dict[str, str]:
-    """Return the table cells of a prediction, by header. If ``factors`` are given, a cell shows an interval that
-    contains the measured time with a probability of 90 %. Its ends are the predicted step time multiplied by each of
-    the two factors."""
+    """Return the table cells of a prediction, by header. If ``factors`` are given, one cell shows an interval that
+    contains the measured time with a probability of 90 %. The interval goes from the first factor times the predicted
+    step time to the second factor times the predicted step time."""
     mfu = p.utilization(p.work.model_flops())
     return {
         **figures(p.machine, p.seconds, p.memory_bytes, p.p_oom, mfu, factors),

@@ -53,8 +53,8 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
     """Print the ranked layouts, how many layouts were searched and refused, how certain the ranking is, and the costs
     if they are known.
 
-    With ``explained``, also print where a step's time goes, and how layouts that differ from the best one in one choice
-    compare with it.
+    With ``explained``, also print where a step's time goes, and compare the best layout with the layouts that differ
+    from it in one choice.
     """
     request, plan, console = result.request, result.plan, Console()
     step = request.base.step
@@ -134,14 +134,14 @@ def other_program_sentences(result: PlanRecord) -> list[str]:
         if not predicted * low <= measured <= predicted * high:
             sentences.append("This is outside the interval, so check that the file was read correctly.")
     if own.p_oom > 0.5:
-        sentences.append(f"Your layout is not predicted to fit: P(OOM) is {own.p_oom:.0%}.")
+        sentences.append(f"Your layout probably does not fit: P(OOM) is {own.p_oom:.0%}.")
     factor = result.within_error.factor
     for name, best in ((other.row.program, result.theirs), ("fourfold", result.plan.best)):
         if best is None or best.seconds >= own.seconds:
             sentences.append(f"The planner finds no layout in {name} that fits and is faster than yours.")
             continue
         gain = own.seconds / best.seconds
-        doubt = f" Below {factor:.2f}, either may be the faster one." if gain < factor else ""
+        doubt = f" Below {factor:.2f} times, either layout may be the faster one." if gain < factor else ""
         sentences.append(f"The best layout in {name} is {gain:.2f} times as fast as yours.{doubt}")
     return sentences
 
@@ -154,7 +154,7 @@ def doubts(result: PlanRecord) -> list[str]:
         low, high = result.interval
         sentences.append(
             f"With a probability of 90 %, a step of the best layout takes {low:.3g} to {high:.3g} s. This range "
-            "comes from the planner's errors on published runs that it was not fitted to."
+            "comes from the planner's errors on published runs. The planner was not fitted to these runs."
         )
     close = f"if two predicted times differ by less than {found.factor - 1:.0%}, either layout may be the faster one"
     if found.count == 1:
@@ -185,8 +185,8 @@ def largest_parts(waterfall: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def slower_by(neighbor: dict[str, Any]) -> str:
-    """Return a text about a neighbor of the best layout, which differs from it in one choice. The text says how much
-    slower or faster the neighbor is, or why it is refused."""
+    """Return a text about a neighbor, which is a layout that differs from the best layout in one choice. The text says
+    how much slower or faster the neighbor is, or why the planner refuses it."""
     slower = neighbor["slower"]
     if slower is None:
         return f"refused: {neighbor['reason']}"

@@ -47,8 +47,8 @@ def _ok(good: bool) -> str:
 
 
 def trace_tables(report: TraceReport) -> None:
-    """Print a trace. The first table has the memory of one rank by kind, or the memory of each pipeline rank. The other
-    tables have the collectives by axis and purpose."""
+    """Print a trace. The first table has the memory of one rank by category, or with a pipeline, the memory of each
+    pipeline rank. The other tables have the collectives by axis and purpose."""
     if report.pipeline:
         _pipeline_memory(report)
     else:

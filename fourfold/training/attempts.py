@@ -21,7 +21,7 @@ def note_start(run_dir: Path, restarts: int, run: RunConfig, first_step: int) ->
     """Record that this attempt of the run starts to train. Only rank 0 calls this.
 
     If the next step has failed more than ``fault_tolerance.max_restarts`` times, and ``failing_step`` is "skip", also
-    record that its batch is left out.
+    record that this step's batch is left out.
 
     Args:
         run_dir: Folder of the run.
@@ -30,8 +30,8 @@ def note_start(run_dir: Path, restarts: int, run: RunConfig, first_step: int) ->
         first_step: Number of steps in the checkpoint that the attempt resumes from, or 0.
 
     Raises:
-        UserError: The next step has failed too often, and either ``failing_step`` is "stop", or it failed although its
-            batch was left out.
+        UserError: The next step has failed too often. Either ``failing_step`` is "stop", or the step failed although
+            its batch was left out.
     """
     taken = steps_taken(run_dir)
     failures = _failures(_read(run_dir), taken) if restarts else 0

@@ -45,7 +45,7 @@ class Progress:
 
         Args:
             total_steps: Number of steps of the full run.
-            is_tty: Whether standard output is a terminal. None detects it.
+            is_tty: Whether standard output is a terminal (default: find out).
             log_interval: Number of steps between two lines in a log file.
         """
         self._total_steps = total_steps

@@ -37,7 +37,7 @@ VALIDATION_SEED = 1
 STATISTICS_TOKENS = 1 << 17
 """Number of training tokens on which the loss masks are measured before training. Measuring them takes milliseconds."""
 FIRST_SAMPLES = 16
-"""Number of samples of each corpus in the digest that reveals changed data."""
+"""The digest that reveals changed data covers this number of samples of each corpus."""
 
 Source = tuple[str, float]
 """Path prefix and weight of a corpus."""
@@ -104,8 +104,8 @@ class Corpora:
 
 
 def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
-    """Open the training and validation data of a run. Prepare the built-in corpus first if the run uses it and it does
-    not exist.
+    """Open the training and validation data of a run. If the run uses the built-in corpus, and this corpus does not
+    exist yet, prepare it first.
 
     Args:
         run: The run.
@@ -215,8 +215,8 @@ def micro_batches(
 
 
 def _check_tokens(batch: MicroBatch[NDArray[Any]], vocab_size: int) -> None:
-    """Refuse a token outside the vocabulary. The embedding would not notice it: its rows are split over ranks, and each
-    rank would assume that another rank has the token's row."""
+    """Refuse a token outside the vocabulary. The embedding would not notice such a token. The embedding's rows are
+    split over ranks, and each rank would assume that another rank has the token's row."""
     smallest, largest = int(batch.tokens.min()), int(batch.tokens.max())
     if batch.labels is not None:
         largest = max(largest, int(batch.labels.max()))

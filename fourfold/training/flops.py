@@ -36,8 +36,8 @@ class FlopCount(NamedTuple):
 def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -> FlopCount:
     """Count the model FLOPs per token of a decoder, with `FLOP_FORMULA`. The planner uses the same formula.
 
-    Attention is QK^T and PV. Each takes 2·K·heads·head_dim FLOPs for a token that sees K keys. With a causal mask, a
-    token sees S/2 keys on average (exactly (S+1)/2). The backward pass takes twice as many FLOPs as the forward pass:
+    Attention is QK^T and PV. Each takes 2·K·heads·head_dim FLOPs for a token that sees K keys. With a causal mask, S/2
+    keys are counted (the exact average is (S+1)/2). The backward pass takes twice as many FLOPs as the forward pass:
     one matmul for the input gradient and one for the weight gradient. Norms, softmax, rotary embedding, and activations
     are not counted, as in the paper. Each prediction layer (``num_nextn_predict_layers``) also calls the head.
 

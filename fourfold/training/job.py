@@ -164,7 +164,7 @@ class Job(TrainingState):
 
         Args:
             micro_batch: Tokens [B, S] and, for a loss, labels [B, S].
-            loss_scale: Factor on the gradient of the loss. The backward pass will multiply by it.
+            loss_scale: The factor that the caller multiplies the loss by before the backward pass.
 
         Returns:
             - With labels: the sum of the token losses, or with [dpo] the sum of the pairs' losses.

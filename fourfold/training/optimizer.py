@@ -159,7 +159,7 @@ class ShardedOptimizer:
         """Update one shard with Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2).
 
         Lion updates with the sign of the interpolated momentum u. Here, u / eps replaces the sign if u is between -eps
-        and eps. Otherwise, a gradient that is only rounding error would move its weight by a full step.
+        and eps. Without this rule, a gradient that is only rounding error would move its weight by a full step.
         """
         beta1, beta2 = self.config.betas
         mean, grad = self._mean(index), self._gradient(Matrix(index))

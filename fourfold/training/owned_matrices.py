@@ -58,7 +58,7 @@ class Round:
     sent: list[Matrix] = field(default_factory=list)
     """Matrices whose part this rank sends to the owner."""
     held: list[Matrix] = field(default_factory=list)
-    """Matrices of which this rank holds a part."""
+    """Matrices that this rank holds a part of."""
     arriving: list[tuple[int, Bounds]] = field(default_factory=list)
     returned: list[tuple[int, Bounds]] = field(default_factory=list)
     sent_sizes: list[int] = field(default_factory=list)
@@ -152,7 +152,7 @@ class OwnedMatrices:
 
     def _spread(self, each: Round, back: Tensor, take: Callable[[Matrix, Tensor], None]) -> None:
         """Call ``take`` with this rank's part of each result of a round. When this method returns, its views of
-        ``back`` are freed, before the next round needs memory."""
+        ``back`` are freed, so the next round can use their memory."""
         for matrix, part in zip(each.held, back.split(self._sizes(each.held)), strict=True):
             take(matrix, part.view(part_shape(self.shards[matrix.shard])))
 

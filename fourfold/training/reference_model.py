@@ -1,7 +1,7 @@
 """Compute the log-probabilities of the reference model for preference optimization (DPO).
 
-The reference model is the model at the start of training. DPO needs only one number for each answer from it: the
-answer's log-probability. These numbers are computed once, before the first step, and stored in a file. So no second
+The reference model is the model at the start of training. For each answer, DPO needs only one number from this model:
+the answer's log-probability. These numbers are computed once, before the first step, and stored in a file. So no second
 model takes memory, and a resumed run reads the same numbers on any grid.
 """
 
@@ -29,8 +29,8 @@ from fourfold.training.job import Job
 
 REFERENCE_FILE = "reference.json"
 MASKED_SAMPLES = 1024
-"""Number of answers whose labels are in the digest that reveals changed masks. Reading this many answers takes a
-fraction of a second."""
+"""The digest that reveals changed masks covers the labels of this number of answers. Reading them takes a fraction of a
+second."""
 
 
 def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Path | None) -> None:

@@ -17,7 +17,7 @@ from fourfold.extras import require_extra
 from fourfold.run_file.dump import to_toml
 
 FINISH_SECONDS = 60.0
-"""Number of seconds that all trackers together have at the end of a run to deliver their last steps."""
+"""At the end of a run, all trackers together get this number of seconds to deliver their last steps."""
 
 
 Numbers = Mapping[str, float]

@@ -40,7 +40,7 @@ class Ledger:
             for entry in entries:
                 self._take(entry)
         except (AssertionError, KeyError, TypeError, ValueError):
-            problem = f"{self.file} is damaged, or no ledger; choose another --out, or remove the file"
+            problem = f"{self.file} is not a ledger, or is damaged; choose another --out, or remove the file"
             raise UserError(problem) from None
         if before is None:
             self._append({"search": dict(what)})

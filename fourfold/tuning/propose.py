@@ -130,7 +130,7 @@ def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
     Such a layout meets these conditions:
 
     - It probably fits into memory.
-    - No trial has run out of memory with a layout that certainly needs no more memory than this layout.
+    - No trial has run out of memory with a layout that is certain to need at most as much memory.
     - None of its trials has failed, and it has had fewer than ``MOST_TRIALS_OF_ONE`` trials.
     - None of its knob values is known to crash.
     """

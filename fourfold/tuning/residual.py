@@ -26,8 +26,8 @@ SPREADS = {
     "compute": 0.1, "recompute": 0.1, "x": 0.4, "y": 0.4, "z": 0.4, "cp": 0.4, "ep": 0.4, "dp": 0.4, "pp": 0.5,
     "bubble": 0.3, "logits": 0.2, "launch": 0.5, "optimizer": 0.3, "other": 0.8,
 }  # fmt: skip
-"""Standard deviation of the logarithm of each part's error. It is smallest for matmuls, because their rates are known
-best. It is large for communication, because it is uncertain how much of it is hidden."""
+"""Standard deviation of the logarithm of each part's error. Matmuls have the smallest value, because their rates are
+known best. Communication has large values, because it is hard to predict how much of it is hidden."""
 REMAINDER, LENGTH = 0.11, 1.0
 """Standard deviation of the remainder (the third term of the covariance), and its correlation length. Lengths are
 distances between the points in ``Candidates.features``. Both values maximize the likelihood of 44 published sweeps with

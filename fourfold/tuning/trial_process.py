@@ -21,7 +21,7 @@ from fourfold.run_file.load import load_run
 LOG = "log.txt"
 """Name of the log in the trial's folder. It holds everything that the trial prints."""
 SUBMISSION = "submission.txt"
-"""Name of the file in the trial's folder with the batch system's error messages, for example if it refuses a job."""
+"""Name of the file in the trial's folder for the batch system's messages, for example why it refuses a job."""
 
 
 SCRIPT = "job.sh"

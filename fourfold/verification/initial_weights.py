@@ -17,8 +17,7 @@ from fourfold.training.job import build_model
 def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> float:
     """Return the largest deviation of a first, second, or fourth moment from its expected value, in standard errors.
 
-    Moments are computed for each tensor alone, and for all tensors together that have the same name in different
-    layers.
+    Moments are computed for each tensor, and for each group of tensors that have the same name in different layers.
 
     The result is infinite in these cases:
 

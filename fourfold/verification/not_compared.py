@@ -23,7 +23,7 @@ the data do, but the report has a separate sentence about them (see ``ALWAYS``).
 ALWAYS = {"data": "parity trains on random tokens in the format of this data, and never reads the data itself"}
 REASONS = {
     "validation": "parity validates after every step, and does not stop or keep the best checkpoint",
-    "checks": "parity drops one step, but detects no bad one",
+    "checks": "parity drops one step, but does not look for bad steps",
 }
 FROM_RANDOM = "parity trains from random weights; --against transformers also compares the imported model"
 SMALL_VOCABULARY = "the vocabulary is too small for parity's conversations, so the trainer does not read any"

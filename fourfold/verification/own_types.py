@@ -36,8 +36,8 @@ FP16_SCALE = 1024.0
 """The first loss scale. In most small models, gradients neither overflow nor underflow with it."""
 
 LESS = 16.0
-"""Divisor of the loss scale after an overflow. It is large, so that the new scale probably overflows neither on one
-process nor in later steps."""
+"""Divisor of the loss scale after an overflow. It is large, so that one reduction is probably enough, also for one
+process and for later steps."""
 
 OVERFLOWS_AT = 2.0**60
 """A loss scale so large that every gradient overflows."""
@@ -188,8 +188,9 @@ def _sums_in_another_dtype(
 
     - Every rank must send its gradients in ``reduce_dtype``.
     - If ``reduce_dtype`` is the low-precision dtype, this dtype must represent all sums exactly. If ``reduce_dtype`` is
-      float32, some sums must have more bits than the low-precision dtype. The check is skipped for float32 if the sums
-      of one process do not have more bits either, for example because each sum has only one summand.
+      float32, some sums must have more bits than the low-precision dtype. For float32, the check is skipped if the
+      low-precision dtype also represents the sums of one process exactly, for example because each sum has only one
+      summand.
 
     Norms, biases, and tied embeddings are ignored, because their sums over other axes may have another dtype.
     """
@@ -217,7 +218,8 @@ def _is_published(job: Job) -> bool:
 
 
 def _stays_finite(run: RunConfig, weights: Parameters, device: torch.device, step: int, scale: float) -> bool:
-    """Return whether no gradient of a step overflows on one process with these weights and this loss scale."""
+    """Return whether all gradients of a step stay finite, if one process starts from these weights with this loss
+    scale."""
     one = SameTypes(run, weights, device)
     one.loss_scale = scale
     gradients = one.step(step, random_batch(run, step, device), math.inf).gradients
@@ -225,8 +227,8 @@ def _stays_finite(run: RunConfig, weights: Parameters, device: torch.device, ste
 
 
 def _is_published_again(job: Job) -> bool:
-    """Multiply all weights by 1.5, publish them, and return ``_is_published``. A training step may change the weights
-    of norms too little to change their working copies, so the check could miss stale copies."""
+    """Multiply all weights by 1.5, publish them, and return ``_is_published``. A training step alone may change the
+    weights of norms too little to change their working copies. The check would then miss stale copies."""
     with job.replacing_weights():
         for shard in job.shards:
             shard.local.mul_(1.5)

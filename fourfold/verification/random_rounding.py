@@ -69,8 +69,8 @@ class RandomlyRounded(Reference):
 def gradient_noise(
     first: Reference, weights: Parameters, steps: Mapping[int, float], exact: Figures
 ) -> dict[str, float]:
-    """Run the steps ``SAMPLES`` times with random rounding. Return the largest difference of each gradient of the last
-    step from its exact value.
+    """Run the steps ``SAMPLES`` times with random rounding. For each gradient of the last step, return the largest
+    difference from its exact value.
 
     Args:
         first: A reference that has taken the steps. Its model and its device are used again.

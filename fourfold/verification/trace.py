@@ -86,8 +86,8 @@ class Collective:
     machine is given."""
 
     exposed_seconds: float | None = None
-    """Number of seconds that these collectives add to the step, because it waits for them or is slowed down by them.
-    None if no machine is given."""
+    """Number of seconds that these collectives add to the step, because the step waits for them, or because they slow
+    down its computation. None if no machine is given."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def _document_by_document(called: Callable[..., Tensor], *tokens_positions_docum
 
 def _block_diagonal(documents_BS: Tensor, dtype: torch.dtype, window: int) -> Tensor:
     """Return the mask [B, 1, S, S] that transformers adds to scores: 0 if a query may see a key, and otherwise the
-    lowest number."""
+    dtype's lowest number."""
     is_seen_BSS = (documents_BS[:, :, None] == documents_BS[:, None, :]).tril()
     if window:
         place_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)

@@ -39,7 +39,7 @@ class TimedCollective:
 
 
 class WatchedCollectives:
-    """Watches every collective while the context is open, including FSDP2's, and names it in the profiler's trace.
+    """Watches every collective, including FSDP2's, while the context is open, and names it in the profiler's trace.
 
     On a GPU, this class does not record when a collective ends. The profiler's trace shows it.
     """

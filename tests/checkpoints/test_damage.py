@@ -247,7 +247,7 @@ def test_every_flipped_bit_is_found(saved: Path, tmp_path: Path, seed: int) -> N
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("harm", ["cut", "grown", "of another step", "gone", "linked"])
 def test_damage_to_any_file_is_found(saved: Path, tmp_path: Path, harm: str) -> None:
-    """The error names the file, or the folder if no file says what it is."""
+    """The error names the damaged file. If a JSON file is missing, the error names the folder."""
     job = new_job(tiny_run())
     train(job, range(2))
     other, path = save(job, tmp_path, 2), tmp_path / "step_1"

@@ -31,7 +31,7 @@ Disk = Callable[[int], Path]
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    """Make a file system of this size. Skip the test if nobody may mount one."""
+    """Make a file system of this size. Skip the test if this user may not mount one."""
     mounted: list[Path] = []
 
     def make(size: int) -> Path:

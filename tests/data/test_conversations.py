@@ -51,7 +51,7 @@ def test_a_template_that_rewrites_history_is_refused_unless_it_marks_answers(tmp
     earlier = "m['role'] == 'assistant' and not loop.last"
     rewriting = CHATML.replace("{{ m['content'] }}", f"{{{{ m['content'] | upper if {earlier} else m['content'] }}}}")
     template = ChatTemplate(make_chat_tokenizer(tmp_path, rewriting))
-    with pytest.raises(ValueError, match=r"message 2 differently when more follow.* qwen3_training\.jinja"):
+    with pytest.raises(ValueError, match=r"message 2 differently when more messages follow.* qwen3_training\.jinja"):
         template.encode(TALK)
     template.encode(TALK[:2])
 

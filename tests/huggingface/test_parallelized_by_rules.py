@@ -87,7 +87,7 @@ WITHOUT_UP = {pattern: style for pattern, style in OWN_RULES.items() if pattern 
         ({"x": 2}, "llama", {"attention_dropout": 0.1}, {}, "self_attn.attention_dropout = 0.1"),
         ({"cp": 2}, "llama", {}, {}, "cp = 2"),
         ({"x": 2}, "mixtral", {"num_local_experts": 3}, {}, "experts: 3 experts cannot be split over x·y = 2"),
-        ({"x": 2}, "mixtral", {"router_jitter_noise": 0.1}, {}, "mlp.jitter_noise = 0.1 would differ between ranks"),
+        ({"x": 2}, "mixtral", {"router_jitter_noise": 0.1}, {}, "mlp.jitter_noise = 0.1 makes ranks that repeat"),
         ({"x": 2}, "llama", {}, {"model.norm": "experts"}, "model.norm (LlamaRMSNorm) is not a stack of experts"),
     ],
 )

@@ -207,7 +207,7 @@ def test_other_documents_before_each(trained: Path, record: dict[str, Any], pool
     assert found["by_prefix"].keys() == record["by_prefix"].keys()
     # The tokens before a document do not change its mask.
     assert found["mask_replay"]["drop_rate"] == record["mask_replay"]["drop_rate"]
-    with pytest.raises(UserError, match="are more than the 20 tokens that the model sees after --offset"):
+    with pytest.raises(UserError, match="add up to more than the 20 tokens that the model sees after --offset"):
         pool.run(1, on_grid, request_of(trained, offset=45))
 
 
@@ -345,7 +345,7 @@ def test_gate(trained: Path, cli: Cli) -> None:
         (line(tokens=["a"]), {}, "not a list of token ids"),
         (line(tokens=[1] * 50, tokenizer="other"), {}, "another tokenizer than the model's"),
         (line(text="a" * 90, count=-1), {}, 'has -1 as "count"; it is a whole number'),
-        (line(text="a" * 90, count=0), {}, "so none was trained on"),
+        (line(text="a" * 90, count=0), {}, "so the model was trained on none of them"),
         (line(text="a" * 90), {"--suffix": 0}, "--suffix 0 must be from 1"),
         (line(text="a" * 90), {"--prefix": 60}, "more than the 65 tokens that the model sees"),
         (line(text="a" * 90), {"--max-exact-match": 2}, "must be a share from 0 to 1"),

@@ -172,7 +172,7 @@ def test_adapters_that_peft_gives_to_experts_are_not_exported(pool: Pool, tmp_pa
     folder = make_model(tmp_path / "base", "deepseek_v3", vocab_size=208)
     run = tuning_run(folder, {"x": 2}, tmp_path / "runs")
     pool.run(2, tuned_body, run)
-    with pytest.raises(UserError, match="as adapters of its experts, which have none; export the merged model"):
+    with pytest.raises(UserError, match="as adapters of the experts, but they have none; export the merged model"):
         export_huggingface(tmp_path / "runs" / "run", tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 

@@ -173,7 +173,7 @@ def test_a_torn_line_of_the_ledger_is_dropped_and_another_file_refused(tmp_path:
         "[]\n",
     ):
         journal.write_text(text)
-        with pytest.raises(UserError, match="damaged, or no ledger"):
+        with pytest.raises(UserError, match="is not a ledger, or is damaged"):
             fake_search(folder, trials=3)
 
 

@@ -46,7 +46,7 @@ def named(**sections: Any) -> dict[str, str]:
         ({"validation": {"interval": 5}}, "validation", "does not stop or keep the best checkpoint"),
         ({}, "data", "never reads the data itself"),
         ({"masks": {"functions": ["a:b"]}}, "masks.functions", "['a:b'] has no effect in parity"),
-        ({"checks": {"spike": "skip"}}, "checks", "detects no bad one"),
+        ({"checks": {"spike": "skip"}}, "checks", "does not look for bad steps"),
         ({"checkpoint": {"interval": 7}}, "checkpoint.interval", "7 has no effect in parity"),
         ({"sample": {"prompt": "x"}}, "sample.prompt", "'x' has no effect in parity"),
     ],

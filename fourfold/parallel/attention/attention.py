@@ -143,7 +143,7 @@ class SharedAttentionCore(AttentionCore, Tiled):
         if self.kv_needed == list(range(first, first + count)):
             return heads[:, :, first : first + count].flatten(2)
         needed = torch.tensor(self.kv_needed)
-        # Copy from pinned memory. The host need not wait for such a copy.
+        # Copy from pinned memory, because the host need not wait for such a copy.
         if kv.is_cuda:
             needed = needed.pin_memory().to(kv.device, non_blocking=True)
         return heads[:, :, needed].flatten(2)

@@ -1,7 +1,7 @@
 """Compute attention to one block of keys, and its gradients.
 
-A query may have to attend to several blocks. The log-sum-exp of its scores lets the caller merge the results of these
-blocks. The backward pass of each block reads the merged outputs and log-sum-exps.
+If a query attends to several blocks, the caller merges the blocks' outputs, weighted by the blocks' log-sum-exps. The
+backward pass of each block reads the merged outputs and the merged log-sum-exps.
 
 torch's public attention does not return log-sum-exps, so this module calls torch's internal kernels. None of these
 kernels can soft-cap scores, so attention with soft-capping runs as separate operations. Queries are [B, N, Q, D], keys
@@ -22,12 +22,12 @@ from fourfold.models.softcap import softcapped
 ATEN = torch.ops.aten
 
 LSE_MULTIPLE = 32 if torch.version.hip is None else 1
-"""CUDA's memory-efficient kernel pads its log-sum-exps, so that their number of queries is a multiple of this. AMD's
-kernel does not pad."""
+"""CUDA's memory-efficient kernel pads the last dim of its log-sum-exps (the queries) to a multiple of this number.
+AMD's kernel does not pad."""
 
 
 BIAS_MULTIPLE = 16
-"""CUDA's memory-efficient kernel requires that the rows of a mask start at multiples of this many entries. So this
+"""In CUDA's memory-efficient kernel, each row of a mask must start at a multiple of this number of entries. So this
 module pads the rows, as torch's public attention does."""
 
 WIDTH_MULTIPLE, WIDEST_FLASH, WIDEST_CUDNN = 8, 256, 128
@@ -40,8 +40,8 @@ WIDTH_MULTIPLE, WIDEST_FLASH, WIDEST_CUDNN = 8, 256, 128
 """
 
 CUDNN = 91500
-"""torch's public attention prefers cuDNN if cuDNN's version is above this (``check_prefer_cudnn_attention`` in torch's
-sdp_utils.cpp)."""
+"""torch's public attention prefers cuDNN if cuDNN's version is above this number, which means 9.15.0
+(``check_prefer_cudnn_attention`` in torch's sdp_utils.cpp)."""
 
 CAPPED_ROWS = 512
 """With soft-capping, the scores of at most this many queries are in memory at once. With this limit, the memory for
@@ -64,7 +64,7 @@ def attend_block(
         q_BNQD: Queries.
         k_BKSD: Keys. K divides N.
         v_BKSD: Values.
-        causal: Whether query i sees only keys up to i. The block must then have as many keys as there are queries.
+        causal: If True, query i sees only the keys up to i. The block must then have one key per query.
         mask_B1QS: True if a query may see a key. With None, only ``causal`` limits which keys a query sees.
         scores: Scale and soft-cap of the scores.
 
@@ -216,7 +216,7 @@ def padded(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _attend_capped(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scores: AttentionScores
 ) -> tuple[Tensor, Tensor]:
-    """Do the same as ``attend_block``, but with soft-capping, and with one key-value head per query head.
+    """Compute what ``attend_block`` computes, with soft-capping. k and v must have one head per query head.
 
     The softmax is in float32, or in float64 if the queries are float64.
     """
@@ -277,7 +277,7 @@ def _precise(q: Tensor) -> torch.dtype:
 
 
 def _seen(q: Tensor, k: Tensor, rows: slice, causal: bool, mask: Tensor | None) -> Tensor:
-    """Return the mask of the queries in ``rows``. It is True if a query sees a key."""
+    """Return the mask of the queries in ``rows``: True if a query sees a key."""
     if mask is not None:
         return mask[:, :, rows]
     seen = torch.ones(q[:, :, rows].shape[2], k.shape[2], dtype=torch.bool, device=q.device)

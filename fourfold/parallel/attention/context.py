@@ -94,8 +94,8 @@ def gather_sequence(cp: Axis, *of_tokens: Tensor) -> tuple[Tensor, ...]:
             [B, T, f] if the channels of all heads are joined.
 
     Returns:
-        The same tensors for all tokens, in sequence order, and this rank's share of the heads: [B, S, heads/cp, D] or
-        [B, S, f/cp].
+        The same tensors with all tokens, in sequence order, but only with this rank's share of the heads: [B, S,
+        heads/cp, D] or [B, S, f/cp].
     """
     if cp.size == 1:
         return of_tokens

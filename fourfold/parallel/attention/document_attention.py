@@ -1,7 +1,7 @@
 """Causal attention within the documents of packed sequences, and within a sliding window.
 
-This module needs no mask over whole sequences. So it needs only as much memory as plain causal attention, and with
-short documents or short windows it takes less time. The positions of tokens also restart in each document
+This module needs no mask over whole sequences. So it needs no more memory than plain causal attention. With short
+documents or short windows, it takes less time. The callers restart the positions of tokens in each document
 (``data.dataset.positions_of``).
 
 On a GPU, one call of FlashAttention 2 (Dao 2023, arXiv 2307.08691) handles all documents if the kernel supports the
@@ -202,7 +202,8 @@ def _by_row(lse_NT: Tensor, q_BSND: Tensor) -> Tensor:
 
 
 def begins_of(limits: KeyLimits, q_BSND: Tensor) -> Tensor:
-    """Return where each document starts among the tokens of all sequences, in int32, as the kernel needs it.
+    """Return the index of each document's first token, counted over the tokens of all sequences. The kernel needs
+    int32.
 
     The last entry is the end of the last document. So the shape is [B·E + 1], or [B + 1] if each sequence is one
     document.

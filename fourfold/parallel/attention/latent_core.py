@@ -57,7 +57,7 @@ class SharedLatentCore(SharedAttentionCore):
         return without_padding(self.attend_share(q, k, v, context), self.widths)
 
     def _for_my_heads(self, k_rope: Tensor) -> Tensor:
-        """Gather the key channels with rotary embeddings for the tokens that this rank attends to.
+        """Gather the rotary channels of the keys, for all tokens that this rank attends to.
 
         All heads share these channels. So the backward pass sums their gradients over the heads of all ranks.
         """

@@ -2,9 +2,9 @@
 a ring.
 
 This is ring attention (Liu et al. 2023, arXiv 2310.01889) with the head-tail layout of the module ``context``. In each
-step, a rank attends to the keys and values of one rank, and already receives the keys and values for the next step.
-Log-sum-exps let the rank merge the results of the steps. The backward pass sends keys and values around the ring again,
-together with their gradients.
+step, a rank attends to the keys and values of one rank. Meanwhile it receives the keys and values for the next step.
+The rank merges the outputs of the steps, weighted by their log-sum-exps. The backward pass sends keys and values around
+the ring again, together with their gradients.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def ring_attention(
         q_BTND: This rank's queries.
         k_BTKD: This rank's keys.
         v_BTKD: This rank's values.
-        document_ends_BE: The end of each document of the whole sequences (``attend_documents``). None means that
-            each sequence is one document.
+        document_ends_BE: The position after the last token of each document, in the whole sequence
+            (``attend_documents``). None means that each sequence is one document.
         cp: The context axis.
         scores: Scale and soft-cap of the scores.
         window: Number of tokens that a query sees, including itself. 0 means all.
@@ -65,7 +65,7 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class VisibleBlock:
-    """The queries and keys of one ring step that can see each other, and their mask."""
+    """The queries of one ring step that see at least one key, the keys that they see, and the mask."""
 
     queries: slice
     keys: slice
@@ -80,16 +80,16 @@ def block_of_step(
 
     Args:
         source: The rank whose keys this rank has now.
-        tokens: Number of queries of this rank, and of keys of ``source``.
-        documents_BS: Index of each token's document, for the tokens of the whole sequence. None if attention may cross
+        tokens: Number of queries of this rank. ``source`` has the same number of keys.
+        documents_BS: For each token of the whole sequence, the index of its document. None if attention may cross
             documents.
         cp: The context axis.
         window: Number of tokens that a query sees, including itself. 0 means all.
         device: Device of the mask.
 
     Returns:
-        A slice of this rank's queries, a slice of the keys of ``source``, and their mask. None if no query sees any of
-        these keys, because all of them lie before the queries' windows.
+        A slice of this rank's queries, a slice of the keys of ``source``, and their mask. None if all of these keys lie
+        before the windows of all queries.
     """
     everything, half = slice(0, tokens), tokens // 2
     if source == cp.rank:

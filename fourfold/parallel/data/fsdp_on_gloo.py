@@ -139,7 +139,7 @@ class SumInBackground(Allocation):
         self._finish(left=0 if self.at_once or self.at_once_over_shards else IN_FLIGHT)
 
     def all_reduce(self, sum: Tensor, replicas: dist.ProcessGroup) -> None:
-        """All-reduce the result of the newest reduce-scatter over the replicas, as soon as it is complete."""
+        """When the newest reduce-scatter is complete, start an all-reduce of its result ``sum`` over the replicas."""
         if self._inside and self._inside[-1].sum is sum:
             self._inside[-1] = self._inside[-1]._replace(replicas=replicas)
         elif self._exchanges and self._exchanges[-1].sum is sum:

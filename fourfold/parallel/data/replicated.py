@@ -20,8 +20,8 @@ from fourfold.parallel.tensor.sharding import Tile
 class Replicated(DataParallel):
     """Keeps a full copy of the weights on every rank. This requires z = 1, and either ``zero`` = 0 or dp·cp = 1.
 
-    If the step computes in another dtype than the stored weights have, the model holds working copies of the weights.
-    The optimizer updates the stored weights.
+    If the dtype of the step differs from the dtype of the stored weights, the model computes with working copies of the
+    weights. The optimizer updates the stored weights.
     """
 
     def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:

@@ -1,5 +1,5 @@
-"""Count how many rows each expert gets in every step, and use the counts to balance the router. A row is one token for
-one of its chosen experts. Padding is not counted.
+"""Count how many rows each expert gets in every step, and use the counts to balance the router. A token that chose K
+experts counts as K rows. Padding does not count.
 
 There are two ways to balance the router:
 
@@ -60,7 +60,8 @@ class ExpertLoad:
         """Whether a training step is running. Otherwise nothing is counted, and the balance loss and the z-loss have no
         gradients."""
         self.factor: Tensor | float = 0.0
-        """The loss scale divided by the number of tokens. This is the factor on losses that are sums over tokens."""
+        """The loss scale divided by the number of tokens. Losses that are sums over tokens are multiplied by this
+        factor."""
         self.planned: Sequence[float] | None = None
         """The relative load of each expert, for a trace. A trace has no data to count, so it assumes this load."""
         self._sums = torch.zeros(shape[0], self.experts + len(FIGURES), dtype=torch.float64, device=device)
@@ -132,7 +133,8 @@ class ExpertLoad:
     def figures(self) -> dict[str, float]:
         """Return metrics of the last counted step, over all ranks. This makes the host wait for the device.
 
-        - expert_load: the rows of a layer's busiest expert divided by the mean over its experts, for the worst layer.
+        - expert_load: the rows of the busiest expert, divided by the mean rows per expert in its layer. Of all layers,
+          the highest ratio counts.
         - dropped_share: the fraction of rows that were dropped.
         - router_entropy: the entropy of the router's probabilities in nats, averaged over tokens and layers.
         - balance_loss and router_z_loss: averaged over tokens, summed over layers, and not multiplied by their

@@ -67,7 +67,7 @@ class ParallelMixture(nn.Module):
             self.gate.count_dropped(kept_TK | (routing.experts_TK == experts))
         order = order_by_expert(routing.experts_TK, kept_TK, experts, is_data_T is not None)
         weights_TK = sum_gradient(routing.weights_TK, self.grid.y, "router: weights' gradient")
-        # Do not assign the experts' outputs to a variable, because it would keep them in memory.
+        # Do not assign the experts' outputs to a variable, because the variable would keep them in memory.
         return combine(self._outputs(x_Th, order), order, weights_TK).view_as(x_BTh)
 
     def _outputs(self, x_Th: Tensor, order: Order) -> Tensor:

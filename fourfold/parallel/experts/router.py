@@ -59,7 +59,7 @@ class ParallelRouter(BiasInFloat32, CountedRouter):
 
 
 def within_capacity_of_sequences(experts_BTK: Tensor, num_experts: int, factor: float, grid: Grid) -> Tensor:
-    """Return a mask of this rank's rows, [B, T, K]. It is True if the row's expert has room for the row.
+    """Return a mask of this rank's rows, [B, T, K]: True if the row's expert has room for the row.
 
     The capacity applies to whole sequences (``within_capacity``), but the axes cp and x split the tokens of a sequence.
     So first gather the chosen experts of all tokens of each sequence.

@@ -110,9 +110,9 @@ def first_to_differ(first: Sequence[Sequence[Given]], second: Sequence[Sequence[
         second: the log of each rank in the second run.
 
     Returns:
-        The ranks whose own computation differed, and for each of them, the first data that differed. A rank is left out
-        if its data differ only after a collective with another differing rank. Such a rank may have received wrong
-        data.
+        A dict. Its keys are the ranks whose own computation differed. The value says what the rank's first differing
+        data was for. A rank is left out if its data differ only after a collective with another differing rank, because
+        it may have received wrong data.
     """
     differing = [_differing(one, two) for one, two in zip(first, second, strict=True)]
     tainted: dict[tuple[tuple[int, ...], int], set[int]] = {}

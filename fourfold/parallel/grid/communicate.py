@@ -116,7 +116,8 @@ def start_all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Pending:
 
 
 def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pending:
-    """Start a reduce-scatter. The result is this rank's part, along ``dim``, of the sum over the ranks of ``axis``."""
+    """Start a reduce-scatter, which sums the tensors of all ranks of ``axis``. The result is this rank's part of the
+    sum, cut along ``dim``."""
     if axis.size == 1:
         return Pending(partial)
     parts = partial.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
@@ -317,8 +318,8 @@ def _sum_of_own_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -
     return sum_parts(parts.unflatten(0, (axis.size, own)))
 
 
-# The functions above are for computation that is split over the ranks. Each rank then computes only a part of the
-# gradient of a tensor that all ranks hold, so the backward passes above sum gradients over the ranks.
+# The functions above are for computation that is split over the ranks. If all ranks hold a tensor, each rank then
+# computes only a part of the tensor's gradient. So the backward passes above sum gradients over the ranks.
 #
 # The functions below are for computation that every rank repeats. Each rank then already computes the full gradient.
 

@@ -14,7 +14,7 @@ INPUT_FIRST = "Conv1D"
 
 
 class InputFirst(nn.Linear):
-    """Describes a layer that stores its weight as [in, out], before the layer is split. This class computes nothing.
+    """Describes an unsplit layer that stores its weight as [in, out]. This class computes nothing.
 
     The weight is [in, out] and the bias is [out]. One layer may compute several kinds of features, such as queries,
     keys, and values. Each kind is then a *part*. The weight is viewed as [in, parts, out/parts], and the bias as

@@ -73,7 +73,7 @@ def styles_of(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> dict[st
     by_rule = {name: _style(name, rules) for name in with_weights}
     for name, style in by_rule.items():
         if style is not None and style not in STYLES:
-            raise UserError(f"{name}: the style '{style}' of its rule is not supported; {', '.join(STYLES)} are")
+            raise UserError(f"{name}: the style '{style}' of its rule is unknown; known styles are {', '.join(STYLES)}")
     plan = published_plan(model)
     published = {name: _splittable(model, name, _style(name, plan)) for name in with_weights}
     return _completed(model, by_rule, published, grid)

@@ -22,8 +22,8 @@ M = TypeVar("M", bound=nn.Module)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 SCALED_EMBEDDING = "ScaledWordEmbedding"
-"""Suffix of the class names of some embeddings in transformers. They multiply their output by ``embed_scale``, as in
-Gemma."""
+"""Suffix of the class names of some embeddings in transformers. These embeddings multiply their output by
+``embed_scale``, as in Gemma."""
 
 _HEAD_SIZES = ("head_dim", "head_size")
 """Names of attributes that hold the head size in attention modules of transformers."""
@@ -146,7 +146,7 @@ def _check_nothing_random(model: nn.Module) -> None:
             rates[f"{name}.p"] = module.p
         for where, rate in rates.items():
             if isinstance(rate, float) and rate > 0:
-                raise UserError(f"{where} = {rate} would differ between ranks that repeat the same work; set it to 0")
+                raise UserError(f"{where} = {rate} makes ranks that repeat the same work differ; set it to 0")
 
 
 def _of_type(name: str, module: nn.Module, kind: type[M], style: str) -> M:

@@ -1,5 +1,5 @@
-"""The LM head and its cross-entropy. The tensor axis x splits the vocabulary. The tensor axis y splits the tokens for
-which a rank computes the loss.
+"""The LM head and its cross-entropy. The tensor axis x splits the vocabulary. In the loss, the tensor axis y splits the
+tokens.
 
 The forward pass computes the loss and its gradients together, for a chunk of tokens at a time. So only the logits of
 one chunk are in memory (as in Hsu et al. 2024, arXiv 2410.10989).

@@ -163,7 +163,8 @@ def start_input_gradient(layers: Layers, grads: Tensors, matrices: Sequence[Tens
 def weight_gradients(
     layers: Layers, grads: Tensors, x: Tensor, matrices: Sequence[Tensor], needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Compute the gradient of each layer's weight, gᵀ x. If a layer has a LoRA adapter, also compute its gradients.
+    """Compute the gradient of each layer's weight, gᵀ x. If a layer has a LoRA adapter, also compute the adapter's
+    gradients.
 
     A gradient is None if the weight is frozen, or if a pipeline schedule computes the gradient later.
 

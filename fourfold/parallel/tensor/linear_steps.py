@@ -52,7 +52,7 @@ class InFlight(Generic[T]):
 
 
 class PostponedGradients(InFlight[list[Tensor | None]]):
-    """Weight gradients that the backward pass of an earlier layer computes, to hide a collective.
+    """Weight gradients that an earlier layer's backward pass computes while that layer's own collective is in flight.
 
     Args:
         layers: the layers whose weight gradients are postponed.
@@ -70,7 +70,7 @@ class Schedule:
     waits_before_matmul: bool = False
     """Whether the layer waits before its matmul until all batch parts have saved their inputs."""
     gather_follows: bool = False
-    """Whether an all-gather follows the sum of the outputs directly, with no matmul in between to hide it."""
+    """Whether an all-gather follows the sum of the outputs directly, with no matmul in between."""
     leaves_weight_gradients_to: PostponedGradients | None = None
     """If set, this layer's backward pass does not compute weight gradients, but stores the work in this object."""
     computes_weight_gradients_of: PostponedGradients | None = None

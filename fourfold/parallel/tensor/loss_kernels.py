@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-"""The largest number of a row's logits that one iteration of the first kernel, or one program of the second kernel,
-handles."""
+"""The largest number of logits of one row that one iteration of the first kernel handles. One program of the second
+kernel also handles at most this number."""
 
 NEVER = tl.constexpr(float("-inf"))
 

@@ -60,7 +60,7 @@ use the default layout."""
 
 
 class LaidOutMatmuls(Matmuls):
-    """Computes the three matmuls of a layer, after it has copied operands as ``layout`` says."""
+    """Copies operands as ``layout`` says, and then computes the three matmuls of a layer."""
 
     def __init__(self, layout: LayerLayout) -> None:
         self.layout = layout
@@ -80,7 +80,8 @@ class LaidOutMatmuls(Matmuls):
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         left, right = self.layout.weight_gradient.operands(grad.flatten(0, -2).T, x.flatten(0, -2))
-        # If the weight is stored as its transpose, compute (xᵀ dY)ᵀ. The gradient then has the same memory layout.
+        # If the weight is stored as its transpose, compute (xᵀ dY)ᵀ. The gradient then has the memory layout of the
+        # weight.
         return (right.T @ left.T).T if self.layout.turned else left @ right
 
 
@@ -101,8 +102,8 @@ def copied(matrix: Tensor, how: Copy) -> Tensor:
 
 
 def padded_width(width: int, itemsize: int) -> int:
-    """Return how many entries a padded row has. Its size is the smallest odd multiple of ``PADDED_TO`` bytes that fits
-    ``width`` entries."""
+    """Return how many entries a padded row has. The row's size is the smallest odd multiple of ``PADDED_TO`` bytes that
+    fits ``width`` entries."""
     each = PADDED_TO // itemsize
     return (-(-width // each) | 1) * each
 

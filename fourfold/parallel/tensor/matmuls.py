@@ -27,7 +27,8 @@ class Matmuls:
         """Return grad @ weight.
 
         Args:
-            total: the sum over earlier layers that read the same input. If given, add the result to it.
+            total: the input gradient, summed over earlier layers that read the same input. If given, add this layer's
+                result in place.
         """
         if total is None:
             return grad @ weight

@@ -39,7 +39,7 @@ class PreferenceHead(ParallelHead):
         super().__init__(head, grid)
         self.cp, self.beta = grid.cp, beta
         self.figures: Tensor | None = None
-        """Sums over all pairs since the trainer last reset them, [4] in float64:
+        """Sums over all pairs since the trainer last reset the sums, [4] in float64:
 
         the number of pairs, the margins, the number of positive margins, and the rewards of the chosen answers.
         """

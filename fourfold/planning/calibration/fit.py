@@ -25,8 +25,8 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
 
 LEVEL_SPREAD = {"all": 0.5, "machine": 0.25, "source": 1.0}
-"""How far each kind of level is expected to be from 0. It is the standard deviation of the level's prior, in units of
-the constant's ``Prior.spread``."""
+"""For each kind of level, the standard deviation of its prior, in units of the constant's ``Prior.spread``. The mean of
+the prior is 0."""
 NOISE_BETWEEN = 0.1
 """Noise of the first fit: standard deviation of log(measured / predicted) for step times of all sources."""
 NOISE_WITHIN = 0.03

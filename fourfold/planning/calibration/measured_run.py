@@ -55,7 +55,7 @@ class RunComparison:
 def compare_run(run: RunConfig, machine: Machine, seconds: Sequence[float], memory_bytes: int | None) -> RunComparison:
     """Compare a run's prediction with its measured step times and allocated bytes.
 
-    The prediction excludes the memory of the runtime and the allocator's cache, because ``memory_bytes`` excludes it.
+    Neither the prediction nor ``memory_bytes`` includes the memory of the runtime and of the allocator's cache.
 
     Args:
         run: The run.

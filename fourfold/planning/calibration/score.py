@@ -18,8 +18,8 @@ from fourfold.planning.cost.out_of_memory import p_out_of_memory
 from fourfold.planning.cost.step import step_parts
 
 MIN_SWEEP, MIN_RANKED = 3, 8
-"""Smallest number of rows in a sweep to compute its regret (``MIN_SWEEP``) and its rank correlation
-(``MIN_RANKED``)."""
+"""A sweep's regret is computed from at least ``MIN_SWEEP`` rows, and its rank correlation from at least ``MIN_RANKED``
+rows."""
 
 KEYS: dict[str, Callable[[Row], str]] = {"source": lambda row: row.source, "machine": lambda row: row.machine.name}
 """Functions that group rows by source or by machine, for ``predict_left_out``."""
@@ -153,8 +153,8 @@ def _errors_by_source(scored: Sequence[Scored]) -> dict[str, Any]:
 def errors_of(scored: Sequence[Scored]) -> Statistics:
     """Return the errors of the rows' step times, by name. Every row must have a step time.
 
-    The entries are the number of rows, the median, the mean, and the largest absolute relative error, the mean signed
-    error (bias), and the fraction of rows inside the 90 % interval.
+    The entries are the number of rows, three statistics of the absolute relative errors (median, mean, and maximum),
+    the mean signed error (bias), and the fraction of rows inside the 90 % interval.
     """
     if not scored:
         return {"count": 0, **dict.fromkeys(("median_abs_error", "mean_abs_error", "max_abs_error", "bias",

@@ -34,11 +34,10 @@ class BlockTime(ArrayFields):
     - attention_forward, activation_forward, x_again, y_again, norms_again (over y): the parts of the forward pass that
       selective recompute can repeat.
     - last_matmul, last_sum: the matmul and its sum over x at the end of the block, which full recompute can skip.
-    - hideable_x, hideable_y: collectives of the backward pass that can run during ``weight_gradients``.
-    - gate_sum: the sum of gate over y.
-    - up_matmul: the matmul that can hide gate_sum.
+    - weight_gradients, hideable_x, hideable_y: a part of ``backward``, and the collectives that can run during it.
+    - gate_sum, up_matmul: the sum of gate over y, and the matmul that can hide it.
     - launch_forward, launch_backward: host time to launch kernels, without the experts.
-    - head, head_x, head_y: head and loss in forward and backward: computation, and communication over x and y.
+    - head, head_x, head_y: computation of head and loss in both passes, and their communication over x and over y.
     - embedding: the embedding in forward and backward.
     - linear_forward, linear_launch: computation and launches of linear attention's core, which is always recomputed.
     - experts: the experts' share of the fields above, their exchanges over ep, and their launches.
@@ -74,7 +73,8 @@ class BlockTime(ArrayFields):
 
 
 def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockTime:
-    """Return the times of a block and of the head for each case. Block times of hybrids are means over all blocks."""
+    """Return the times of a block and of the head for each case. If some blocks have linear attention, the times are
+    means over all blocks."""
     if not linear_attention.has_linear(work):
         return _time_of_one_kind(work, machine, constants)
     softmax, linear = (

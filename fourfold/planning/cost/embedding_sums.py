@@ -13,16 +13,16 @@ from fourfold.planning.workload import Workload
 def with_embedding(
     work: Workload, rank: Number, layers: Number, block: BlockBytes, held: tuple[Number, ...], entries: Number
 ) -> Number:
-    """Return the peak bytes of activations on a rank in a step with several micro-batches. In a pipeline, they include
-    the embedding's gradients while FSDP2 sums them and holds them.
+    """Return the peak bytes of activations on a rank in a step with several micro-batches. In a pipeline, the result
+    includes the embedding's gradients that FSDP2 holds and sums.
 
     Args:
         rank: The pipeline rank.
         layers: Number of blocks on the rank.
         block: The bytes of a block.
-        held: Bytes of the activations when a backward pass begins, of all gradients, of gathered weights, and of the
-            summed gradients of a block that the weights include.
-        entries: Number of weight entries of the rank's share of the embedding over x and y. 0 if it has no embedding.
+        held: Four numbers of bytes: the activations when a backward pass begins, all gradients, the gathered weights,
+            and the gradients of one block while they are summed. The gathered weights include these gradients.
+        entries: Number of weight entries in the rank's tile of the embedding. 0 if the rank has no embedding.
     """
     (activations, gradients, weights, of_block), layout, step = held, work.layout, work.step
     flying, kept = in_flight(work, rank), kept_by_micro_batch(work, layers, block)

@@ -61,11 +61,11 @@ def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, bloc
 def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
     """Return the exposed seconds of communication over cp in one block, in forward and backward.
 
-    There are three methods. Either the ranks gather keys and values and scatter their gradients, or they pass keys and
-    values, and later their gradients in fp32, around a ring. Attention hides the transfers of these two methods. With
-    Ulysses, one all-to-all before attention gives each rank all tokens of some heads, and another one returns the
-    outputs. No computation hides these two exchanges. Linear attention always uses Ulysses, and repeats both exchanges
-    in its recomputation.
+    The ranks use one of three methods (``CP_METHODS``). With "gathered", the ranks gather keys and values, and scatter
+    the gradients. With a ring, the ranks pass keys and values around the ring, and later pass the gradients in fp32.
+    Attention hides the transfers of these two methods. With Ulysses, one all-to-all before attention gives each rank
+    all tokens of some heads, and another one returns the outputs. No computation hides these two exchanges. Linear
+    attention always uses Ulysses, and repeats both exchanges in its recomputation.
     """
     if not has_linear(work):
         return _cp_of_softmax(work, machine, constants, block)
@@ -133,8 +133,8 @@ def exposed_gradient_sum(work: Workload, constants: Constants, sending: Number, 
         sending: Seconds of the sum if nothing hides it.
         last_backward: Seconds of the last backward pass, which can hide the sum.
     """
-    # If weight gradients are deferred to the end of the step, their sums start only after all of them. No computation
-    # is left to hide the sums.
+    # If weight gradients are deferred to the end of the step, the sums start after the last weight gradient. No
+    # computation is left to hide the sums.
     overlap = np.asarray(work.program.overlap_dp, bool) & ~work.layout.split_backward
     return sending - np.where(overlap, hidden(sending, last_backward, constants.exposed), 0.0)
 

@@ -146,9 +146,9 @@ def _at_the_peak(
     end = peak_bytes(_first_block(work), 1, 1, False, block)
     step, ranks = work.step, work.layout.x * work.layout.y
     embedding, head = tables.embedding / ranks, tables.head / ranks
-    # If gathered weights are freed after use, ``left`` counts the head's weight, which is not in memory, and
-    # ``gradients`` counts the embedding's gradient, which does not exist yet. When this gradient is summed, no gathered
-    # weights and no activations are in memory.
+    # If gathered weights are freed after use, ``left`` counts the head's weight, although it is not in memory.
+    # ``gradients`` counts the embedding's gradient, although it does not exist yet. When this gradient is summed, no
+    # gathered weights and no activations are in memory.
     summed = (step.item_bytes + step.reduce_bytes) * embedding - left
     later = step.reduce_bytes * embedding / work.layout.shards
     resharded = np.maximum(end - step.item_bytes * head - later, summed)

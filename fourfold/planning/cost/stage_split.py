@@ -88,8 +88,8 @@ def in_flight(work: Workload, rank: Number) -> Number:
     - 1F1B: p − rank.
     - Interleaved, with rounds of r micro-batches (r = p if p divides the number of micro-batches): the activations of
       (v − 1)·r + 2(p − rank) − 1 stages, each with 1/v of the rank's layers (Narayanan et al. 2021, arXiv 2104.04473).
-    - InterleavedZeroBubble: the activations of (v − 1)·r + p stages. They stay in memory until the weight gradients are
-      computed.
+    - InterleavedZeroBubble: the activations of (v − 1)·r + p stages. These activations stay in memory until the weight
+      gradients are computed.
     - ZBVZeroBubble: p, or fewer if the first micro-batch returns before p micro-batches have entered.
     - DualPipeV: p + ½.
     - GPipe and LoopedBFS: all micro-batches.
@@ -147,7 +147,7 @@ def blocks_of_ranks(
         v_shaped: Whether the first and the last stage are both on the first rank.
         ends: How many blocks the embedding counts as when blocks are divided into stages. The head counts as the same
             number of blocks.
-        counts: Number of blocks in each stage. None divides the blocks evenly.
+        counts: Number of blocks in each stage (default: divide the blocks evenly).
     """
     stages = pp * stages_per_rank
     # This layout is illegal, so any counts will do.

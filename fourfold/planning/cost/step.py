@@ -66,7 +66,8 @@ class _Ends(NamedTuple):
     """Seconds of head and embedding for one micro-batch.
 
     - head, embedding: total time of the head, and total time of the embedding.
-    - table: time of the memory traffic for the weight of the head and its gradient. The embedding takes as long.
+    - table: time of the memory traffic for the head's weight and for its gradient. The embedding's weight takes as
+      long.
     - z_head, z_embedding: exposed gathers of the weights and scatters of the gradients.
     """
 
@@ -197,8 +198,8 @@ def _recompute(work: Workload, block: BlockTime) -> Number:
 def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
     """Return the seconds per block in which the device waits for the host.
 
-    Before the host can launch the experts' matmuls, it must read each expert's number of rows from the device, so it
-    has no launches queued at that point. Therefore only the experts' computation hides the launches of the experts, and
+    Before the host can launch the experts' matmuls, it must read each expert's number of rows from the device. So no
+    launches are queued at that point. Therefore only the experts' computation hides the launches of the experts, and
     all other computation hides all other launches. If another framework limits an expert's rows, it pads them to the
     limit, so the host knows the number in advance.
     """

@@ -33,7 +33,7 @@ def machine_toml(machine: Machine, title: str, base: Machine) -> str:
     if machine.calibrated_range:
         lines += [
             "",
-            "# Smallest and largest among the rows of the fit; outside is extrapolation.",
+            "# Smallest and largest value in the rows of the fit. Predictions outside this range are extrapolations.",
             "[calibrated_range]",
         ]
         lines += [f'"{name}" = [{low:g}, {high:g}]' for name, (low, high) in machine.calibrated_range]
@@ -102,8 +102,9 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
 
 
 def _links(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Return the bandwidth for each group size, and the latencies. They are computed from the slope and the intercept
-    of a straight line through the times of the smallest and the largest all-gather."""
+    """Return the bandwidth for each group size, and the latencies. Both are computed from a straight line through the
+    times of the smallest and the largest all-gather: its slope gives the bandwidth, and its intercept gives the
+    latency."""
     values: dict[str, float] = {}
     per_node, latencies = measured["gpus_per_node"], {}
     for count, times in ((int(c), t) for c, t in measured["all_gather"].items()):

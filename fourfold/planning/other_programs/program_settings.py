@@ -38,9 +38,9 @@ def read_program(
         model: The model. Default: the preset with the name of the file's model, or the sizes in the file.
 
     Returns:
-        The run as a row, the model, and lists. The lists are the columns that were ``read`` and ``assumed``, the
-        settings ``without_effect`` on the prediction (such as the learning rate), the settings ``not_understood``, and
-        the ``conditions_not_checked`` of a script.
+        The run as a row, the model, and five lists by name. The lists "read" and "assumed" have columns. The list
+        "without_effect" has settings that do not change the prediction, such as the learning rate. The list
+        "not_understood" has unknown settings. The list "conditions_not_checked" has conditions of a script.
 
     Raises:
         UserError: The file is invalid, its program is unknown, or it does not give a column that a prediction needs.

@@ -197,7 +197,7 @@ def make_plan(
 
     Raises:
         UserError: No layout is within the limits, is legal, and fits into memory. If no legal layout fits, the message
-            names the smallest change that helps.
+            names a change that helps.
     """
     found = search(base, machine, constants, gpus, limits, watch)
     if not len(found.order):
@@ -210,7 +210,7 @@ def _nothing_fits(
     base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits | None, found: Found
 ) -> str:
     """Return a sentence that says why no layout is legal, or why no legal layout fits into memory. In the second case,
-    the sentence names the smallest change that helps."""
+    the sentence also names a change that helps."""
     legal = np.flatnonzero(np.isfinite(found.seconds))
     if not len(legal):
         reason = max(found.rejected().items(), key=lambda item: item[1])[0]

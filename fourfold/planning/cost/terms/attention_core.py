@@ -24,7 +24,7 @@ PLAIN_FORWARD, PLAIN_BACKWARD = 33.0, 30.0
 softmax, and conversion back are separate operations: 4 + 4 + 6 + 8 + 6 bytes, and 5 for dropout. The backward pass
 moves the same bytes, except for the mask."""
 FUSED_HEADS = 4
-"""Megatron-LM's fused softmax needs sequences × heads to be a multiple of this
+"""Megatron-LM's fused softmax needs sequences × heads to be a multiple of this number
 (FusedScaleMaskSoftmax.is_kernel_available)."""
 PLAIN_KERNELS = 6.0
 """Number of additional kernel launches without the fused softmax, in each direction."""
@@ -46,9 +46,9 @@ CAPPED_FORWARD, CAPPED_BACKWARD = 96.0, 154.0
 - Forward: the matmul (2), conversion to 32 bits (6), scale, divide, tanh, multiply, and mask (8 each), log-sum-exp (24:
   maximum, difference, exponential, sum), the softmax (8 + 8), conversion and the matmul with the values (6 + 2).
 - Backward: the scores again, with mask (48), the slopes of tanh (24), the softmax (16), and the matmul that reads it
-  (8). Then the gradient of the softmax's weights is computed (8), its projection is subtracted (8), and it is
-  multiplied by the weights (12), by the slopes (12), and by the scale (8). Finally, it is converted to 16 bits (6) and
-  read by two matmuls (4).
+  (8). Then operations compute the gradient of the softmax's weights (8), subtract its projection (8), and multiply the
+  result by the weights (12), by the slopes (12), and by the scale (8). Finally, the product is converted to 16 bits
+  (6), and two matmuls read it (4).
 """
 CAPPED_KERNELS, CAPPED_KERNELS_BACKWARD = 18.0, 30.0
 """Number of kernel launches for one piece of the queries, in forward and backward."""
@@ -84,7 +84,7 @@ def flash_seconds(flops: Number, seq: Number, head_dim: Number, *, rate: Number,
 def unfused_seconds(
     scores: Number, head_dim: Number, *, rate: Number, bandwidth: Number, moved_per_score: Number
 ) -> Number:
-    """Return the seconds of one direction of the attention core with separate kernels.
+    """Return the seconds of the attention core, in the forward or in the backward pass, if separate kernels compute it.
 
     The core has two matmuls: one writes all scores, and one reads them. The first has an inner dimension of only
     ``head_dim``, and the output of the second is only ``head_dim`` wide. So both are assumed to reach half of ``rate``.

@@ -31,9 +31,9 @@ def bubble_seconds(
       weight gradients do not fill (Qi et al. 2024, arXiv 2401.10241, table 2).
     - DualPipeV: the result is an upper bound.
 
-    tests/planning/test_terms.py compares step times with these bubbles to a simulation of torch's schedules. They
-    differ by at most 3 % for ZBVZeroBubble, and for other zero-bubble schedules if F, I, and W are not equal. In all
-    other cases, they are equal.
+    tests/planning/test_terms.py compares step times with these bubbles to a simulation of torch's schedules. The step
+    times differ by at most 3 % for ZBVZeroBubble, and for other zero-bubble schedules if F, I, and W are not equal. In
+    all other cases, the step times are equal.
     """
     missing = np.maximum(pp - micro_batches, 0)
     whole = forward + inputs + weights

@@ -77,7 +77,7 @@ SORT_PASSES = 4.0
 order."""
 PLACING_PASSES = 2.0
 """Passes over the rows of a rank's experts if the exchange delivers rows in the right order and sums the rows that
-return. They replace ``SORT_PASSES`` and ``ROW_PASSES``."""
+return. These passes replace ``SORT_PASSES`` and ``ROW_PASSES``."""
 PADDING_PASSES = 4.0
 """Passes over the rows of a rank's experts if matmuls run in 8 bits: pad the rows of each expert to a multiple of the
 tile size, and remove the padding."""
