@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
 from fourfold.data.atomic_files import write_output
 from fourfold.errors import UserError
 from fourfold.parsing import dotted_keys, parse_json, parse_toml
@@ -25,8 +23,7 @@ def write_run_report(run_dir: Path, reload_seconds: int | None = None) -> Path:
     """Write the report of a run to ``run_dir``/report.html, one file that needs no network, and return its path.
 
     The report is made from run.toml and metrics.jsonl and, if they exist, sample.txt (generated text),
-    memorization.jsonl, tasks.jsonl, audit/audit.json, prediction.json (plan and measurement), and summary.json (an
-    object that maps labels to text or numbers).
+    memorization.jsonl, tasks.jsonl, audit/audit.json, and summary.json (an object that maps labels to text or numbers).
 
     Args:
         run_dir: The run's folder.
@@ -41,7 +38,7 @@ def write_run_report(run_dir: Path, reload_seconds: int | None = None) -> Path:
     if run.resumed:
         facts["resumed after step"] = ", ".join(f"{step:,}" for step in run.resumed)
     sections = [html.facts(facts), *_not_finite(run), CONTROLS, _curves([run])]
-    sections += [*_tasks(run), *_memorization(run), *_audit(run), *_plan(run)]
+    sections += [*_tasks(run), *_memorization(run), *_audit(run)]
     summary, sample = read_summary(run.folder / SUMMARY_FILE), run.folder / SAMPLE_FILE
     if summary:
         sections += ["<h2>Summary</h2>", html.facts(summary)]
@@ -223,21 +220,6 @@ def _audit(run: RecordedRun) -> list[str]:
         raise UserError(f"{path} is not the record of an audit; run fourfold audit again, or delete the file") from None
     link = '<p><a href="audit/audit.html">All results of the audit</a></p>'
     return ["<h2>Memorization audit</h2>", *sections, link]
-
-
-def _plan(run: RecordedRun) -> list[str]:
-    """Return the planner's prediction and its measurement, if the run has compared them (``metrics.machine``)."""
-    path = run.folder / "prediction.json"
-    if not path.is_file():
-        return []
-    from fourfold.planning.calibration.measured_run import RunComparison  # This import takes long.
-    from fourfold.training.planner_check import facts_of
-
-    try:
-        compared = TypeAdapter(RunComparison).validate_json(path.read_bytes())
-    except ValidationError:
-        raise UserError(f"{path} does not compare a plan with a measurement; fix or delete the file") from None
-    return ["<h2>Plan and measurement</h2>", html.facts(facts_of(compared))]
 
 
 def _differences(runs: Sequence[RecordedRun]) -> list[str]:
