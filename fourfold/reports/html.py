@@ -51,7 +51,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = Fa
 
     With ``words``, all columns are left-aligned. Otherwise, all columns except the first are right-aligned.
     """
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    head = "".join(f"<th scope="col">{escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     kind = "words" if words else "rows"
     return (
@@ -71,10 +71,14 @@ def charts(figures: Sequence[str], wide: Sequence[str] = ()) -> str:
     return f'<div class="charts">{full}{"".join(figures)}</div>'
 
 
-def text_block(heading: str, text: str, wrap: bool = False) -> str:
-    """Return a text, shown verbatim, under a heading. With ``wrap``, long lines are wrapped, as for prose."""
-    kind = ' class="wrap"' if wrap else ""
-    return f"<h2>{escape(heading)}</h2>\n<pre{kind}>{escape(text)}</pre>"
+def text_block(heading: str, text: str) -> str:
+    """Return a text, shown verbatim, under a heading. Long lines are wrapped, as for prose."""
+    return f'<h2>{escape(heading)}</h2>\n<pre class="wrap">{escape(text)}</pre>'
+
+
+def folded(heading: str, text: str) -> str:
+    """Return a text, shown verbatim, that the reader unfolds with a click on its heading."""
+    return f"<details><summary><h2>{escape(heading)}</h2></summary>\n<pre>{escape(text)}</pre></details>"
 
 
 def comparison(before: str, sides: Mapping[str, Sequence[tuple[str, bool]]]) -> str:

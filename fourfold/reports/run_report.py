@@ -43,8 +43,8 @@ def write_run_report(run_dir: Path, reload_seconds: int | None = None) -> Path:
     if summary:
         sections += ["<h2>Summary</h2>", html.facts(summary)]
     if sample.is_file():
-        sections.append(html.text_block("Sample", read_text(sample), wrap=True))
-    sections.append(html.text_block("Run file", run.run_file))
+        sections.append(html.text_block("Sample", read_text(sample)))
+    sections.append(html.folded("Run file", run.run_file))
     subtitle = f"fourfold training run, {counted(len(run.records), 'step')} recorded"
     if reload_seconds is not None:
         subtitle += f". Training continues, and this page reloads itself every {counted(reload_seconds, 'second')}."

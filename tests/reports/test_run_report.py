@@ -248,6 +248,16 @@ def test_a_damaged_audit_is_one_sentence(tmp_path, text):
         write_run_report(make_run(tmp_path, [record(1)]))
 
 
+def test_the_page_can_be_read_without_seeing_the_charts(tmp_path):
+    records = [record(1, loss=4.0), record(2, loss=3.0, validation_loss=3.5)]
+    html = write_run_report(make_run(tmp_path, records)).read_text()
+    label = "Loss. train: from 4 to 3 nats a token, validation: from 3.5 to 3.5 nats a token"
+    assert f'role="img" aria-label="{label}"' in html
+    assert "<details><summary><h2>Run file</h2></summary>" in html
+    write_comparison([tmp_path], tmp_path / "page.html")
+    assert '<th scope="col">run</th>' in (tmp_path / "page.html").read_text()
+
+
 def test_scores_that_are_not_numbers_are_gaps(tmp_path):
     tasks = [{"step": 1, "tasks": {"arc": {"acc": "N/A"}}}, {"step": 2, "tasks": {"arc": {"acc": 0.5}}}]
     canaries = [{"step": 1, "by_count": {"4": {}}}, {"step": 2, "by_count": {"4": {"exact_match": 0.5, "loss": None}}}]
