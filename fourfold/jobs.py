@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from fourfold.environment import read_environment
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.launch.local_workers import WorkerFailed
-from fourfold.planning.machines.machine import load_machine
 from fourfold.training.attempts import count_starts
 from fourfold.training.machine_memory import check_machine_memory
 from fourfold.training.run_folder import folder_of, where_it_continues
@@ -43,9 +42,6 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
         UserError: The run cannot start, or it diverges.
         WorkerFailed: A local process has crashed or hung, and the run was not restarted.
     """
-    if run.metrics.machine is not None:
-        # Report a wrong machine file before any process starts.
-        load_machine(run.metrics.machine, "metrics.machine =")
     if read_environment(os.environ) is None:  # Without a launcher, all processes run on this machine.
         check_machine_memory(run)
     for restarts in itertools.count():

@@ -36,7 +36,7 @@ def tune(
         int | None, typer.Option(min=1, help="Number of devices per trial. Default: the run file's.")
     ] = None,
     machine: Annotated[
-        str | None, typer.Option(help=f"The planner's machine. Default: metrics.machine, or laptop (CPU). {MACHINES}")
+        str | None, typer.Option(help=f"The planner's machine. Default on a CPU: laptop. {MACHINES}")
     ] = None,
     steps: Annotated[int, typer.Option(min=2, help="Measured steps per trial, after three warm-up steps.")] = 8,
     timeout: Annotated[float, typer.Option(min=1, help="A trial counts as hung after this many seconds.")] = 600,

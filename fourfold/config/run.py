@@ -200,9 +200,6 @@ class MetricsConfig(Strict):
     """Also record the run in Weights & Biases (needs the extra `wandb`)."""
     project: str = Field("fourfold", min_length=1, max_length=128)
     """Project of the run in Weights & Biases."""
-    machine: PathText | None = None
-    """Name of one of the planner's machines, or a machine file. If this is set, the run compares its speed with the
-    planner's prediction after ten steps. On a CPU, you need a file from `fourfold machine calibrate`."""
 
 
 class RunConfig(Strict):
@@ -283,12 +280,6 @@ def _conflicts(run: RunConfig) -> Iterator[str]:
         yield from _conflicts_of_pairs(run)
     elif run.data.format == "preferences":
         yield "data.format = 'preferences' is for [dpo], and dpo.beta = 0; dpo.beta = 0.1 works"
-    unpredicted = {"lora": run.lora.rank, "dpo": run.dpo.beta}
-    for section in (name for name, given in unpredicted.items() if given and run.metrics.machine is not None):
-        yield (
-            f"metrics.machine = '{run.metrics.machine}' compares with the planner, which does not predict {section}; "
-            "leave metrics.machine out"
-        )
     for key in ("non_finite", "spike"):
         if getattr(run.checks, key) == "roll_back" and not run.checkpoint.interval:
             yield (

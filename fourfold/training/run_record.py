@@ -27,7 +27,6 @@ from fourfold.training.flops import FLOP_FORMULA, flops_per_token, mfu, peak_flo
 from fourfold.training.job import Job
 from fourfold.training.metrics import EXPERTS_FILE, MetricsWriter, StepMetrics, add_record, peak_memory_bytes
 from fourfold.training.outcome import Outcome
-from fourfold.training.planner_check import PlannerCheck
 from fourfold.training.run_folder import RUN_FILE, SAMPLE_FILE, SUMMARY_FILE
 from fourfold.training.step_checks import SharedFigures
 from fourfold.training.tracking import Tracking, check_trackers
@@ -62,7 +61,6 @@ class RunRecord:
         self.progress = Progress(training.train_steps, log_interval=run.metrics.log_interval)
         goldfish = None if corpora.goldfish is None else corpora.preview().statistics
         self.facts = self._facts(corpora, goldfish)
-        self.prediction = PlannerCheck(run, run_dir, on_gpu)
         self.progress.print_facts("Run", self.facts)
         _warn_about_data(corpora, goldfish, training.seq_length)
         # If the run was finished before, keep the run file that it was trained with.
@@ -119,8 +117,6 @@ class RunRecord:
             if load is not None and self._shows_experts(metrics):
                 of_experts = {"step": metrics.step, "tokens": metrics.tokens, **load.by_layer()}
                 add_record(self.run_dir / EXPERTS_FILE, of_experts)
-            if (compared := self.prediction.after_step(metrics)) is not None:
-                self.progress.print_facts("Predicted and measured", compared)
         except WriteFailed as failure:
             self.failure = failure
 

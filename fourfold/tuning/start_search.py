@@ -48,7 +48,7 @@ def search_for(
         run_file: The run file to tune.
         overrides: Overrides of the run file.
         nproc: Number of devices of a trial. Default: the run file's number of processes.
-        machine_name: The planner's machine. Default: metrics.machine, or "laptop" on a CPU.
+        machine_name: The planner's machine. Default: "laptop" on a CPU. Needed on GPUs.
         space: Limits on the layouts, as ``limits.parse_limits`` reads them.
         folder: The search's folder. Default: tune-NAME.
         settings: Settings of the search.
@@ -64,7 +64,7 @@ def search_for(
     assert request.run is not None
     gpus_here = _gpus_here(request.run, site)
     on_gpu = gpus_here > 0 or (site is not None and request.run.training.device != "cpu")
-    base = load_machine(_machine_name(machine_name, request.run, on_gpu))
+    base = load_machine(_machine_name(machine_name, on_gpu))
     machine = base if settings.memory_limit is None else replace(base, memory=settings.memory_limit)
     constants = constants_for(base)
     candidates = search_candidates(
@@ -94,8 +94,8 @@ def _gpus_here(run: RunConfig, site: str | None) -> int:
     return torch.cuda.device_count()
 
 
-def _machine_name(given: str | None, run: RunConfig, on_gpu: bool) -> str:
-    name = given or run.metrics.machine or (None if on_gpu else "laptop")
+def _machine_name(given: str | None, on_gpu: bool) -> str:
+    name = given or (None if on_gpu else "laptop")
     if name is None:
         raise UserError(
             "--machine is missing; give a machine of the planner, or a file that `fourfold machine calibrate` writes, "

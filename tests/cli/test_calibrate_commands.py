@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from command_line import Cli
 from planner_rows import HEADER, row_text
-from tiny_corpus import make_corpus, run_file
 
 from fourfold.planning.machines.machine import load_machine
 
@@ -91,28 +90,3 @@ def test_calibrate_on_a_table(cli: Cli, tmp_path: Path) -> None:
     for path, sentence in (("none", "none does not exist"), ("steps.jsonl", missing), ("run", missing)):
         code, _, error = cli("machine", "calibrate", "--out", target, "--from", tmp_path / path)
         assert code == 2 and sentence in error
-
-
-def test_training_shows_what_was_predicted_once_its_machine_is_calibrated(cli: Cli, tmp_path: Path) -> None:
-    path = run_file(tmp_path, make_corpus(tmp_path), training__train_steps=12)
-    machine = tmp_path / "mine.toml"
-    steps = ("--set", f"metrics.machine={machine}")
-
-    code, out, _ = cli("train", path, "--set", "metrics.machine=laptop", "--set", "name=first")
-    first = tmp_path / "runs" / "first"
-    assert code == 0 and "predicted" not in out and not (first / "prediction.json").exists()
-
-    assert (
-        cli("machine", "calibrate", "--from", first / "metrics.jsonl", "--machine", "laptop", "--out", machine)[0] == 0
-    )
-    code, out, _ = cli("train", path, *steps, "--set", "name=second")
-    assert code == 0 and "Predicted and measured" in out and "seconds a step" in out
-    record = json.loads((tmp_path / "runs" / "second" / "prediction.json").read_text())
-    assert record["machine"] == "mine" and record["steps"] == 10 and record["measured_memory_bytes"] is None
-    lines = (tmp_path / "runs" / "second" / "metrics.jsonl").read_text().splitlines()
-    seconds = sorted(json.loads(line)["step_seconds"] for line in lines[3:10])
-    assert record["measured_step_seconds"] == pytest.approx(seconds[3])
-    assert record["predicted_step_seconds"] > 0
-
-    code, out, errors = cli("train", path, "--set", "metrics.machine=lapptop", "--set", "name=third")
-    assert code == 2 and "did you mean 'laptop'?" in errors and not (tmp_path / "runs" / "third").exists()

@@ -29,7 +29,7 @@ def changed(key: str, value: str) -> Callable[[], object]:
 
 REFUSALS: list[tuple[Callable[[], object], str, str, str]] = [
     (lambda: load_machine("dgx-h10"), "--machine", "dgx-h10", "did you mean 'dgx-h100'"),
-    (lambda: load_machine("no.toml", "metrics.machine ="), "metrics.machine", "no.toml", "cannot be read"),
+    (lambda: load_machine("no.toml"), "--machine", "no.toml", "cannot be read"),
     (changed("gpus_per_node", "1.5"), "node.gpus_per_node", "1.5", "a whole number, such as 8"),
     (changed("peak", "-1"), "device.peak", "-1", "above 0, such as 1"),
     (changed("peak", "1e30"), "device.peak", "1e+30", "from 1e-12 to 1e+24, such as 1"),
