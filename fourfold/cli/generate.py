@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,12 +17,17 @@ from fourfold.data.progress import working
 from fourfold.errors import UserError, given_as
 from fourfold.processes import importing
 
+if TYPE_CHECKING:
+    from fourfold.data.transformers_tokenizer import TransformersTokenizer
+
 
 def generate(
     model: options.ModelName,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the text.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Answer the text as a message of a chat.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Answer the text as a message of a chat. Without a text, chat until Ctrl-D.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 100,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
     top_k: options.TopK = None,
@@ -44,12 +51,16 @@ def generate(
     If --model is a run or checkpoint of fourfold, the command first exports it to a temporary folder in the Hugging
     Face format.
 
-    With --chat, the model answers the text. The prompt is then in the format of the model's chat template.
+    With --chat, the model answers the text. The prompt is then in the format of the model's chat template. If you give
+    no text, the command reads your messages from standard input, one per line, and the model answers each of them.
 
     Example: fourfold generate --model exported --prompt "Once" --basis basis.safetensors
     """
-    if (prompt is None) == (prompt_file is None):
+    talks = chat and prompt is None and prompt_file is None
+    if (prompt is None) == (prompt_file is None) and not talks:
         raise UserError("give --prompt or --prompt-file, such as --prompt Once, and not both")
+    if talks and (as_json or basis is not None):
+        raise UserError(f"{'--json' if as_json else '--basis'} needs a single message; add --prompt TEXT to --chat")
     if loki_values and basis is None:
         raise UserError(
             f"--loki {loki_values[0]} needs --basis BASIS.safetensors, which fourfold loki calibrate writes"
@@ -65,16 +76,21 @@ def generate(
 
     if prompt_file is not None:
         prompt = read_text_file(prompt_file, "--prompt-file", "give a text file, or --prompt")
-    assert prompt is not None
     sampling = Sampling(temperature, top_k, top_p, seed)
     with as_huggingface(model) as (folder, own_tokenizer):
         text = load_any_tokenizer(tokenizer or own_tokenizer)
         if chat:
             if not (isinstance(text, TransformersTokenizer) and text.tokenizer.chat_template):
                 raise UserError(f"--chat needs a chat template, and {model} has none; leave out --chat")
-            prompt = text.chat_prompt(prompt)
+            prompt = None if prompt is None else text.chat_prompt([prompt])
         with importing(), working("Loading the model"):  # ``load_model`` imports transformers, which is slow.
             opened = load_model(folder, dtype, device)
+        write = (lambda text: None) if as_json else partial(print, end="", flush=True)
+        if prompt is None:
+            assert isinstance(text, TransformersTokenizer)
+            limits = (max_new_tokens, sampling, write)
+            _converse(text, lambda talk: continue_text(opened, text, talk, *limits, shows_prompt=False).text)
+            return
         if basis is not None:
             from fourfold.inference.loki import LokiBasis, enable_loki
 
@@ -83,6 +99,16 @@ def generate(
                 ranked_by = LokiBasis.load(basis)
             capacity = len(encode_prompt(opened, text, prompt)) + max_new_tokens
             enable_loki(opened, ranked_by, config, capacity=capacity)
-        write = (lambda text: None) if as_json else partial(print, end="", flush=True)
         done = continue_text(opened, text, prompt, max_new_tokens, sampling, write)
     show(asdict(done), as_json, lambda record: print(f"\n\n{generation_line(record)}"))
+
+
+def _converse(tokenizer: TransformersTokenizer, answer: Callable[[str], str]) -> None:
+    """Read messages from standard input until it ends. Answer each message with the text that ``answer`` returns for
+    the prompt of the chat so far."""
+    turns: list[str] = []
+    with suppress(EOFError):
+        while True:
+            turns.append(input("> "))
+            turns.append(answer(tokenizer.chat_prompt(turns)))
+            print("\n")

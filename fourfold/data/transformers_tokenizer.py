@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -68,11 +69,23 @@ class TransformersTokenizer:
         """Return the text of these ids without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def chat_prompt(self, message: str) -> str:
-        """Return the text that asks for the answer to a user's message. Later calls of ``encode_batch`` add no special
-        tokens, because the chat template writes them."""
-        self._special_tokens, talk = False, [{"role": "user", "content": message}]
-        return str(self.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
+    def chat_prompt(self, turns: Sequence[str]) -> str:
+        """Return the text that asks for the answer to a user's last message. Later calls of ``encode_batch`` add no
+        special tokens, because the chat template writes them.
+
+        Args:
+            turns: The messages of the user and the model's answers, in turns. The user's last message comes last.
+
+        Raises:
+            UserError: The template refuses the messages.
+        """
+        self._special_tokens = False
+        roles = itertools.cycle(["user", "assistant"])
+        talk = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+        try:
+            return str(self.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # A template may raise any exception.
+            raise UserError(f"the chat template of {self._name} refuses the message: {first_line(error)}") from error
 
 
 AnyTokenizer = Tokenizer | TransformersTokenizer

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fourfold.errors import UserError
 from fourfold.huggingface.expert_files import rows_in_files
 from fourfold.huggingface.parallelized import Parallelized
 from fourfold.huggingface.parallelized_files import ParallelizedTensors
+from fourfold.huggingface.peft_layers import is_adapter, name_in_files, take_adapters
 from fourfold.models.dtypes import DTYPES, SAFETENSORS_NAMES
 from fourfold.parallel.data.data_parallel import StepTypes, Units
 from fourfold.parallel.grid.grid import Grid
@@ -37,8 +38,8 @@ def parallelize(
     """Put a causal language model on the grid, for your own training loop. Every process must call this.
 
     Args:
-        model: A model of transformers, or any ``nn.Module`` with ``rules``. Its weights must be the same on every
-            process. On the meta device it needs ``weights``.
+        model: A model of transformers, with or without LoRA adapters of peft, or any ``nn.Module`` with ``rules``. Its
+            weights must be the same on every process. On the meta device it needs ``weights``.
         grid: The grid. Only its axes x, y, z, and dp may be larger than 1.
         rules: Maps patterns of module names to styles (``plan_styles.STYLES``), which say how a module is split. The
             rules take precedence over the model's own plan.
@@ -57,19 +58,23 @@ def parallelize(
     for axis in ("cp", "pp", "ep"):
         if (size := getattr(grid.sizes, axis)) > 1:
             raise UserError(f"{axis} = {size}: fourfold.parallelize splits models over x, y, z and dp only")
+    model, adapter = take_adapters(model)
     sources = {name: parameter.detach() for name, parameter in model.named_parameters()}
     _make_buffers(model)
     buffers = dict(model.named_buffers())
-    types = _step_types(sources, precision)
-    _check_no_adapters(model)
+    types = _step_types(model, precision)
     _check_saved_buffers(model)
+    if adapter is not None and weights is not None:
+        raise UserError(f"weights = {weights} has no weights of the adapters; load the model first, and leave it out")
     if weights is None and any(parameter.is_meta for parameter in sources.values()):
         raise UserError(
             "the model has no weights (it is on the meta device); give parallelize the folder of its weights"
         )
     tied = tied_names(model)
     shapes = {name: tuple(source.shape) for name, source in (sources | saved_buffers(model)).items()}
-    in_files = ParallelizedTensors(shapes, rows_in_files(model), tied)
+    rows = rows_in_files(model)
+    rows |= {name: {name_in_files(name): range(shapes[name][0])} for name in rows if is_adapter(name)}
+    in_files = ParallelizedTensors(shapes, rows, tied)
     placed = lay_out(model, grid, rules or {})
     model.to("meta")
     tie_again(model, tied)
@@ -82,7 +87,7 @@ def parallelize(
     for name, buffer in buffers.items():
         parent, _, key = name.rpartition(".")
         setattr(model.get_submodule(parent), key, buffer.to(device))
-    parallelized = Parallelized(on_grid, placed, in_files)
+    parallelized = Parallelized(on_grid, placed, in_files, adapter)
     if weights is None:
         parallelized.fill(sources)
     else:
@@ -90,19 +95,23 @@ def parallelize(
     return parallelized
 
 
-def _step_types(weights: Mapping[str, Tensor], precision: str | None) -> StepTypes:
-    """Return the dtypes of a step. Raise ``UserError`` unless all weights have the same floating-point dtype."""
-    types = {weight.dtype for weight in weights.values()}
-    if len(types) != 1 or not next(iter(types)).is_floating_point:
-        raise UserError(
-            f"the weights are of several types ({', '.join(sorted(map(str, types)))}); convert the model to one"
-        )
+def _step_types(model: nn.Module, precision: str | None) -> StepTypes:
+    """Return the dtypes of a step. Raise ``UserError`` unless all trained weights have one floating-point dtype, and
+    all frozen weights have one."""
+    trained, frozen = ({p.dtype for p in model.parameters() if p.requires_grad is each} for each in (True, False))
+    for types in (trained, frozen):
+        if len(types) > 1 or not all(each.is_floating_point for each in types):
+            raise UserError(
+                f"the weights are of several types ({', '.join(sorted(map(str, types)))}); convert the model to one"
+            )
     if precision not in (None, *PRECISIONS):
         raise UserError(
             f"precision = {precision!r}: a step computes in {' or '.join(PRECISIONS)}; fp16 would need loss scaling"
         )
-    stored = types.pop()
-    working = stored if precision is None else DTYPES[precision]
+    (stored,), (computed,) = trained or frozen, frozen or trained
+    working = computed if precision is None else DTYPES[precision]
+    if computed not in (stored, working):
+        raise UserError(f"precision = {precision!r}: the frozen weights are of type {computed}; leave precision out")
     return StepTypes(stored, working, torch.promote_types(working, torch.float32))
 
 
@@ -116,14 +125,6 @@ def _units(model: nn.Module) -> Units:
     leaves = [module for module in outside if not any(True for _ in module.children())]
     embeddings: list[nn.Module] = [module for module in leaves if isinstance(module, (nn.Embedding, WholeEmbedding))]
     return Units(embeddings, list(blocks), [module for module in leaves if module not in embeddings])
-
-
-def _check_no_adapters(model: nn.Module) -> None:
-    if any(".lora_A." in name for name, _ in model.named_parameters()):
-        raise UserError(
-            "the model has adapters of peft, which parallelize cannot lay out; train LoRA with `fourfold train` "
-            "([lora] rank, model.from_hf), or call merge_and_unload() of the peft model first, to train all weights"
-        )
 
 
 def _check_saved_buffers(model: nn.Module) -> None:

@@ -47,18 +47,21 @@ class Parallelized(nn.Module):
         shapes: The shape of every parameter before the model was put on the grid.
     """
 
-    def __init__(self, on_grid: GridModel, placed: list[Placed], in_files: ParallelizedTensors) -> None:
+    def __init__(
+        self, on_grid: GridModel, placed: list[Placed], in_files: ParallelizedTensors, adapter: Any = None
+    ) -> None:
         """Wrap a model on the grid.
 
         Args:
             on_grid: The model. It has a single pipeline stage.
             placed: The layout of each module.
             in_files: How the model's tensors are stored in files, determined before the model was put on the grid.
+            adapter: peft's configuration of the model's LoRA adapters, if it has any.
         """
         super().__init__()
         self.on_grid, self.placed, self.stage = on_grid, placed, on_grid.stages[0]
         self.module, self.grid, self.shards = self.stage.model, on_grid.grid, on_grid.shards
-        self._in_files, self.shapes = in_files, in_files.shapes
+        self._in_files, self.shapes, self._adapter = in_files, in_files.shapes, adapter
         self._in_backward = False
         self._summed = False
         self._separates_documents: bool | None = None
@@ -275,7 +278,8 @@ class Parallelized(nn.Module):
             read_weights(self.module, self._saved(), self._in_files, folder)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a folder for transformers' ``from_pretrained``. Rank 0 gathers and writes one tensor at a time.
+        """Write a folder for transformers' ``from_pretrained``. If the model has LoRA adapters, write only these, for
+        ``peft.PeftModel.from_pretrained``. Rank 0 gathers and writes one tensor at a time.
 
         Args:
             folder: The folder to write. It must not exist.
@@ -283,7 +287,7 @@ class Parallelized(nn.Module):
         Raises:
             UserError: ``folder`` exists or cannot be written. Every process raises this error.
         """
-        write_pretrained(self.module, self._saved(), self._in_files, Path(folder))
+        write_pretrained(self.module, self._saved(), self._in_files, Path(folder), self._adapter)
 
     def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint that any grid can load. It replaces an earlier checkpoint in ``folder``.

@@ -24,8 +24,10 @@ from fourfold.checkpoints.rank_files import entries_of, gather_written, read_par
 from fourfold.checkpoints.verify import verified
 from fourfold.data.atomic_files import new_folder, swap_in, writing
 from fourfold.errors import UserError
+from fourfold.huggingface.adapters import ADAPTER_FILE
 from fourfold.huggingface.expert_files import RowRanges
-from fourfold.models.tensor_files import Entry, TensorFiles, write_tensor_files
+from fourfold.huggingface.peft_layers import is_adapter
+from fourfold.models.tensor_files import Entry, TensorFiles, write_tensor_files, write_tensors
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.grid.shared_failure import failing_together
 from fourfold.parallel.state import LocalShard, gather_full
@@ -115,7 +117,9 @@ def _read_experts(files: TensorFiles, shard: LocalShard, matrices: Mapping[str, 
             files.read_into(out, name, (slice(0, len(part)), slice(0, columns)))
 
 
-def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: ParallelizedTensors, folder: Path) -> None:
+def write_pretrained(
+    model: nn.Module, shards: Sequence[LocalShard], layout: ParallelizedTensors, folder: Path, adapter: Any = None
+) -> None:
     """Write a folder for ``from_pretrained``. Rank 0 gathers and writes one tensor at a time.
 
     Args:
@@ -123,10 +127,14 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: Par
         shards: This process's part of every parameter.
         layout: How the parameters are stored in files.
         folder: The folder to write. It must not exist.
+        adapter: peft's configuration of the model's adapters, if it has any. Then the folder is for peft, and has only
+            the adapters.
 
     Raises:
         UserError: ``folder`` exists or cannot be written. Every process raises this error.
     """
+    if adapter is not None:
+        shards = [shard for shard in shards if is_adapter(shard.name)]
     waiting = list(shards)
     last: list[tuple[str, Tensor]] = []
 
@@ -142,8 +150,13 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: Par
         try:
             if dist.get_rank() == 0:
                 with new_folder(folder) as unfinished:
-                    _write_configs(model, shards[0].local.dtype, unfinished)
-                    write_tensor_files(unfinished, [entry for s in shards for entry in _entries(s, layout, gather)])
+                    entries = [entry for shard in shards for entry in _entries(shard, layout, gather)]
+                    if adapter is None:
+                        _write_configs(model, shards[0].local.dtype, unfinished)
+                        write_tensor_files(unfinished, entries)
+                    else:
+                        adapter.save_pretrained(unfinished)
+                        write_tensors(unfinished / ADAPTER_FILE, entries)
         except ValueError as error:
             # transformers raises ValueErrors, so convert them. A UserError is a ValueError too, and keeps its message.
             raise UserError(str(error)) from None

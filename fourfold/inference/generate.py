@@ -126,6 +126,7 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling,
     show: Callable[[str], None] = lambda text: None,
+    shows_prompt: bool = True,
 ) -> Generation:
     """Continue a prompt.
 
@@ -140,6 +141,7 @@ def generate(
         max_new_tokens: Largest number of tokens to generate.
         sampling: How to draw the next token.
         show: Receives the prompt, and then each piece of new text.
+        shows_prompt: Whether ``show`` receives the prompt.
 
     Returns:
         The new text, with the speed and the size of the cache.
@@ -152,7 +154,8 @@ def generate(
 
     ids = encode_prompt(model, tokenizer, prompt)
     _check_length(model, len(ids), max_new_tokens)
-    show(prompt)
+    if shows_prompt:
+        show(prompt)
     stream = _Streamer(tokenizer, show)
     tokens = torch.tensor([ids], device=model.device)
     torch.manual_seed(sampling.seed)

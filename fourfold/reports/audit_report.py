@@ -167,6 +167,11 @@ def _replay_facts(replay: Record) -> TableRows:
     return [[*fact] for fact in found.items()]
 
 
+def audit_summary(record: Record) -> list[str]:
+    """Return the most important results of an audit as HTML."""
+    return [html.facts(_headline(record)), html.table(COUNT_HEADER, _count_rows(record))]
+
+
 def _sections(record: Record) -> list[str]:
     sections = [html.facts(_headline(record)), *(html.notice(text) for text in record["warnings"])]
     sections.append(html.charts([], wide=[_prefix_chart(record)]))

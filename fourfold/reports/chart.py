@@ -31,7 +31,9 @@ def chart(title: str, option: Option, *, height: int = 260, zoom: Literal["", "x
     return figure(title, {"option": option}, height, zoom)
 
 
-def figure(title: str, spec: Mapping[str, Any], height: int, zoom: Literal["", "x", "xy"] = "") -> str:
+def figure(
+    title: str, spec: Mapping[str, Any], height: int, zoom: Literal["", "x", "xy"] = "", values: str = ""
+) -> str:
     """Return an HTML figure.
 
     Args:
@@ -39,11 +41,13 @@ def figure(title: str, spec: Mapping[str, Any], height: int, zoom: Literal["", "
         spec: The data that the page's script draws.
         height: Height in pixels.
         zoom: The axes that the reader can zoom by dragging a box.
+        values: The most important values in words, for readers who do not see the chart.
     """
+    label = escape(f"{title}. {values}" if values else title)
     reset = '<button type="button" class="reset" hidden>whole range</button>' if zoom else ""
     return (
         f'<figure class="chart"><figcaption><b>{escape(title)}</b>{reset}<span class="legend"></span></figcaption>'
-        f'<div class="plot" role="img" aria-label="{escape(title)}" style="height:{height}px"></div>'
+        f'<div class="plot" role="img" aria-label="{label}" style="height:{height}px"></div>'
         f'<script type="application/json">{to_json({**spec, "zoom": zoom})}</script></figure>'
     )
 

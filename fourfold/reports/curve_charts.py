@@ -79,7 +79,9 @@ def curve_chart(
         "isLoss": is_loss,
         "fromZero": from_zero,
     }
-    return figure(title, spec, height, zoom="x")
+    ends = [(curve.name, [value for _, value in curve.points if value is not None]) for curve in shown]
+    said = ", ".join(f"{name}: from {values[0]:.4g} to {values[-1]:.4g} {unit}".rstrip() for name, values in ends)
+    return figure(title, spec, height, zoom="x", values=said)
 
 
 def _data(curve: Curve, smooth: bool) -> dict[str, object]:

@@ -1,5 +1,6 @@
 """Build the HTML of report pages. A page is one file that contains everything it needs and fetches nothing."""
 
+import time
 from collections.abc import Mapping, Sequence
 from html import escape
 from string import Template
@@ -22,13 +23,15 @@ def page(
 
     Args:
         has_search: Whether a section contains a ``search_table``.
-        reload_seconds: Number of seconds after which the page reloads itself. None never reloads it.
+        reload_seconds: Number of seconds after which the page reloads itself, until nothing has rewritten it for an
+                hour. None never reloads it.
     """
     body = "\n".join(sections)
     needed = {"echarts.min.js": True, "charts.js": True, "table.js": has_search}
     drawing = "\n".join(f"<script>{asset(name)}</script>" for name, is_needed in needed.items() if is_needed)
     if reload_seconds is not None:
-        drawing += f"\n<script>{Template(asset('reload.js')).substitute(seconds=reload_seconds)}</script>"
+        script = Template(asset("reload.js")).substitute(seconds=reload_seconds, written=round(time.time()))
+        drawing += f"\n<script>{script}</script>"
     texts = {"policy": _POLICY, "title": escape(title), "subtitle": escape(subtitle), "style": asset("page.css")}
     return Template(asset("page.html")).substitute(texts, body=body, drawing=drawing)
 
@@ -48,7 +51,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = Fa
 
     With ``words``, all columns are left-aligned. Otherwise, all columns except the first are right-aligned.
     """
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     kind = "words" if words else "rows"
     return (
@@ -68,10 +71,14 @@ def charts(figures: Sequence[str], wide: Sequence[str] = ()) -> str:
     return f'<div class="charts">{full}{"".join(figures)}</div>'
 
 
-def text_block(heading: str, text: str, wrap: bool = False) -> str:
-    """Return a text, shown verbatim, under a heading. With ``wrap``, long lines are wrapped, as for prose."""
-    kind = ' class="wrap"' if wrap else ""
-    return f"<h2>{escape(heading)}</h2>\n<pre{kind}>{escape(text)}</pre>"
+def text_block(heading: str, text: str) -> str:
+    """Return a text, shown verbatim, under a heading. Long lines are wrapped, as for prose."""
+    return f'<h2>{escape(heading)}</h2>\n<pre class="wrap">{escape(text)}</pre>'
+
+
+def folded(heading: str, text: str) -> str:
+    """Return a text, shown verbatim, that the reader unfolds with a click on its heading."""
+    return f"<details><summary><h2>{escape(heading)}</h2></summary>\n<pre>{escape(text)}</pre></details>"
 
 
 def comparison(before: str, sides: Mapping[str, Sequence[tuple[str, bool]]]) -> str:

@@ -51,5 +51,5 @@ class LiveReport:
         """Write the report. A failure is only a warning, because training can continue."""
         try:
             write_run_report(self._run_dir, reload_seconds)
-        except UserError as error:
+        except (UserError, OSError) as error:
             print(f"warning: the live report was not written: {error}", file=sys.stderr)

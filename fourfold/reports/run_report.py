@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fourfold.data.atomic_files import write_output
 from fourfold.errors import UserError
-from fourfold.parsing import dotted_keys, parse_toml
+from fourfold.parsing import dotted_keys, parse_json, parse_toml
 from fourfold.reports import html
 from fourfold.reports.curve_charts import CONTROLS, Curve, Mark, StepPositions, curve_chart
 from fourfold.reports.numbers import counted
@@ -23,28 +23,28 @@ def write_run_report(run_dir: Path, reload_seconds: int | None = None) -> Path:
     """Write the report of a run to ``run_dir``/report.html, one file that needs no network, and return its path.
 
     The report is made from run.toml and metrics.jsonl and, if they exist, sample.txt (generated text),
-    memorization.jsonl, tasks.jsonl, and summary.json (an object that maps labels to text or numbers).
+    memorization.jsonl, tasks.jsonl, audit/audit.json, and summary.json (an object that maps labels to text or numbers).
 
     Args:
         run_dir: The run's folder.
         reload_seconds: Number of seconds after which the page reloads itself, for a run that is still training.
 
     Raises:
-        UserError: run.toml or metrics.jsonl is missing, no step is recorded, a record or summary.json is damaged, or
-            the report cannot be written.
+        UserError: run.toml or metrics.jsonl is missing, no step is recorded, another file is damaged, or the report
+            cannot be written.
     """
     run = read_run(Path(run_dir), os.path.basename(os.path.realpath(run_dir)))
     facts = {label: value for label, value in run.headline().items() if value is not None}
     if run.resumed:
         facts["resumed after step"] = ", ".join(f"{step:,}" for step in run.resumed)
     sections = [html.facts(facts), *_not_finite(run), CONTROLS, _curves([run])]
-    sections += [*_tasks(run), *_memorization(run)]
+    sections += [*_tasks(run), *_memorization(run), *_audit(run)]
     summary, sample = read_summary(run.folder / SUMMARY_FILE), run.folder / SAMPLE_FILE
     if summary:
         sections += ["<h2>Summary</h2>", html.facts(summary)]
     if sample.is_file():
-        sections.append(html.text_block("Sample", read_text(sample), wrap=True))
-    sections.append(html.text_block("Run file", run.run_file))
+        sections.append(html.text_block("Sample", read_text(sample)))
+    sections.append(html.folded("Run file", run.run_file))
     subtitle = f"fourfold training run, {counted(len(run.records), 'step')} recorded"
     if reload_seconds is not None:
         subtitle += f". Training continues, and this page reloads itself every {counted(reload_seconds, 'second')}."
@@ -151,20 +151,30 @@ def _validation_of(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
     return name
 
 
-def _records_of(run: RecordedRun, name: str) -> list[Record]:
+def _records_of(run: RecordedRun, name: str, key: str) -> list[Record]:
+    """Return the lines of a file whose ``key`` maps names to tables of scores. Return nothing if there is no file."""
+
+    def check(record: Record) -> None:
+        tables = record.get(key)
+        if not isinstance(tables, dict) or not all(isinstance(scores, dict) for scores in tables.values()):
+            raise ValueError(f'"{key}" does not map names to tables of scores')
+        if not isinstance(record.get("failed", {}), dict):
+            raise ValueError('"failed" does not map names to reasons')
+
     path = run.folder / name
-    return read_metrics(path) if path.is_file() else []
+    return read_metrics(path, check) if path.is_file() else []
 
 
 def _tasks(run: RecordedRun) -> list[str]:
     """Return charts of the evaluation tasks during training, one per metric, and a note if tasks failed."""
     found: dict[str, dict[str, list[tuple[StepPositions, float | None]]]] = {}
     failures: list[str] = []
-    for record in _records_of(run, TASKS_FILE):
+    for record in _records_of(run, TASKS_FILE, "tasks"):
         failures += [f"After step {record['step']:,}: {why}." for why in record.get("failed", {}).values()]
         if record["step"] in run.places:
             for task, metrics in record["tasks"].items():
-                for metric, value in metrics.items():
+                for metric in metrics:
+                    value = number_of(metrics, metric)
                     found.setdefault(metric, {}).setdefault(task, []).append((run.places[record["step"]], value))
     charts = [
         curve_chart(metric, [Curve(task, points, c, marked=True) for c, (task, points) in enumerate(tasks.items())],
@@ -178,28 +188,38 @@ def _tasks(run: RecordedRun) -> list[str]:
 def _memorization(run: RecordedRun) -> list[str]:
     """Return charts of the canary audits during training, with one curve for each number of repeats. Return nothing if
     no audit is recorded."""
-    records = [each for each in _records_of(run, MEMORIZATION_FILE) if each["step"] in run.places]
+    records = [each for each in _records_of(run, MEMORIZATION_FILE, "by_count") if each["step"] in run.places]
     if not records:
         return []
 
     def of(key: str, scale: float) -> list[Curve]:
-        return [
-            Curve(
-                counted(int(count), "time") if count.isdecimal() else count,
-                [
-                    (run.places[record["step"]], record["by_count"][count][key] / scale)
-                    for record in records
-                    if count in record["by_count"]
-                ],
-                color,
-                marked=True,
-            )
-            for color, count in enumerate(records[-1]["by_count"])
-        ]
+        curves = []
+        for color, count in enumerate(records[-1]["by_count"]):
+            audited = [record for record in records if count in record["by_count"]]
+            values = [(run.places[each["step"]], number_of(each["by_count"][count], key)) for each in audited]
+            points = [(place, None if value is None else value / scale) for place, value in values]
+            name = counted(int(count), "time") if count.isdecimal() else count
+            curves.append(Curve(name, points, color, marked=True))
+        return curves
 
     exact = curve_chart("Canaries repeated exactly", of("exact_match", 0.01), unit="% of the canaries", from_zero=True)
     loss = curve_chart("Loss of the canaries", of("loss", 1.0), unit="nats a token", is_loss=True)
     return ["<h2>Memorization</h2>", html.charts([exact, loss])]
+
+
+def _audit(run: RecordedRun) -> list[str]:
+    """Return the main results of the audit that ``fourfold audit --out RUN/audit`` has written, if there is one."""
+    path = run.folder / "audit" / "audit.json"
+    if not path.is_file():
+        return []
+    from fourfold.reports.audit_report import audit_summary  # This import takes long, and few runs need it.
+
+    try:
+        sections = audit_summary(parse_json(read_text(path)))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise UserError(f"{path} is not the record of an audit; run fourfold audit again, or delete the file") from None
+    link = '<p><a href="audit/audit.html">All results of the audit</a></p>'
+    return ["<h2>Memorization audit</h2>", *sections, link]
 
 
 def _differences(runs: Sequence[RecordedRun]) -> list[str]:

@@ -1,9 +1,10 @@
 """Show a run while it trains: as a live display in a terminal, or as plain lines in a log file."""
 
+import math
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from rich.console import Console, Group
@@ -22,6 +23,7 @@ Facts = Mapping[str, Fact]
 # more steps, it would adapt slowly when the speed changes.
 _ETA_WINDOW = 50
 _BAR_COLUMNS = 24
+_SPARKS = "▁▂▃▄▅▆▇█"
 # A narrow terminal cuts off the end of the line, so the most important fields come first.
 _FIRST_IN_TERMINAL = ("loss", "tokens/s", "eta")
 
@@ -29,8 +31,9 @@ _FIRST_IN_TERMINAL = ("loss", "tokens/s", "eta")
 class Progress:
     """Shows the steps of a run on standard output. Only rank 0 makes one.
 
-    In a terminal, it redraws a progress bar and a line of metrics in place. In a log file, it prints a line every
-    `log_interval` steps, and also for the first step, the last step, and each step with a validation loss.
+    In a terminal, it redraws a progress bar, the losses of recent steps as small bars, and a line of metrics in place.
+    In a log file, it prints a line every `log_interval` steps, and also for the first step, the last step, and each
+    step with a validation loss.
 
     The fields are in torchtitan's order: step, loss, grad_norm, memory, tokens/s, tflops, mfu. Then follow lr, ETA, and
     the fields that only some steps have. In a terminal, loss, tokens/s, and ETA come first. tokens/s is the sum over
@@ -48,7 +51,8 @@ class Progress:
         self._total_steps = total_steps
         self._log_interval = log_interval
         self._shown_any = False
-        self._recent: deque[tuple[int, float]] = deque(maxlen=_ETA_WINDOW)
+        self._recent: deque[tuple[int, float, float]] = deque(maxlen=_ETA_WINDOW)
+        """The number, the time, and the loss of recent steps."""
         self._console: Console | None = None
         self._live: Live | None = None
         if sys.stdout.isatty() if is_tty is None else is_tty:
@@ -56,7 +60,7 @@ class Progress:
 
     def update(self, metrics: StepMetrics) -> None:
         """Show one finished step."""
-        self._recent.append((metrics.step, time.monotonic()))
+        self._recent.append((metrics.step, time.monotonic(), metrics.loss))
         if self._console is not None:
             self._redraw(self._console, metrics)
         elif self._is_due(metrics):
@@ -108,12 +112,13 @@ class Progress:
         bar = Table.grid(padding=(0, 1))
         done = ProgressBar(total=self._total_steps, completed=metrics.step, width=_BAR_COLUMNS)
         step = Text(f"step {metrics.step}/{self._total_steps}", style="bold")
-        bar.add_row(step, done, Text(f"{metrics.step / self._total_steps:.1%}", style="cyan"))
+        sparks = Text(sparkline([loss for *_, loss in self._recent][-_BAR_COLUMNS:]))
+        bar.add_row(step, done, Text(f"{metrics.step / self._total_steps:.1%}", style="cyan"), sparks)
         return Group(bar, Text(self._numbers(metrics, _FIRST_IN_TERMINAL), no_wrap=True, overflow="ellipsis"))
 
     def _eta(self, metrics: StepMetrics) -> timedelta:
         """Estimate the time left from the recent steps, including the time for evaluations and checkpoints."""
-        (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
+        (first_step, first_time, _), (last_step, last_time, _) = self._recent[0], self._recent[-1]
         pace = (last_time - first_time) / (last_step - first_step) if last_step > first_step else metrics.step_seconds
         return timedelta(seconds=round(pace * (self._total_steps - metrics.step)))
 
@@ -126,6 +131,15 @@ class Progress:
             print(text, flush=True)
         else:
             self._console.print(Text(text))
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Draw values as bars of one character each. The lowest value has the lowest bar. A value that is not finite is a
+    space."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, height = min(finite, default=0.0), (max(finite, default=0.0) - min(finite, default=0.0)) or 1.0
+    top = len(_SPARKS) - 1
+    return "".join(_SPARKS[round(top * (v - low) / height)] if math.isfinite(v) else " " for v in values)
 
 
 def format_fact(value: str | int | float | None) -> str:

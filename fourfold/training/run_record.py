@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import sys
 import time
 from collections.abc import Mapping
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import torch
 
+from fourfold import __version__
 from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.run import RunConfig
 from fourfold.data.atomic_files import WriteFailed, write_output
+from fourfold.data.manifest import read_manifest
 from fourfold.data.mask_preview import MaskStatistics
 from fourfold.environment import Place
 from fourfold.models.lora import trained_shapes
@@ -159,7 +162,7 @@ class RunRecord:
         }
         # If the run was finished before, keep its summary.
         if steps:
-            write_output(self.run_dir / SUMMARY_FILE, json.dumps({**self.facts, **facts}, indent=1))
+            write_output(self.run_dir / SUMMARY_FILE, json.dumps(self.facts | facts | provenance(self.run), indent=1))
         if outcome.sample is not None:
             write_output(self.run_dir / SAMPLE_FILE, outcome.sample)
         self.progress.close()
@@ -224,3 +227,15 @@ def _warn_about_data(corpora: Corpora, masked: MaskStatistics | None, seq_length
             )
     for warning in masked.warnings() if masked is not None else []:
         print(f"warning: {warning}", file=sys.stderr)
+
+
+def provenance(run: RunConfig) -> dict[str, Fact]:
+    """Return the software and the corpora that a run uses. A corpus's digest changes with its texts and options."""
+    found: dict[str, Fact] = {
+        "software": f"fourfold {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    }
+    for corpus in run.data.train:
+        if (made := read_manifest(corpus.path)) is not None:
+            counts = f"{made.documents:,} documents, {made.tokens:,} tokens"
+            found[f"corpus {corpus.path}"] = f"{counts}, digest {made.request[:12]}"
+    return found

@@ -13,7 +13,7 @@ from typing import Any
 
 from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.presets import PRESETS
-from fourfold.config.run import RunConfig
+from fourfold.config.run import AXES, RunConfig
 from fourfold.data.atomic_files import write_output
 from fourfold.data.indexed import IndexedDataset, idx_path
 from fourfold.data.manifest import corpus_tokenizer, read_manifest, validation_prefix
@@ -77,7 +77,8 @@ def run_for_data(
     # The batch and the length are chosen later, so leave out the overrides that depend on them.
     draft = _make(table, [each for each in overrides if each.startswith(("name=", "model.", "training.device="))])
     gpus, memory = local_gpus() if draft.training.device != "cpu" else (0, 0.0)
-    device, count = ("cuda", processes or gpus) if gpus else ("cpu", processes or 1)
+    device, count = ("cuda", gpus) if gpus else ("cpu", 1)
+    count = _world_size(overrides) if has_own_grid else processes or count
     corpus = data if idx_path(data).is_file() else _prepare(data, draft)
     tokens = IndexedDataset(corpus).tokens
     _add_data(table, corpus)
@@ -102,6 +103,15 @@ def _make(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     for override in overrides:
         apply_override(changed, override)
     return make_run(changed, "the run of --model and --data", overrides)
+
+
+def _world_size(overrides: Sequence[str]) -> int:
+    """Return the number of processes of the grid that the overrides choose. The schema checks wrong sizes later."""
+    table: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(table, override)
+    sizes = [table["parallel"].get(axis, 1) for axis in AXES]
+    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
 def local_gpus() -> tuple[int, float]:

@@ -73,6 +73,7 @@ LONG = (
     "memory.md",
     "moving.md",
     "optimizers.md",
+    "parallelize.md",
     "planner.md",
     "planning-a-70b.md",
     "preferences.md",
@@ -88,8 +89,8 @@ WHOLE = [
     if any(is_run(block) and (page.name in LONG or not is_quick(block)) for block in blocks_of(page))
 ]
 """Pages whose blocks a slow test runs."""
-TUTORIAL = REPOSITORY / "docs" / "memorization.md"
-"""A page that tests/docs/test_doc_memorization.py runs, because it also checks the results."""
+TUTORIALS = ("memorization.md", "parallelize.md")
+"""Pages that test_doc_memorization.py and test_doc_loop.py run, because they also check the results."""
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_the_commands_of_a_page_run(page: Path, workplace: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in WHOLE if page != TUTORIAL], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [page for page in WHOLE if page.name not in TUTORIALS], ids=lambda p: p.name)
 def test_all_commands_of_a_page_run(page: Path, workplace: Path) -> None:
     run_page(page, workplace, is_run)
 

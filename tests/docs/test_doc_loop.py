@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from command_line import exit_code
 from markdown import REPOSITORY, blocks_of
 from patience import PATIENCE
 from pool import Pool
+from tiny_chat import CHATML, make_chat_tokenizer, talks, write_rows
 from tiny_huggingface import make_model
 
 transformers = pytest.importorskip("transformers")
@@ -25,7 +27,7 @@ transformers = pytest.importorskip("transformers")
 def program_of(page: str, number: int = 0) -> str:
     """Return a block of Python on a page. A test in this file runs each of them."""
     found = [block for block in blocks_of(REPOSITORY / page) if block.language == "python"]
-    assert len(found) == {"docs/getting-started.md": 1, "docs/parallelize.md": 2}[page]
+    assert len(found) == {"docs/getting-started.md": 1, "docs/parallelize.md": 3}[page]
     return found[number].text
 
 
@@ -101,6 +103,47 @@ def test_the_packed_documents_of_the_page_run(pool: Pool, tmp_path: Path) -> Non
         free.bind(("127.0.0.1", 0))
         launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     pool.run(4, program_body, program_of("docs/parallelize.md", 1), tmp_path, launched)
+
+
+def prepare_chats(folder: Path) -> None:
+    """Make the model and the chats of the tutorial, and run the tutorial's command that tokenizes the chats."""
+    make_model(folder / "base", "qwen2", vocab_size=320)
+    make_chat_tokenizer(folder / "base", CHATML)
+    write_rows(folder / "chats.jsonl", talks(40))
+    page = REPOSITORY / "docs" / "parallelize.md"
+    (command,) = [block.text.strip() for block in blocks_of(page) if block.text.startswith("fourfold prepare")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert exit_code(*command.split()[1:]) == 0
+
+
+def check_the_adapters(folder: Path, printed: str) -> None:
+    """Check that the loss falls, and that peft opens the adapters."""
+    peft = pytest.importorskip("peft")
+    losses = [float(each) for each in re.findall(r"step \d+: loss (\d\.\d+)", printed)]
+    assert len(losses) == 20 and losses[-1] < 0.9 * losses[0]
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    tokens_BS = torch.arange(4, 20)[None]
+    before = base(tokens_BS).logits
+    after = peft.PeftModel.from_pretrained(base, folder / "adapter")(tokens_BS).logits
+    assert (after - before).abs().max() > 0.01
+
+
+def test_the_lora_tutorial_learns(pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    prepare_chats(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    pool.run(4, program_body, program_of("docs/parallelize.md", 2), tmp_path, launched)
+    check_the_adapters(tmp_path, capfd.readouterr().out)
+
+
+@pytest.mark.slow
+def test_the_lora_tutorial_learns_under_torchrun(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    prepare_chats(tmp_path)
+    check_the_adapters(tmp_path, torchrun(program_of("docs/parallelize.md", 2), tmp_path, 4))
 
 
 def check_the_model_with_rules(program: str, folder: Path, processes: int) -> None:

@@ -1,4 +1,4 @@
-"""Packed documents in the user's own training loop, and peft models, which are refused."""
+"""Packed documents in the user's own training loop."""
 
 from __future__ import annotations
 
@@ -67,17 +67,3 @@ def test_packed_documents_do_not_attend_to_each_other(pool: Pool) -> None:
     for loss, found_norm, evaluated, refusals in pool.run(2, packed_body):
         assert (loss, found_norm, evaluated) == pytest.approx([(total / count).item(), norm, loss], rel=1e-5)
         assert "use_cache = True" in refusals[0] and "attention_mask" in refusals[1]
-
-
-def peft_body(rank: int, world_size: int) -> str:
-    peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(make(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    with pytest.raises(UserError) as caught:
-        fourfold.parallelize(adapted, Grid(fourfold.ParallelConfig(x=2), "cpu"))
-    return str(caught.value)
-
-
-def test_a_peft_model_is_told_what_works(pool: Pool) -> None:
-    pytest.importorskip("peft")
-    for sentence in pool.run(2, peft_body):
-        assert "[lora] rank" in sentence and "merge_and_unload" in sentence

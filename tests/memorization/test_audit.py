@@ -144,12 +144,16 @@ def test_every_grid_finds_the_same(trained: Path, record: dict[str, Any], pool: 
 def test_command(trained: Path, cli: Cli) -> None:
     arguments = [*audit_of_run(trained), "--suffix", 20]
     more = ["--generate", 4, "--beams", 4]
-    code, output, errors = cli(*arguments, "--prefix", 10, "--json", "--out", trained / "out", *more)
+    out = trained / "runs" / "run" / "audit"
+    code, output, errors = cli(*arguments, "--prefix", 10, "--json", "--out", out, *more)
     assert (code, errors) == (0, "")
     record = json.loads(output)
-    assert record == json.loads((trained / "out" / "audit.json").read_text())
+    assert record == json.loads((out / "audit.json").read_text())
     assert {"documents", "exact_match", "exact_match_ci", "by_count", "control"} <= record.keys()
-    page = (trained / "out" / "audit.html").read_text()
+    assert cli("report", out.parent)[0] == 0
+    report = (out.parent / "report.html").read_text()
+    assert "<h2>Memorization audit</h2>" in report and "<td>60 times</td>" in report
+    page = (out / "audit.html").read_text()
     assert "Membership inference" in page
     assert "The last 20 tokens nearly word for word" in page
     assert page.count('class="comparison"') == len(record["passages"]) == 4

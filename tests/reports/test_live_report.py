@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,10 +85,21 @@ def test_a_report_that_cannot_be_written_is_a_warning(
 ) -> None:
     monkeypatch.setattr(live_report, "SHORTEST_WAIT", 0.0)
     monkeypatch.setattr(live_report.dist, "get_rank", lambda: 0)
-    report = LiveReport(None, None, None, tmp_path / "missing")
-    report.after_step(1)
-    errors = capsys.readouterr().err
-    assert errors.startswith("warning: the live report was not written: ") and errors.count("\n") == 1
+    LiveReport(None, None, None, tmp_path / "missing").after_step(1)
+    odd = make_run(tmp_path / "odd", [record(1)])
+    (odd / "tasks.jsonl").write_text('{"step": 1}\n')
+    LiveReport(None, None, None, odd).after_step(1)
+    unreadable = make_run(tmp_path / "unreadable", [record(1)])
+    monkeypatch.setattr(Path, "read_bytes", fail_to_read)
+    LiveReport(None, None, None, unreadable).after_step(1)
+    errors = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("warning: the live report was not written: ") for line in errors)
+    missing, odd_line, damaged = errors
+    assert "does not exist" in missing and "tasks.jsonl, line 1: " in odd_line and "Input/output error" in damaged
+
+
+def fail_to_read(path: Path) -> bytes:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
 
 def test_a_run_has_a_live_report_while_it_trains_and_a_final_one_after_it(
@@ -117,3 +132,22 @@ def test_a_browser_reloads_the_live_page_and_shows_new_steps(browser: Browser, t
     page.get_by_text("2 steps recorded").wait_for()
     assert "Training continues" not in page.locator(".subtitle").first.inner_text()
     page.close()
+
+
+@pytest.mark.parametrize("seconds", [1, 1000])
+def test_the_page_of_a_killed_run_stops_to_reload(browser: Browser, tmp_path: Path, seconds: int) -> None:
+    report = write_run_report(make_run(tmp_path / "run", [record(1)]), reload_seconds=seconds)
+    longest = max(3600, 10 * seconds)
+    for age, is_stale in ((longest - 60, False), (longest + 60, True)):
+        was = re.sub(r"written = \d+", f"written = {time.time() - age:.0f}", report.read_text())
+        report.write_text(was)
+        page = browser.new_page()
+        visits: list[str] = []
+        page.on("framenavigated", lambda frame, visits=visits: visits.append(frame.url))
+        page.goto(report.as_uri())
+        text = page.locator(".subtitle").first.inner_text()
+        assert ("no longer reloads itself" in text, "Training continues" in text) == (is_stale, not is_stale)
+        if seconds == 1:
+            page.wait_for_timeout(2500)
+            assert (len(visits) == 1) == is_stale
+        page.close()

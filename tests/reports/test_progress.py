@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.training.console import Progress, format_bytes, format_fact
+from fourfold.training.console import Progress, format_bytes, format_fact, sparkline
 from fourfold.training.metrics import StepMetrics
 
 
@@ -62,9 +62,28 @@ def test_a_terminal_of_80_columns_shows_loss_throughput_and_eta(capsys, monkeypa
     with closing(Progress(100_000, is_tty=True)) as progress:
         progress.update(step_metrics(1, tokens_per_second=12_345_678.0, step_seconds=59.0))
         progress.close()
-    lines = [line for line in re.sub(r"\x1b\[[0-9;?]*\w", "", capsys.readouterr().out).splitlines() if "loss" in line]
-    assert lines and all(len(line) <= 80 for line in lines)
+    shown = re.sub(r"\x1b\[[0-9;?]*\w", "", capsys.readouterr().out).splitlines()
+    lines = [line for line in shown if "loss" in line]
+    assert lines and all(len(line) <= 80 for line in shown)
     assert all("loss:  2.50000  tokens/s: 12,345,678  eta: 68 days, 6:52:21  grad_norm" in line for line in lines)
+
+
+def test_a_terminal_of_80_columns_draws_the_recent_losses(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with closing(Progress(100_000, is_tty=True)) as progress:
+        for step in range(99_900, 100_001):
+            progress.update(step_metrics(step, loss=1e5 - step))
+        progress.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*\w", "", capsys.readouterr().out).splitlines()
+    last = [line.rstrip() for line in shown if "█" in line][-1]
+    assert last.endswith(" 100.0% " + sparkline(range(24, 0, -1))) and len(last) <= 80
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"), [([3.0, 2.0, 1.0], "█▅▁"), ([1.0, 1.0], "▁▁"), ([1.0, float("nan"), 8.0], "▁ █"), ([], "")]
+)
+def test_the_lowest_value_has_the_lowest_bar(values, bars):
+    assert sparkline(values) == bars
 
 
 def test_plain_summaries_are_aligned(capsys):

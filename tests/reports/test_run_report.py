@@ -224,6 +224,48 @@ def test_tasks_that_failed_are_named(tmp_path):
     assert "2 evaluations failed. After step 1: task arc: lm-eval failed in it (E: &lt;1&gt;)." in html
 
 
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("tasks_jsonl", {}),
+        ("tasks_jsonl", {"tasks": [1]}),
+        ("tasks_jsonl", {"tasks": {"arc": 0.5}}),
+        ("tasks_jsonl", {"tasks": {}, "failed": ["arc"]}),
+        ("memorization_jsonl", {"by_count": {"4": 0.5}}),
+    ],
+)
+def test_a_record_of_another_form_is_one_sentence(tmp_path, file, line):
+    run_dir = make_run(tmp_path, [record(1)], **{file: lines([{"step": 1} | line])})
+    with pytest.raises(UserError, match=r"jsonl, line 1: .* does not map names to .*: fix or delete that line"):
+        write_run_report(run_dir)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"documents": 3}'])
+def test_a_damaged_audit_is_one_sentence(tmp_path, text):
+    (tmp_path / "audit").mkdir()
+    (tmp_path / "audit" / "audit.json").write_text(text)
+    with pytest.raises(UserError, match=r"audit\.json is not the record of an audit"):
+        write_run_report(make_run(tmp_path, [record(1)]))
+
+
+def test_the_page_can_be_read_without_seeing_the_charts(tmp_path):
+    records = [record(1, loss=4.0), record(2, loss=3.0, validation_loss=3.5)]
+    html = write_run_report(make_run(tmp_path, records)).read_text()
+    label = "Loss. train: from 4 to 3 nats a token, validation: from 3.5 to 3.5 nats a token"
+    assert f'role="img" aria-label="{label}"' in html
+    assert "<details><summary><h2>Run file</h2></summary>" in html
+    write_comparison([tmp_path], tmp_path / "page.html")
+    assert '<th scope="col">run</th>' in (tmp_path / "page.html").read_text()
+
+
+def test_scores_that_are_not_numbers_are_gaps(tmp_path):
+    tasks = [{"step": 1, "tasks": {"arc": {"acc": "N/A"}}}, {"step": 2, "tasks": {"arc": {"acc": 0.5}}}]
+    canaries = [{"step": 1, "by_count": {"4": {}}}, {"step": 2, "by_count": {"4": {"exact_match": 0.5, "loss": None}}}]
+    records = {"tasks_jsonl": lines(tasks), "memorization_jsonl": lines(canaries)}
+    html = write_run_report(make_run(tmp_path, [record(1), record(2)], **records)).read_text()
+    assert values(html, "acc") == [[None, 0.5]] and values(html, "Canaries repeated exactly") == [[None, 50]]
+
+
 def test_several_runs_lie_over_each_other(tmp_path):
     one = make_run(tmp_path / "one", [record(1, loss=4.0), record(2, loss=3.0, validation_loss=3.5)])
     two = make_run(tmp_path / "two", [record(1, loss=5.0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,9 @@ def test_a_run_from_beginning_to_end(finished: tuple[RunConfig, Outcome]) -> Non
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["steps"], summary["final loss"]) == (8, outcome.loss)
     assert (summary["parameters"], summary["tokens"]) == (num_parameters(run.model), 8 * 4 * 32)
+    assert summary["software"].startswith("fourfold ") and "torch " in summary["software"]
+    (corpus,) = [str(value) for label, value in summary.items() if label.startswith("corpus ")]
+    assert re.fullmatch(r"[\d,]+ documents, [\d,]+ tokens, digest [0-9a-f]{12}", corpus)
     seconds = sum(record["step_seconds"] for record in metrics)
     assert summary["seconds to the first step"] >= 0 and summary["seconds after it"] >= round(seconds, 1) - 0.1
 

@@ -84,6 +84,13 @@ def test_the_grid_has_as_many_processes_as_the_user_asks_for(text: str) -> None:
     assert run_for_data("llama-tiny", text)[0].parallel.world_size == 1
 
 
+def test_the_batch_is_a_multiple_of_the_processes_of_a_grid_that_overrides_choose(text: str) -> None:
+    run, _ = run_for_data("llama-tiny", text, steps=5, overrides=["parallel.z=3", "parallel.dp=2"])
+    assert run.parallel.world_size == 6 and run.training.global_batch_size == 18
+    with pytest.raises(UserError, match=r"--set parallel\.z=-3"):
+        run_for_data("llama-tiny", text, steps=5, overrides=["parallel.z=-3"])
+
+
 def test_gpus_set_the_number_of_processes_the_precision_and_the_memory(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from fourfold.models.lora import LoRALinear
 from fourfold.parallel.tensor.sharding import Tile
 
 INPUT_FIRST = "Conv1D"
@@ -29,10 +30,11 @@ class InputFirst(nn.Linear):
 
 
 def as_linear(module: nn.Module) -> nn.Linear | None:
-    """Return torch's linear layers unchanged, an ``InputFirst`` for a ``Conv1D``, and None for other modules."""
+    """Return linear layers with and without LoRA adapters unchanged, an ``InputFirst`` for a ``Conv1D``, and None for
+    other modules."""
     if type(module).__name__ == INPUT_FIRST:
         return InputFirst(module)
-    return module if type(module) is nn.Linear else None
+    return module if isinstance(module, nn.Linear) and type(module) in (nn.Linear, LoRALinear) else None
 
 
 def in_parts(tensor: Tensor, parts: int) -> Tensor:
