@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 from markdown import REPOSITORY, tables_of
-from test_doc_commands import TUTORIAL, is_run, run_page
+from test_doc_commands import is_run, run_page
 
 from fourfold.memorization.goldfish_laws import exact_match_law
 
@@ -66,7 +66,7 @@ def test_the_figure_is_what_its_script_draws(tmp_path: Path) -> None:
 def test_the_tutorial_shows_the_effect(workplace: Path) -> None:
     """Run the tutorial's commands. As the page says, one model repeats nearly all passages, and the other repeats
     almost none."""
-    run_page(TUTORIAL, workplace, is_run)
+    run_page(DOCS / "memorization.md", workplace, is_run)
     plain, goldfish = (
         json.loads((workplace / "runs" / name / "audit" / "audit.json").read_text(encoding="utf-8"))
         for name in ("plain", "goldfish")
