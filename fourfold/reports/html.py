@@ -51,7 +51,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = Fa
 
     With ``words``, all columns are left-aligned. Otherwise, all columns except the first are right-aligned.
     """
-    head = "".join(f"<th scope="col">{escape(cell)}</th>" for cell in header)
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     kind = "words" if words else "rows"
     return (
