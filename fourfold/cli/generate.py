@@ -87,6 +87,7 @@ def generate(
             opened = load_model(folder, dtype, device)
         write = (lambda text: None) if as_json else partial(print, end="", flush=True)
         if prompt is None:
+            assert isinstance(text, TransformersTokenizer)
             limits = (max_new_tokens, sampling, write)
             _converse(text, lambda talk: continue_text(opened, text, talk, *limits, shows_prompt=False).text)
             return

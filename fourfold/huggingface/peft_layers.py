@@ -32,14 +32,16 @@ def take_adapters(model: nn.Module) -> tuple[nn.Module, Any]:
         return model, None
     if len(configs) > 1:
         raise UserError(f"the model has several adapters of peft ({', '.join(configs)}); delete_adapter all but one")
-    inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner: nn.Module = getattr(model, "get_base_model", lambda: model)()
     for name, layer in dict(inner.named_modules()).items():
         if hasattr(layer, "base_layer"):
             inner.set_submodule(name, _converted(name, layer))
     trained = [name for name, parameter in inner.named_parameters() if parameter.requires_grad]
-    if others := [name for name in trained if not is_adapter(name)] or (not trained and ["nothing"]):
-        raise UserError(f"peft trains {others[0]}, and parallelize trains LoRA adapters only; set bias = 'none' and no "
-                        "modules_to_save, and do not freeze the adapters")  # fmt: skip
+    if unsupported := [name for name in trained if not is_adapter(name)]:
+        raise UserError(
+            f"peft also trains {unsupported[0]}, and parallelize trains LoRA adapters only; leave out modules_to_save, "
+            "and set bias = 'none'"
+        )
     return inner, next(iter(configs.values()))
 
 
@@ -56,7 +58,7 @@ def name_in_files(name: str) -> str:
 def _converted(name: str, layer: Any) -> LoRALinear:
     """Return a ``LoRALinear`` with the weights of peft's layer."""
     base, (adapter, *_) = layer.base_layer, [*getattr(layer, "lora_A", ()), ""]
-    problems = {
+    problems: dict[str, Any] = {
         f"adapts a {type(base).__name__}": type(base) is not nn.Linear or not adapter,
         "has lora_dropout": adapter and getattr(layer.lora_dropout[adapter], "p", 0.0) > 0,
         "has a variant of LoRA, such as DoRA": adapter and layer.lora_variant.get(adapter) is not None,

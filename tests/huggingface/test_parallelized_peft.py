@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dora": ({"use_dora": True}, "has a variant of LoRA, such as DoRA"),
     "bias": ({"lora_bias": True}, "has lora_bias"),
     "embedding": ({"target_modules": ["embed_tokens"]}, "adapts a Embedding"),
-    "more weights": ({"modules_to_save": ["lm_head"]}, r"peft trains .*lm_head.*modules_to_save"),
+    "more weights": ({"modules_to_save": ["lm_head"]}, r"peft also trains .*lm_head.*modules_to_save"),
 }
 
 
