@@ -32,6 +32,9 @@ def take_adapters(model: nn.Module) -> tuple[nn.Module, Any]:
         return model, None
     if len(configs) > 1:
         raise UserError(f"the model has several adapters of peft ({', '.join(configs)}); delete_adapter all but one")
+    (config,) = configs.values()
+    if config.peft_type != "LORA":
+        raise UserError(f"the model has adapters of type {config.peft_type}, and parallelize trains LoRA adapters only")
     inner: nn.Module = getattr(model, "get_base_model", lambda: model)()
     for name, layer in dict(inner.named_modules()).items():
         if hasattr(layer, "base_layer"):
@@ -42,7 +45,7 @@ def take_adapters(model: nn.Module) -> tuple[nn.Module, Any]:
             f"peft also trains {unsupported[0]}, and parallelize trains LoRA adapters only; leave out modules_to_save, "
             "and set bias = 'none'"
         )
-    return inner, next(iter(configs.values()))
+    return inner, config
 
 
 def is_adapter(name: str) -> bool:

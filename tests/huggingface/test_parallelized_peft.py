@@ -107,6 +107,9 @@ def refused_body(rank: int, world_size: int, folder: Path) -> None:
     several.add_adapter("second", peft.LoraConfig(r=2, target_modules=ALL))
     with pytest.raises(UserError, match=r"several adapters of peft \(default, second\)"):
         fourfold.parallelize(several, grid)
+    prompted = peft.get_peft_model(make(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(UserError, match="trains LoRA adapters only"):
+        fourfold.parallelize(prompted, grid)
     with pytest.raises(UserError, match="has no weights of the adapters"):
         fourfold.parallelize(adapted(), grid, weights=folder)
     with pytest.raises(UserError, match="leave precision out"):
