@@ -76,7 +76,7 @@ def _signature(name: str, found: Any) -> str:
     """Return the signature with its type annotations. If it does not fit on one line, put each parameter on its own
     line."""
     if isinstance(found, type) and issubclass(found, BaseModel):
-        return f"{name}(**keys)"
+        return f"{name}(**values)"
     signature = inspect.signature(found)
     parameters = [_parameter(each) for each in signature.parameters.values() if each.name not in OWN]
     result = signature.return_annotation

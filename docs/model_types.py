@@ -320,8 +320,8 @@ random model and compares fourfold's results with the library's results:
 
 "ok" means that the check succeeded. A result may differ from the library's result by at most {LIMIT:g} of the tensor's
 norm. "no" means that fourfold refuses the model with a message ([all messages](#messages)). "–" means that the script
-did not run the check, because an earlier check failed. There is one exception: if the script found no tiny model of a
-type that runs, the column *parallelize* says "no", and all other columns say "–".
+did not run the check, because an earlier check failed. For a few types, the script found no tiny model that runs. Then
+the column *parallelize* says "no", and all other columns say "–".
 
 {head}
 {chr(10).join(row.line() for row in rows)}

@@ -267,7 +267,7 @@ def mutant_row(mutant: Mutant, pool: Pool, folder: Path) -> list[str]:
     report = pool.run(run.parallel.world_size, mutant_body, run, mutant)[0]
     worst = {QUANTITIES.get(name, name): report.worst(name) for name in report.deviations}
     quantity, found = max(worst.items(), key=lambda item: item[1].ratio)
-    figure = f"{quantity}, {found.tensor}: {found.ratio:,.0f}"
+    figure = f"{quantity}, {place(found.tensor)}: {number(found.ratio)}"
     if found.ratio <= report.limit:
         own_types = max(report.own_types, key=lambda each: each.ratio, default=None)
         figure = f"initial weights: {report.initial:.0f}"
@@ -278,6 +278,17 @@ def mutant_row(mutant: Mutant, pool: Pool, folder: Path) -> list[str]:
         figure = SURVIVED if report.ok else figure
     grid = ParallelConfig(**mutant.grid).describe()
     return printed([mutant.fault, f"`{mutant.module.partition(':')[0].replace('.', '/')}.py`", grid, figure])
+
+
+def place(tensor: str) -> str:
+    """Return the name of a tensor. If the trainer has stopped, ``tensor`` is the trainer's message. Then leave out the
+    advice after the semicolon, because it may contain the path of a temporary folder."""
+    return tensor.partition(";")[0]
+
+
+def number(ratio: float) -> str:
+    """Return a ratio with all its digits, or a ratio above 10¹² with an exponent."""
+    return f"{ratio:,.0f}" if ratio < 1e12 else f"{ratio:.1e}"
 
 
 def published_rows(faults: list[list[str]]) -> list[list[str]]:

@@ -1,5 +1,5 @@
 """Write docs/recipes.md, which has the planner's prediction for every run file in examples/. The planner does not
-support LoRA, so run files with LoRA only have the memory that ``fourfold trace`` counts.
+support LoRA. So for run files with LoRA, the page has only the memory that ``fourfold trace`` counts.
 
 python docs/recipes.py           the page
 python docs/recipes.py --plan    plan the layouts of the generated run files again, then write the page

@@ -71,7 +71,7 @@ def fastest(machine: str, model: str, gpus: int, batch: int, fixed: Iterable[dic
 
 
 def of_degree(machine: str, batch: int, degree: int) -> Cell:
-    """Return the fastest layouts with x · y = ``degree``, with y = 1 and with y > 1."""
+    """Return two layouts with x · y = ``degree``: the fastest one with y = 1, and the fastest one with y > 1."""
     one, more = (
         fastest(machine, MODEL, GPUS, batch, [{"x": degree // y, "y": y} for y in ys if y < degree])
         for ys in ((1,), YS)
@@ -80,7 +80,7 @@ def of_degree(machine: str, batch: int, degree: int) -> Cell:
 
 
 def of_all(machine: str, model: str, gpus: int, batch: int) -> Cell:
-    """Return the fastest layouts with any x · y, with y = 1 and with y > 1."""
+    """Return two layouts with any x · y: the fastest one with y = 1, and the fastest one with y > 1."""
     one, more = (fastest(machine, model, gpus, batch, [{"y": y} for y in ys]) for ys in ((1,), YS))
     return Cell(one, more)
 

@@ -25,7 +25,8 @@ EDGES = (0.0, 0.05, 0.5, 0.95, 1.0)
 
 
 class FitCases(NamedTuple):
-    """The predicted probability that each of n cases fits into memory, and whether it does, both [n]."""
+    """For each of n cases, the predicted probability that the case fits into memory, and whether it fits. Both are
+    [n]."""
 
     predicted: np.ndarray
     fits: np.ndarray

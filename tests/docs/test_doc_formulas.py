@@ -166,7 +166,7 @@ def test_the_table_of_intensities_follows_from_the_formulas() -> None:
 
 def test_the_table_of_two_axes_follows_from_its_formula() -> None:
     page = (REPOSITORY / "docs" / "parallelism.md").read_text(encoding="utf-8")
-    formula = re.search(r"in units of e·B·S·H, are (`[^`]+`)", " ".join(page.split()))
+    formula = re.search(r"a rank sends (`[^`]+`) times e·B·S·H bytes", " ".join(page.split()))
     for ranks, *cells in TABLES["ranks | y = 1 | y = 2 | y = 4 | y = 8"]:
         for y, cell in zip((1, 2, 4, 8), cells, strict=True):
             if cell:

@@ -23,7 +23,9 @@ MEMORY = (
     "machine | parameters | gradients | optimizer | gathered weights | activations"
     " | peak by trace | peak by planner | device memory"
 )
-SECONDS = "machine | predicted for the grid above | model FLOPs utilization | predicted for the best layout"
+SECONDS = (
+    "machine | seconds with the grid above | model FLOPs utilization | seconds with the fastest layout, and the layout"
+)
 MACHINES = {"16 × 8 H100": "dgx-h100", "Frontier": "frontier", "Perlmutter": "perlmutter", "Alps": "alps"}
 
 
