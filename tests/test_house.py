@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from source_files import MODULES, TESTS, tree
 
 LONG_FUNCTIONS = {
-    "fourfold.cli.audit.audit": "its options, one a line",
+    "fourfold.cli.audit.documents": "its options, one a line",
     "fourfold.cli.generate.generate": "its options, one a line",
     "fourfold.cli.prepare.prepare": "its options, one a line",
     "fourfold.cli.tune.tune": "its options, one a line",

@@ -21,7 +21,6 @@ from fourfold.cli.generate import generate
 from fourfold.cli.launch import launch
 from fourfold.cli.loki import loki
 from fourfold.cli.machine import machine
-from fourfold.cli.masks import masks
 from fourfold.cli.parity import parity
 from fourfold.cli.plan import plan
 from fourfold.cli.prepare import prepare
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Plan": {"plan": plan, "trace": trace, "tune": tune},
-    "Prepare": {"machine": machine, "prepare": prepare, "masks": masks},
+    "Prepare": {"machine": machine, "prepare": prepare},
     "Train": {"train": train, "launch": launch},
     "Inspect": {"report": report, "parity": parity, "evaluate": evaluate, "audit": audit},
     "Use": {"checkpoint": checkpoint, "generate": generate, "loki": loki},

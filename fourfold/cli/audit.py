@@ -1,4 +1,4 @@
-"""fourfold audit"""
+"""fourfold audit: documents, masks"""
 
 from __future__ import annotations
 
@@ -7,17 +7,31 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import AsJson, Overrides, TopK, TopP, show
+from fourfold.cli.options import AsJson, Overrides, RunFile, TopK, TopP, show
+from fourfold.cli.usage import FirstUnlessNamed
 from fourfold.data.progress import working
 from fourfold.errors import UserError
 
 ABOVE_LIMIT = 4
 
 
-def audit(
+class WithOptionsOfDocuments(FirstUnlessNamed):
+    """Show the help text of the audit for `fourfold audit --help`."""
+
+    own_options = ()
+
+
+audit = typer.Typer(
+    cls=WithOptionsOfDocuments, no_args_is_help=True, help="Measure how much of its training data a model repeats."
+)
+
+
+@audit.command()
+def documents(
     model: Annotated[str, typer.Option(metavar="CHECKPOINT|RUN|HF", help="The model to audit.", show_default=False)],
-    documents: Annotated[
-        Path, typer.Option(metavar="FILE.jsonl", help='Documents to audit: "text" or "tokens" in each line.')
+    file: Annotated[
+        Path,
+        typer.Option("--documents", metavar="FILE.jsonl", help='Documents to audit: "text" or "tokens" in each line.'),
     ],
     control: Annotated[
         Path | None,
@@ -65,6 +79,8 @@ def audit(
     One forward pass over a document shows what greedy decoding would produce after each of the document's prefixes. The
     audit runs on any grid of processes: --set parallel.z=2 scores on two processes. Exit code 4: the model repeats more
     than --max-exact-match allows.
+
+    Before you train, `fourfold audit masks RUN.toml` shows which tokens the masks of a run drop from the loss.
     """
     if max_exact_match is not None and not 0 <= max_exact_match <= 1:
         raise UserError(f"--max-exact-match {max_exact_match} must be a share from 0 to 1, such as 0.01")
@@ -74,7 +90,7 @@ def audit(
     from fourfold.reports.audit_report import audit_tables, write_audit_report
 
     request = AuditRequest(
-        model=model, documents=documents, control=control, reference=reference, run=run, tokenizer=tokenizer,
+        model=model, documents=file, control=control, reference=reference, run=run, tokenizer=tokenizer,
         suffix=suffix, prefix=prefix, offset=offset, sampling=AttackSampling(temperature, top_k, top_p),
         generate=generate, beams=beams, micro_batch_size=micro_batch_size, text_key=text_key,
         overrides=tuple(overrides),
@@ -91,3 +107,34 @@ def audit(
             print(f"Report: {page}")
     if max_exact_match is not None and record["exact_match"] > max_exact_match:
         raise typer.Exit(ABOVE_LIMIT)
+
+
+@audit.command()
+def masks(
+    run_file: RunFile,
+    samples: Annotated[int, typer.Option(min=0, max=1000, help="Number of training sequences to print.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, max=10**9, help="Number of tokens for the statistics.")] = 1_000_000,
+    as_json: AsJson = False,
+    overrides: Overrides = [],  # noqa: B006 (typer only reads it)
+) -> None:
+    """Show which tokens of a run's data its masks drop from the loss, before you train.
+
+    Prints training sequences with marks on the tokens that stay in the loss, and the fraction of such tokens. A gap is
+    a token that the goldfish mask drops. The command also prints the longest passage without a gap, and the fraction of
+    passages without a gap. The mask does not protect such passages from being memorized.
+    """
+    from fourfold.memorization.goldfish_laws import expected_extraction
+    from fourfold.reports.terminal import masks_view
+    from fourfold.run_file.load import load_run
+    from fourfold.training.corpora import preview_masks
+
+    run = load_run(run_file, overrides)
+    with working("Reading the data"):
+        preview, tokenizer = preview_masks(run, samples, tokens)
+    record = {
+        "trained_share": preview.trained_share,
+        "goldfish": None if preview.statistics is None else preview.statistics.record(),
+        "expected": expected_extraction(run.masks.goldfish),
+        "warnings": [] if preview.statistics is None else preview.statistics.warnings(),
+    }
+    show(record, as_json, lambda record: masks_view(preview, tokenizer, record))

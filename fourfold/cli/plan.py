@@ -7,42 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from typer.core import TyperGroup
 from typer.models import OptionInfo
 
 from fourfold.cli.options import KNOBS, MACHINES, AsJson, Overrides, show
+from fourfold.cli.usage import FirstUnlessNamed
 from fourfold.config.presets import PRESETS
 from fourfold.data.progress import working
 from fourfold.errors import UserError, given_as
 
 if TYPE_CHECKING:
-    from typer._click import Context
-    from typer._click.shell_completion import CompletionItem
-
     from fourfold.planning.request import Request
 
 
-class LayoutUnlessNamed(TyperGroup):
-    """A group of commands that runs ``fourfold plan …`` as ``fourfold plan layout …`` unless the user names another
-    command of the group."""
-
-    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            from fourfold.cli.usage import refuse_misspelled
-
-            refuse_misspelled(args[0], list(self.commands), " for `plan`")
-            args = ["layout", *args]
-        return super().parse_args(ctx, args)
-
-    def shell_complete(self, ctx: Context, incomplete: str) -> list[CompletionItem]:
-        """Offer the options of ``layout`` in addition to the commands."""
-        if incomplete.startswith("-"):
-            return self.commands["layout"].shell_complete(ctx, incomplete)
-        return super().shell_complete(ctx, incomplete)
-
-
 plan = typer.Typer(
-    cls=LayoutUnlessNamed,
+    cls=FirstUnlessNamed,
     no_args_is_help=True,
     help="Find the fastest layout of a model on a machine, and explain it: memory, seconds per step, days. "
     "`fourfold plan --model …` is short for `fourfold plan layout --model …`.",

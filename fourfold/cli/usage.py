@@ -11,12 +11,32 @@ from pathlib import Path
 from pydantic import ValidationError
 from typer._click.core import Command, Context
 from typer._click.exceptions import BadParameter, ClickException, MissingParameter, NoSuchOption, UsageError
+from typer._click.shell_completion import CompletionItem
 from typer.core import TyperGroup
 
 from fourfold.errors import UserError
 
 LARGEST = 2**64 - 1
 """Largest integer that an option such as --seed accepts."""
+
+
+class FirstUnlessNamed(TyperGroup):
+    """A group of commands that runs its first command unless the user names another command of the group."""
+
+    own_options = ("--help",)
+    """Options of the group itself. All other options belong to the first command."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in self.own_options:
+            refuse_misspelled(args[0], list(self.commands), f" for `{ctx.info_name}`")
+            args = [next(iter(self.commands)), *args]
+        return super().parse_args(ctx, args)
+
+    def shell_complete(self, ctx: Context, incomplete: str) -> list[CompletionItem]:
+        """Offer the options of the first command in addition to the commands."""
+        if incomplete.startswith("-"):
+            return next(iter(self.commands.values())).shell_complete(ctx, incomplete)
+        return super().shell_complete(ctx, incomplete)
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -36,9 +56,11 @@ def usage_sentence(error: ClickException) -> str:
     """Return a sentence that says what is wrong with the command line, where, and what would work. Raise ``UserError``
     for an unknown command."""
     context = error.ctx if isinstance(error, UsageError) else None
-    path = "fourfold" if context is None else context.command_path
-    name = path.removeprefix("fourfold").strip()
-    name = "plan" if name == "plan layout" else name  # Name the command the way users type it.
+    named = context
+    if context is not None and context.parent is not None and isinstance(context.parent.command, FirstUnlessNamed):
+        # Name the first command of a group the way users type it.
+        named = context.parent if context.info_name == next(iter(context.parent.command.commands)) else context
+    name = "" if named is None else named.command_path.removeprefix("fourfold").strip()
     where = f" for `{name}`" if name else ""
     more = f"`fourfold {name} --help`".replace("  ", " ")
     message = error.format_message().rstrip(".")

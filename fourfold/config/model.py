@@ -7,10 +7,9 @@ from typing import Any
 
 from pydantic import field_validator, model_validator
 
-from fourfold.config.expected_values import round_to_multiple, shown
-from fourfold.config.keys_without_effect import NO_MEANING
+from fourfold.config.expected_values import round_to_multiple
 from fourfold.config.layer_pattern import pattern_of
-from fourfold.config.model_checks import check_experts, check_latents, check_linear_attention
+from fourfold.config.model_checks import check_effects, check_experts, check_latents, check_linear_attention
 from fourfold.config.model_keys import UNSET, LayerType, ModelKeys
 from fourfold.config.rope_scaling import no_pairs
 
@@ -81,12 +80,7 @@ class ModelConfig(ModelKeys):
         if self.position_embedding == "rope" and (self.rotary_dim % 2 or self.rotary_dim == 0):
             is_derived = self.head_dim * self.num_attention_heads == self.hidden_size
             raise ValueError(no_pairs(self.head_dim, is_derived, self.partial_rotary_factor, self.rotary_dim))
-        for key, unset, other, value in NO_MEANING:
-            if getattr(self, key) != unset and getattr(self, other) == value:
-                raise ValueError(
-                    f"{key} = {shown(getattr(self, key))} has no meaning with "
-                    f"model.{other} = {shown(value)}; leave {key} out"
-                )
+        check_effects(self)
         return self
 
     def _fill_layer_types(self) -> None:

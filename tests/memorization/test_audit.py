@@ -306,22 +306,24 @@ def test_a_file_of_controls(trained: Path, tmp_path: Path, cli: Cli) -> None:
 
 
 def test_masks_command(trained: Path, cli: Cli) -> None:
-    code, output, errors = cli("masks", trained / "run.toml")
+    code, output, errors = cli("audit", "masks", trained / "run.toml")
     assert (code, errors) == (0, "")
     assert "left out by the goldfish mask" in output
     assert "[" in output
-    code, output, errors = cli("masks", trained / "run.toml", "--json", "--samples", 0)
+    code, output, errors = cli("audit", "masks", trained / "run.toml", "--json", "--samples", 0)
     record = json.loads(output)
     assert record["goldfish"]["drop_rate"] == pytest.approx(0.25, abs=0.05)
     assert record["expected"]["exact_match"]["50"] == pytest.approx(0.75**50)
     assert record["warnings"] == []
     many = ["--set", "masks.goldfish.h=60"]
-    _, output, _ = cli("masks", trained / "run.toml", *many)
+    _, output, _ = cli("audit", "masks", trained / "run.toml", *many)
     assert "Warning: the goldfish mask drops" in output
-    code, output, errors = cli("masks", trained / "run.toml", "--set", "masks.goldfish.strategy=none", "--json")
+    code, output, errors = cli(
+        "audit", "masks", trained / "run.toml", "--set", "masks.goldfish.strategy=none", "--json"
+    )
     assert json.loads(output)["goldfish"] is None
     for wrong, message in (("k=1", "must be an integer ≥ 2"), ("h=0", "must be an integer ≥ 1")):
-        code, output, errors = cli("masks", trained / "run.toml", "--set", f"masks.goldfish.{wrong}")
+        code, output, errors = cli("audit", "masks", trained / "run.toml", "--set", f"masks.goldfish.{wrong}")
         assert (code, output) == (2, "")
         assert message in errors
 
