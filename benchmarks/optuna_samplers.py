@@ -111,7 +111,7 @@ class Sampled:
         self._tell(trial, *self._outcome(result))
 
     def _outcome(self, result: TrialResult) -> tuple[dict[str, float], float | None]:
-        """Return the constraints of a result, and the step time in seconds, or None if the trial failed."""
+        """Return the constraints of a result, and the step time in seconds (None if the trial failed)."""
         limit, used = self.candidates.machine.memory, result.memory_bytes
         if result.outcome == "out of memory":
             excess = 1.0 if used is None else max(used / limit - 1, LEAST_EXCESS)

@@ -118,10 +118,10 @@ def tune_matmul(
 ) -> None:
     """Find the fastest memory layouts for the run file's matmuls on this machine.
 
-    Times the three matmuls of each linear layer in the blocks (output, input gradient, weight gradient) with one rank's
-    shapes, in the default layout, with transposed operands, and with padded rows. A layout that is faster than the
-    default, by more than the noise, is saved to a table in your cache directory. Runs with training.tuned_products =
-    'cached' or 'measured' use this table.
+    Each linear layer of a block has three matmuls: output, input gradient, and weight gradient. This command times them
+    with the shapes of one rank: in the default layout, with transposed operands, and with padded rows. If a layout is
+    faster than the default by more than the noise, it is saved to a table in your cache directory. Runs with
+    training.tuned_products = 'cached' or 'measured' use this table.
     """
     from fourfold.run_file.load import load_run
 

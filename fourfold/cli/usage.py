@@ -23,7 +23,7 @@ LARGEST = 2**64 - 1
 class FirstUnlessNamed(TyperGroup):
     """A group of commands that runs its first command unless the user names another command of the group."""
 
-    own_options = ("--help",)
+    own_options: tuple[str, ...] = ("--help",)
     """Options of the group itself. All other options belong to the first command."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:

@@ -231,7 +231,7 @@ def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
         index = int((counts == 0).argmax())
         raise UserError(
             f"source {index + 1} of the mixture has weight {weights[index]} of {sum(weights)} in total, which gives no"
-            f" sample in {BLOCK}; raise it or leave the source out"
+            f" sample in {BLOCK}; raise the weight, or leave the source out"
         )
     return counts
 

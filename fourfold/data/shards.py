@@ -162,8 +162,8 @@ def _tokenize(shards: Sequence[Shard], folder: Path, workers: int, advance: Call
                 advance(running[future].bytes)
         except BrokenProcessPool as error:
             raise UserError(
-                f"a tokenizing process ended early, probably out of memory; finished parts stay in {folder}, so try"
-                ' fewer workers (workers=1 if your script has no `if __name__ == "__main__":`)'
+                f"a tokenizing process ended early, probably because memory ran out (finished parts stay in {folder});"
+                ' try fewer workers (workers=1 if your script has no `if __name__ == "__main__":`)'
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

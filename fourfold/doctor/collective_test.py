@@ -68,7 +68,8 @@ def examine_collective(place: Place | None) -> Iterator[Finding]:
 
 
 def measure(place: Place) -> AllReduceTimes:
-    """All-reduce integers over the default group. Every process calls this, and the result of rank 0 is used."""
+    """Time all-reduces of integers over all processes of the job, and compare their results with the exact sums. Every
+    process calls this, and the doctor uses the result of rank 0."""
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     pattern = torch.arange(BYTES[backend] // 8, device=device) % 8191

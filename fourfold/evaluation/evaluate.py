@@ -104,8 +104,8 @@ def prefix_token(tokenizer: AnyTokenizer, name: str, source: Path | None = None)
     """Return the token that the first token of a text is predicted from.
 
     This is the beginning-of-text token if there is one, and otherwise the end-of-text token. A tokenizer that fourfold
-    opens has a beginning-of-text token only if the corpus's documents begin with it. So if there is none, also look in
-    the folder of the original Hugging Face model, whose tokenizer may name one.
+    opens has a beginning-of-text token only if the corpus's documents begin with it. If ``tokenizer`` has none, this
+    function also looks for one in the original Hugging Face model's tokenizer.
 
     Args:
         tokenizer: The tokenizer of the texts.
@@ -123,8 +123,8 @@ def prefix_token(tokenizer: AnyTokenizer, name: str, source: Path | None = None)
     token = tokenizer.eod_id if begin is None else begin
     if token is None:
         raise UserError(
-            f"the tokenizer of {name} has no token that begins or ends a text, to predict its first token; "
-            "name an eos_token in its tokenizer_config.json"
+            f"the tokenizer of {name} has no token that begins or ends a text, and the first token of a text is "
+            "predicted from such a token; name an eos_token in its tokenizer_config.json"
         )
     return token
 
@@ -144,16 +144,16 @@ def _context(model: Scorer, subject: ScoredModel, request: EvaluationRequest) ->
 def _measures(
     model: Scorer, tokenizer: AnyTokenizer, prefix: int, path: Path, context: int, overlap: int
 ) -> dict[str, float] | None:
-    """Return a text's loss in nats per token, perplexity, and bits per byte, as JSON values. Bits per byte are
-    comparable between models with different tokenizers. Return None on all processes except the first."""
+    """Return the loss (nats per token), the perplexity, and the bits per byte of a text, as JSON values. Bits per byte
+    are comparable between models with different tokenizers. Return None on all processes except the first."""
     text = read_text_file(path, "--text", TEXT_FILE)
     tokens = np.array(tokenizer.encode_batch([text])[0], dtype=np.int64)
     if len(tokens) == 0:
         raise UserError(f"--text {path} is empty; {TEXT_FILE}")
     if tokens.max() >= model.vocab_size:
         raise UserError(
-            f"the tokenizer gives token {tokens.max()}, and the model's vocabulary has {model.vocab_size}; name "
-            "the model's own with --tokenizer"
+            f"the tokenizer gives token {tokens.max()}, but the model knows {model.vocab_size} tokens; name "
+            "the model's own tokenizer with --tokenizer"
         )
     nats = loss_of_text(model, tokens, prefix, context, overlap)
     if nats is None:

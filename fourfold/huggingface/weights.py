@@ -136,7 +136,7 @@ class Pretrained:
                 self._check_tied(name)
             elif not name.endswith(BUFFERS):
                 raise UserError(
-                    f"{self.files.file_of[name]}: a model of type '{self.kind}' and these sizes has no place for the "
+                    f"{self.files.file_of[name]}: a model of type '{self.kind}' with these sizes has no place for the "
                     f"tensor {name}"
                 )
 

@@ -144,7 +144,7 @@ def generate(
         shows_prompt: Whether ``show`` receives the prompt.
 
     Returns:
-        The new text, with the speed and the size of the cache.
+        The new text, the speed, and the size of the cache.
 
     Raises:
         UserError: ``encode_prompt`` refuses the prompt, ``max_new_tokens`` is below 1, the model has too few positions,
@@ -229,7 +229,7 @@ def encode_prompt(model: Any, tokenizer: AnyTokenizer, prompt: str) -> list[int]
     ids = checked_ids(model, tokenizer.encode_batch([prompt])[0])
     if not ids:
         raise UserError(
-            "the prompt is empty, and this model has no token to begin with; write some, such as --prompt Once"
+            "the prompt is empty, and this model has no token to begin with; give some text, such as --prompt Once"
         )
     return ids
 

@@ -46,7 +46,7 @@ def _layouts(run: RunConfig, device: torch.device) -> Layouts:
         if len(layers) < len(sizes):
             print(
                 f"warning: {len(sizes) - len(layers)} of the {len(sizes)} matmul sizes of this run are not in this "
-                "machine's table, and use the default layout; `fourfold machine tune-matmul` measures them",
+                "machine's table, so they use the default layout; `fourfold machine tune-matmul` measures them",
                 file=sys.stderr,
             )
     tuned = {(each.outputs, each.inputs): layer.layout for each, layer in layers.items()}

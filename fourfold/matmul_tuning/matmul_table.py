@@ -41,7 +41,8 @@ class TunedLayer(Strict):
     layout: LayerLayout
     gains: dict[str, Gain]
     other_order: float = Field(gt=0)
-    """The combined gain of the three matmuls with the memory order of the weight that was not chosen."""
+    """A weight has two possible memory orders. This is the combined gain of the three matmuls with the order that was
+    not chosen."""
 
     @field_validator("gains")
     @classmethod

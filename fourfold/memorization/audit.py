@@ -202,7 +202,7 @@ def _documents(
     """
     shortest, context = request.prefix + request.suffix, context_length(scorer)
     if request.offset >= context:
-        raise UserError(f"--offset {request.offset} leaves none of the {context} tokens that the model sees; lower it")
+        raise UserError(f"--offset {request.offset} leaves none of the {context} tokens of the context; lower --offset")
     longest = context + 1 - request.offset  # The last token of a document is never an input.
     if shortest > longest:
         raise UserError(

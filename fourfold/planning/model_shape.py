@@ -183,8 +183,8 @@ class ModelShape(ArrayFields):
 
     @property
     def mlps(self) -> Number:
-        """Return the fraction of the blocks that have an MLP for every token, which is a dense MLP or a shared
-        expert."""
+        """Return the fraction of the blocks that have an MLP that processes every token (a dense MLP or a shared
+        expert)."""
         shared = self.shared_expert_intermediate_size > 0
         return (1 - self.sparse) * (self.intermediate_size > 0) + self.sparse * shared
 
@@ -202,6 +202,7 @@ class ModelShape(ArrayFields):
 
     @property
     def active_weights(self) -> Number:
-        """Return the mean number of weight entries in a block's matrices that each token is multiplied by."""
+        """Return the mean number of weight entries, per block, in the matrices that take part in the matmuls of one
+        token."""
         chosen = self.num_experts_per_tok
         return self.block_weights + chosen * self.sparse * 3 * self.hidden_size * self.moe_intermediate_size

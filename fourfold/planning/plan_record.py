@@ -54,8 +54,9 @@ class PlanRecord:
     """The layouts whose predicted times are too close to the best layout's time, given the planner's error."""
 
     def labeled(self) -> list[tuple[str, Prediction]]:
-        """Return the ranked layouts with their ranks as labels, followed by the run file's layout if it has a
-        prediction. For a run of another program, its own layout and the best layout in that program follow."""
+        """Return the layouts to show, with their labels. The ranked layouts are first, and their labels are their
+        ranks. For a run of another program, the best layout in that program is next. The user's own layout is last, if
+        it has a prediction."""
         ranked = [(str(rank), prediction) for rank, prediction in enumerate(self.plan.ranked, start=1)]
         if self.request.other is not None and self.theirs is not None:
             ranked.append((f"best in {self.request.other.row.program}", self.theirs))

@@ -63,7 +63,7 @@ def workload_of_model(model: ModelConfig) -> Workload:
 
 
 def check_predicted(model: ModelConfig) -> None:
-    """Raise ``UserError`` if the planner does not model the memory and time of the model's layers."""
+    """Raise ``UserError`` if the model has multi-token prediction, because the planner does not model it."""
     if model.num_nextn_predict_layers:
         raise UserError(
             f"model.num_nextn_predict_layers = {model.num_nextn_predict_layers}: the planner does not predict "

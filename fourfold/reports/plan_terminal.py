@@ -174,8 +174,8 @@ def tune_command(result: PlanRecord) -> str:
 
 
 def largest_parts(waterfall: dict[str, Any]) -> dict[str, list[float]]:
-    """Return the seconds of at most ``PARTS_NAMED`` parts of a step, by part, with one value per layout. These are the
-    largest parts, and the sum of all other parts as "other"."""
+    """Return the seconds of a step's largest parts, by part, and the sum of all other parts as "other". Together, these
+    are at most ``PARTS_NAMED`` entries. Each entry has one value per layout."""
     seconds: dict[str, list[float]] = dict(waterfall["seconds"])
     small = sorted(seconds, key=lambda part: (part == "other", -max(seconds[part])))[PARTS_NAMED - 1 :]
     if not small:

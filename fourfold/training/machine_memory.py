@@ -30,7 +30,7 @@ def check_machine_memory(run: RunConfig) -> None:
     if needed > memory:
         raise UserError(
             f"training [model] takes at least {needed / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB of "
-            "memory; make it smaller, or train on more machines"
+            "memory; make the model smaller, or train on more machines"
         )
 
 

@@ -161,7 +161,7 @@ class StepChecks:
                 return self._stop(f"{complaint}, and there is no checkpoint yet to return to")
             if self._returns_in_a_row(step) < most:
                 return Verdict("roll_back", complaint)
-            return self._stop(f"{complaint}, after {most} rollbacks from the bad steps right before it")
+            return self._stop(f"{complaint}, after {most} rollbacks since the last good step")
         return self._stop(complaint)
 
     def _returns_in_a_row(self, step: int) -> int:

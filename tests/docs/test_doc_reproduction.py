@@ -48,7 +48,8 @@ def check_options(words: list[str]) -> None:
     """Check that a command exists and has the named options. Do not check required arguments."""
     command = typer.main.get_command(app)
     while hasattr(command, "commands"):
-        name = words[0] if words and words[0] in command.commands else "layout"  # `fourfold plan` means `plan layout`
+        # `fourfold plan` means `plan layout`, and `fourfold audit` means `audit documents`.
+        name = words[0] if words and words[0] in command.commands else next(iter(command.commands))
         command, words = command.commands[name], words[words[:1] == [name] :]
     options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     assert {word for word in words if word.startswith("--")} <= options, words

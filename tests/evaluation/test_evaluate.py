@@ -162,7 +162,7 @@ def test_a_grid_gives_the_same(pool: Pool, trained: Path, overrides: tuple[str, 
         (["--text", "TEXT", "--overlap", 33], "at most 32, the context"),
         (["--text", "TEXT", "--overlap", 9, "--context", 8], "at most 8, the context"),
         (["--text", "TEXT", "--context", 33], "at most 32, the model's context"),
-        (["--text", "TEXT", "--tokenizer", "BPE"], "name the model's own with --tokenizer"),
+        (["--text", "TEXT", "--tokenizer", "BPE"], "name the model's own tokenizer with --tokenizer"),
     ],
 )
 def test_refusals(trained: Path, cli: Cli, tmp_path: Path, options: list, says: str) -> None:

@@ -81,7 +81,7 @@ def finding(arguments: Sequence[object], codes: Sequence[int] = (0, 2)) -> str |
 
 
 def _where(error: BaseException) -> str:
-    """Return the innermost line of fourfold and the innermost line of all in an error's traceback."""
+    """Return two lines of an error's traceback: the innermost line of all, and the innermost line of fourfold."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(PROGRAM)] or frames
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in (frames[-1], own[-1]))

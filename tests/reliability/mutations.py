@@ -82,7 +82,7 @@ def trees(draw: st.DrawFn, good: Any, strange: tuple[Any, ...] = STRANGE) -> Any
 
 @st.composite
 def contents(draw: st.DrawFn, good: bytes) -> bytes:
-    """Make one to three changes of bytes, half of them in the first 64, because headers are there."""
+    """Change the bytes in one to three places. Half of the places are in the first 64 bytes, which hold the header."""
     content = bytearray(good)
     for _ in range(draw(st.integers(1, 3))):
         end = len(content) if draw(st.booleans()) else min(64, len(content))

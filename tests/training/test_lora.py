@@ -81,7 +81,8 @@ def tuning_run(folder: Path, grid: dict[str, int], out: Path, **training: Any) -
 
 
 def tuned_body(rank: int, world_size: int, run: RunConfig) -> dict[str, Any] | None:
-    """Take two steps. Return the third step's gradients, and all weights after it, with a checkpoint of them."""
+    """Take two steps, and save a checkpoint. Return the loss and the gradients of a third batch, all weights, and the
+    number of bytes of the checkpoint's tensors."""
     job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
     load_pretrained(job, run.model.from_hf)
     for step in range(3):

@@ -226,7 +226,7 @@ def test_the_run_file_says_roll_back(cli: Cli, tmp_path: Path, prefix: str, monk
     ("policy", "message"),
     [
         ("skip", "after 3 bad steps in a row were skipped; lower optimizer.lr"),
-        ("roll_back", "at step 5, after 3 rollbacks from the bad steps right before it"),
+        ("roll_back", "at step 5, after 3 rollbacks since the last good step"),
         ("stop", "at step 2; lower optimizer.lr"),
     ],
 )

@@ -303,8 +303,8 @@ def test_the_largest_models_are_traced_in_8_gib(preset: str, grid: dict[str, int
 
 @pytest.mark.slow
 def test_a_pipeline_of_175b_has_the_memory_that_was_measured() -> None:
-    """The run is 175B on 128 GPUs of 64 GB, with 4 × 16-way model parallel, ZeRO-1 over 2, fp16, micro-batch 1, and
-    full recompute.
+    """The run trains 175B parameters on 128 GPUs of 64 GB: 4-way tensor parallel, 16 pipeline stages, ZeRO-1 over 2
+    ranks, fp16, micro-batches of one sequence, and full recompute.
 
     Megatron-DeepSpeed on Frontier measured 28 to 34 GB for each of these GPUs.
     """

@@ -99,7 +99,7 @@ def _thetas_of_layers(given: Mapping[str, Any], family: Family, where: str) -> d
     thetas = listed[:count] if isinstance(listed, list) else []
     bases = {theta for theta in thetas if isinstance(theta, int | float) and theta != 0}
     if len(thetas) < count or len(bases) > 1 or any(theta != 0 and theta not in bases for theta in thetas):
-        raise UserError(f"{where}: layer_rope_theta = {listed!r}; give {count} numbers that are 0 or all the same base")
+        raise UserError(f"{where}: layer_rope_theta = {listed!r}; give {count} numbers, each 0 or the common base")
     base = {"rope_theta": float(bases.pop())} if bases else {}
     return base | {"no_rope_layers": [int(theta != 0) for theta in thetas]}
 

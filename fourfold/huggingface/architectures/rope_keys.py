@@ -32,7 +32,7 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
     """
     tables = {key: given.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
     if not family.rope_theta and tables["rope_scaling"]:
-        raise UserError(f"{where}: rope_scaling is not supported; rope_parameters with a table per kind works")
+        raise UserError(f"{where}: rope_scaling is not supported; rope_parameters with a table per layer type works")
     for key, table in tables.items():
         if not isinstance(table, Mapping):
             raise UserError(f"{where}: {key} = {table!r} is not a table of the rotary embeddings' type and factors")

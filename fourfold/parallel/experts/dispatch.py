@@ -56,7 +56,7 @@ class Dispatch:
 
         Returns:
             The counts, [ep + x · ep, e]. The first ep entries say how many rows this rank sends to each ep rank. After
-            these come ep entries for each x rank, which say how many rows that x rank receives from each ep rank.
+            these, there are ep entries for each x rank: the number of rows that the x rank receives from each ep rank.
         """
         mine = sizes_E.view(self.ep.size, -1)
         received = all_to_all(mine, self.ep, COUNTS) if self.ep.size > 1 else mine

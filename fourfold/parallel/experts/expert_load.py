@@ -230,10 +230,10 @@ class _WithLosses(Function):
         model, moe = load.run.model, load.run.moe
         factor = load.factor if is_data_T is None else load.factor * is_data_T[:, None]
         if moe.load_balancing_loss:
-            # The balance loss of a token is Σ c_e P_e, with c_e = E f_e. P are the router's probabilities. The loss's
-            # gradient with respect to logit e is slope_e · (c_e − Σ c P). The slope is P_e for softmax scores, and P_e
-            # · (1 − s_e) for sigmoid scores s. Subtract 1 from every c_e. This does not change the gradient, but makes
-            # it exactly zero for an even load.
+            # The balance loss of a token is Σ c_e P_e, with c_e = E f_e. P_e is the router's probability of expert e.
+            # The gradient of the loss with respect to logit e is slope_e · (c_e − Σ c P). slope_e is P_e for softmax
+            # scores, and P_e · (1 − s_e) for sigmoid scores s. Subtract 1 from every c_e. This does not change the
+            # gradient, but makes it exactly zero for an even load.
             probabilities_TE = router_probabilities(logits_TE, model)
             slope_TE = (
                 probabilities_TE if model.router_score == "softmax" else probabilities_TE * (-logits_TE).sigmoid()

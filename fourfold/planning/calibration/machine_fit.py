@@ -66,7 +66,7 @@ def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) 
             f"with --machine {others[0]}"
         )
     if not rows:
-        raise UserError("no row with a step time to calibrate on: " + (", ".join(skipped) or "the files are empty"))
+        raise UserError("there is no row with a step time: " + (", ".join(skipped) or "the files are empty"))
     calibration = fit_rows(rows)
     before = [s for s in predict_rows(rows, Calibration()) if s.error is not None]
     order = np.random.default_rng(seed).permutation(len(rows))

@@ -226,8 +226,8 @@ class BlockBytes(ArrayFields):
         # The input of the next recomputed block counts too, because it is already being copied back from host memory.
         several = np.ceil(layers / layout.recompute_every) > 1
         again = again + np.where(full & layout.offload & several, self.full, 0)
-        # The backward pass runs the blocks after the last recomputed block first. When it reaches the recomputed block,
-        # everything that those blocks saved is freed.
+        # The backward pass begins with the blocks that come after the last recomputed block. When it reaches the
+        # recomputed block, everything that those blocks saved is freed.
         freed = (layers - 1) % layout.recompute_every * self.whole
         return backward + np.maximum(again - freed, 0)
 

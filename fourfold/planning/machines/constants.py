@@ -20,7 +20,7 @@ class Constants(ArrayFields):
 
     - matmul: fraction of the machine file's ``achieved`` rate. It is below 1, because a training run takes longer and
       heats the GPU more than the benchmark that measured this rate.
-    - attention: fraction of the fused kernel's best rate.
+    - attention: fraction of the fused kernel's best rate that attention reaches.
     - memory: fraction of the memory bandwidth that pointwise operations reach.
     - launch: factor on the host time of a kernel launch.
     - intra, inter: fraction of the links' bandwidth that collectives reach, inside a node and between nodes.
@@ -52,7 +52,7 @@ class Prior(NamedTuple):
 
 
 PRIORS: dict[str, Prior] = {
-    "matmul": Prior(0.90, 0.10, "training clocks are below a benchmark's: 5 to 15 %"),
+    "matmul": Prior(0.90, 0.10, "a GPU's clock is 5 to 15 % lower in training than in a benchmark"),
     "attention": Prior(0.90, 0.25, "as for matmul. Heads narrower than 128 are slower"),
     "memory": Prior(0.75, 0.25, "BabelStream-like kernels reach 80 to 90 % of the data sheet, short ones less"),
     "launch": Prior(1.0, 0.50, "the machine file's launch time"),

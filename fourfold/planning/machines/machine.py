@@ -46,7 +46,8 @@ class Machine(ArrayFields):
     - ring_floor: least time per rank of a ring that leaves a node.
     - launch: host time of a kernel launch.
     - reserved: bytes of a device that the runtime takes.
-    - nn: fraction of the achieved rate for matmuls with both operands as stored (a linear layer's input gradient).
+    - nn: fraction of the achieved rate that matmuls reach if both operands are used as stored (a linear layer's input
+      gradient).
     - nt: the same for matmuls with a transposed second operand (a linear layer's output).
     - tn: the same for matmuls with a transposed first operand (a linear layer's weight gradient).
     - spread: relative standard deviation of the devices' times for the same matmul. 0 if it was not measured.

@@ -50,7 +50,7 @@ def with_constants(machine: Machine, name: str, logs: np.ndarray, extent: Mappin
     Args:
         machine: The machine.
         name: Name of the copy.
-        logs: Logarithms of the constants divided by the medians of their priors.
+        logs: For each constant, the logarithm of the ratio between the constant and the median of its prior.
         extent: Smallest and largest value of each feature among the workloads of the fit.
     """
     return replace(

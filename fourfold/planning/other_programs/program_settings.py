@@ -95,7 +95,8 @@ def _is_without_effect(name: str) -> bool:
 
 
 def _named(key: str, settings: Mapping[str, str]) -> list[str]:
-    """Return the names of the settings that match a key of the tables in ``settings.toml``."""
+    """Return the names of the settings that ``key`` matches. A key of ``settings.toml`` matches a setting's full name,
+    or the part of the name after the last dot."""
     return [name for name in settings if key in (name, name.rpartition(".")[2])]
 
 
@@ -185,7 +186,8 @@ def _complete(columns: dict[str, str], assumed: set[str]) -> dict[str, str]:
 
 
 def _expert_layers(pattern: str) -> dict[str, float]:
-    """Parse which layers have experts. Return how many layers apart they are, or the number of dense layers."""
+    """Parse a pattern that says which layers have experts. A number n means that every n-th layer has experts. For a
+    list of zeros and ones, return the number of layers without experts."""
     if pattern.isdecimal():
         return {"expert_layer_every": int(pattern)}
     # ``setting_text`` has removed the brackets of a list from a YAML file.

@@ -34,8 +34,8 @@ def read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
     """Return the settings in a file.
 
     A script or a YAML file can name a configuration of DeepSpeed (.json). The returned settings include the settings of
-    this configuration. DeepSpeed's file must be in the same folder, or in a subfolder, at the path that the script or
-    YAML file gives.
+    this configuration. This function looks for it at the named path, relative to the folder of ``path``, and then
+    directly in this folder. It opens no file outside this folder.
 
     Returns:
         The settings' values by name, and the conditions of a script that were not checked. The names of sections are

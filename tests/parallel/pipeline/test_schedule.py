@@ -119,7 +119,8 @@ def test_one_stage_a_rank_idles_by_the_formula(schedule: str, pp: int, micro_bat
 def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(
     schedule: str, chunks: int, micro_batches: int
 ) -> None:
-    """A rank idles for (p − 1)/v, in addition to m micro-batches of work (Narayanan et al. 2021, section 2.2)."""
+    """A rank works for the time of m micro-batches, and is idle for the time of (p − 1)/v micro-batches (Narayanan et
+    al. 2021, section 2.2)."""
     grid = ParallelConfig(pp=4, schedule=schedule, stages_per_rank=chunks)
     waiting = 3 / chunks
     assert bubble(timeline(schedule_ops(grid, micro_batches), grid)) == pytest.approx(

@@ -20,9 +20,9 @@ UNFUSED_FORWARD, UNFUSED_BACKWARD = 11.0, 13.0
 """
 
 PLAIN_FORWARD, PLAIN_BACKWARD = 33.0, 30.0
-"""Bytes moved per 16-bit score if Megatron-LM's fused softmax does not apply, so scaling, masking, conversion to fp32,
-softmax, and conversion back are separate operations: 4 + 4 + 6 + 8 + 6 bytes, and 5 for dropout. The backward pass
-moves the same bytes, except for the mask."""
+"""Bytes moved per 16-bit score if Megatron-LM's fused softmax does not apply. Then these are separate operations:
+scaling (4 bytes), masking (4), conversion to fp32 (6), softmax (8), conversion back (6), and dropout (5). The backward
+pass moves the same bytes, except for the mask."""
 FUSED_HEADS = 4
 """Megatron-LM's fused softmax needs sequences × heads to be a multiple of this number
 (FusedScaleMaskSoftmax.is_kernel_available)."""

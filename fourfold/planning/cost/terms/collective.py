@@ -19,7 +19,7 @@ class RankGroup(NamedTuple):
     - inside: number of ranks in one node (or domain of several nodes).
     - nodes: number of nodes (or domains).
     - bandwidth: bytes per second of the slowest link.
-    - ring, tree: seconds of latency of all steps of a ring and of a tree.
+    - ring, tree: total latency of the steps of a ring, or of a tree, in seconds.
     - base: seconds of latency per collective, in addition to its steps.
     - floor: least seconds of a ring that leaves a node.
     """

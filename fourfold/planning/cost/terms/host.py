@@ -44,8 +44,8 @@ sorting, gathering, and summing rows."""
 GROUPED_KERNELS = 4.0
 """Number of kernels of the grouped matmuls and of the activation between them, if one kernel computes all experts."""
 KERNELS_OF_AN_EXPERT, BACKWARD_KERNELS_OF_AN_EXPERT = 2.0, 4.0
-"""Number of matmuls per expert if each matmul is launched separately (Transformer Engine's GroupedLinear), in
-forward and backward."""
+"""Number of matmuls per expert in the forward pass and in the backward pass, if each matmul is launched separately
+(Transformer Engine's GroupedLinear)."""
 PARAMETERS_OF_AN_EXPERT, BACKWARD_PARAMETERS_OF_AN_EXPERT = 2.0, 6.0
 """Host time per expert to handle its two weights as separate parameters, in units of a launch. The forward pass handles
 views and saved tensors. The backward pass handles gradient buffers and the hooks of data parallelism. (On H100s, a
