@@ -60,7 +60,7 @@ def name_in_files(name: str) -> str:
 
 def _converted(name: str, layer: Any) -> LoRALinear:
     """Return a ``LoRALinear`` with the weights of peft's layer."""
-    base, (adapter, *_) = layer.base_layer, [*getattr(layer, "lora_A", ()), ""]
+    base, adapter = layer.base_layer, next(iter(getattr(layer, "lora_A", ())), "")
     problems: dict[str, Any] = {
         f"adapts a {type(base).__name__}": type(base) is not nn.Linear or not adapter,
         "has lora_dropout": adapter and getattr(layer.lora_dropout[adapter], "p", 0.0) > 0,
