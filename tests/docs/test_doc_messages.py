@@ -11,7 +11,9 @@ from markdown import REPOSITORY, blocks_of
 
 PAGE = REPOSITORY / "docs" / "my-run-died.md"
 SHELL = REPOSITORY / "fourfold" / "launch" / "job_scripts" / "slurm.sh"
-MESSAGES = [block.text.strip() for block in blocks_of(PAGE) if block.language == "text"]
+TEXTS = [block.text.strip() for block in blocks_of(PAGE) if block.language == "text"]
+MESSAGES = [text for text in TEXTS if not text.endswith("…")]
+"""The messages. A text that ends with … is the output of a command, and another test compares it."""
 QUOTED = re.compile(r"\bruns/[\w/-]+(?:\.\w+)*|No space left on device")
 """Paths, and messages of the system."""
 VALUES = re.compile(
