@@ -40,8 +40,8 @@ class FirstUnlessNamed(TyperGroup):
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise ``UserError`` for a number that is too large, and for an empty value, which often comes from an unset shell
-    variable."""
+    """Raise ``UserError`` for a number that is too large, and for an empty value (except of ``--prompt``). Empty values
+    often come from unset shell variables."""
     for before, argument in pairwise(("", *arguments)):
         given, equals, value = argument.partition("=")
         option, value = (given, value) if equals and given.startswith("--") else (before, argument)

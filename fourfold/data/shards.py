@@ -152,7 +152,7 @@ def _tokenize(shards: Sequence[Shard], folder: Path, workers: int, advance: Call
             tokenize(shard, folder)
             advance(shard.bytes)
         return
-    # Spawn instead of forking, because threads of torch or a GPU in the caller do not survive a fork.
+    # Spawn processes instead of forking, because a forked process can use neither torch's threads nor the GPU.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
         running = {pool.submit(tokenize, shard, folder): shard for shard in shards}

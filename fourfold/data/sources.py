@@ -279,8 +279,8 @@ def _read_column(path: Path, key: str) -> Iterator[str | None]:
 
 @contextmanager
 def _open_table(path: Path) -> Iterator[tuple[Any, Callable[[list[str] | None], Iterable[Any]]]]:
-    """Yield the schema of a Parquet or Arrow file, and a function that reads some columns (or all: None) in batches.
-    For an Arrow file, the batches always have all columns."""
+    """Yield the schema of a Parquet or Arrow file, and a function that reads the named columns in batches, or all
+    columns if it gets None. For an Arrow file, the batches always have all columns."""
     import_extra("pyarrow", "parquet", f"reading {path} needs")
     import pyarrow.parquet
 

@@ -50,7 +50,7 @@ class RunRecord:
         self.losses_per_step = training.global_batch_size // 2 if run.dpo.beta else self.tokens_per_step
         """Number of losses that a step averages over if no token is masked: one per token, or one per pair of
         answers."""
-        # With LoRA, the frozen weights have no gradients, which saves a third of the FLOPs.
+        # With LoRA, the frozen weights have no gradients. This saves a third of the FLOPs of the matmuls with weights.
         self.flops = flops_per_token(run.model, training.seq_length, frozen=run.lora.rank > 0)
         on_gpu = job.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"

@@ -83,8 +83,8 @@ class WeightsAndBiases:
             dir=str(run_dir),
             config=run.model_dump(mode="json"),
             allow_val_change=True,
-            # Do not let W&B capture the console, because the run draws its own display. Keep its timeouts short,
-            # because otherwise W&B would wait at a prompt.
+            # Do not let W&B capture the console, because the run draws its own display. With W&B's default timeouts,
+            # the run would wait long at a login prompt, or for a server that does not answer.
             settings=wandb.Settings(console="off", login_timeout=1.0, init_timeout=30.0),
         )
         write_whole(id_file, self._run.id.encode())

@@ -87,7 +87,7 @@ class Moments:
 
 @torch.no_grad()
 def calibrate(model: PreTrainedModel, windows: Sequence[Sequence[int]]) -> LokiBasis:
-    """Compute a model's basis from windows of token ids, one at a time.
+    """Compute a model's basis from windows of token ids. The model reads one window at a time.
 
     There are three kinds of components: principal components of the keys before ("pre") and after ("post") their rotary
     embedding, and components that approximate the attention scores best ("scores"). Each layer gets the kind that ranks

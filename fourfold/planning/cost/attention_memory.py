@@ -106,7 +106,7 @@ def attention_backward(work: Workload) -> Number:
 
 
 def _capped_backward(work: Workload) -> Number:
-    """Return the additional peak bytes of attention's backward pass with soft-capped scores.
+    """Return the peak bytes of attention's backward pass with soft-capped scores, in place of the kernel's bytes.
 
     At the peak, five fp32 tensors have an entry per score: the softmax weight, the derivative of the soft-cap, the
     soft-capped value, the gradient of the softmax weight, and a result computed from that gradient. Keys, values, and

@@ -146,9 +146,10 @@ def _at_the_peak(
     end = peak_bytes(_first_block(work), 1, 1, False, block)
     step, ranks = work.step, work.layout.x * work.layout.y
     embedding, head = tables.embedding / ranks, tables.head / ranks
-    # If gathered weights are freed after use, ``left`` counts the head's weight, although it is not in memory.
-    # ``gradients`` counts the embedding's gradient, although it does not exist yet. When this gradient is summed, no
-    # gathered weights and no activations are in memory.
+    # The next three lines apply only if gathered weights are freed after use. In the first block's backward pass, the
+    # head's weight is not in memory, although ``left`` counts it. The embedding's gradient does not exist yet, although
+    # ``gradients`` counts it. Later, while the embedding's gradient is summed, no gathered weights and no activations
+    # are in memory.
     summed = (step.item_bytes + step.reduce_bytes) * embedding - left
     later = step.reduce_bytes * embedding / work.layout.shards
     resharded = np.maximum(end - step.item_bytes * head - later, summed)
