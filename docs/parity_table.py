@@ -155,7 +155,8 @@ def main() -> None:
 
 def measure_grids(pool: Pool, folder: Path) -> bool:
     rows = list(grid_rows(pool, folder))
-    machine = f"torch {torch.__version__} (gloo) and Python {platform.python_version()}, on a CPU with {os.cpu_count()} cores"
+    software = f"torch {torch.__version__} (gloo) and Python {platform.python_version()}"
+    machine = f"{software}, on a CPU with {os.cpu_count()} cores"
     put_table(("grid", "model", "reference", *QUANTITIES.values()), rows)
     put(r"torch \S+ \(gloo\) and Python \S+, on a CPU with \d+ cores", machine)
     return all(float(ratio) <= LIMIT for row in rows for ratio in row[3:])
