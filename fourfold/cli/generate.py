@@ -106,9 +106,9 @@ def generate(
 def _converse(tokenizer: TransformersTokenizer, answer: Callable[[str], str]) -> None:
     """Read messages from standard input until it ends. Answer each message with the text that ``answer`` returns for
     the prompt of the chat so far."""
-    turns: list[str] = []
+    said: list[str] = []
     with suppress(EOFError):
         while True:
-            turns.append(input("> "))
-            turns.append(answer(tokenizer.chat_prompt(turns)))
+            said.append(input("> "))
+            said.append(answer(tokenizer.chat_prompt(said)))
             print("\n")

@@ -123,7 +123,7 @@ def test_a_run_file_fine_tunes_on_a_template_and_shows_what_it_trains(cli: Cli, 
         train_steps = 2
         """
     )
-    code, out, err = cli("masks", run_file, "--tokens", 2000)
+    code, out, err = cli("audit", "masks", run_file, "--tokens", 2000)
     assert code == 0 and "trained" in out and "say 14" in out, err
     code, out, err = cli("train", run_file)
     assert code == 0 and "conversations" in out + err and "of the tokens trained" in out + err, err
