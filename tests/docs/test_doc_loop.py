@@ -54,7 +54,7 @@ def loss_of(model: Any, tokens_BS: torch.Tensor) -> torch.Tensor:
 
 
 def program_body(rank: int, world_size: int, program: str, folder: Path, launched: dict[str, str]) -> None:
-    """Run the program the way a process of torchrun runs it, without a process group. Write what it prints to a file."""
+    """Run the program the way a process of torchrun runs it, without a process group. Write its output to a file."""
     dist.destroy_process_group()
     printed = (folder / f"printed-{rank}.txt").open("w", encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch, printed, redirect_stdout(printed):

@@ -150,7 +150,7 @@ def test_runs_may_be_called_like_curves_and_colors(browser: Browser, tmp_path: P
 def test_one_bad_chart_leaves_the_others(browser: Browser, run_page: Path, tmp_path: Path) -> None:
     text = run_page.read_text(encoding="utf-8")
     start = text.index('{"curves"', text.index("<b>Gradient norm</b>"))
-    for bad in ('{"curves":1,"zoom":"x"}', "not JSON"):
+    for bad in ('{"option":null,"zoom":"x"}', "not JSON"):
         path = tmp_path / "bad.html"
         path.write_text(text[:start] + bad + text[text.index("</script>", start) :], encoding="utf-8")
         context = browser.new_context(viewport={"width": 1280, "height": 900})
