@@ -37,8 +37,8 @@ from fourfold.inference.loki.cache import GrowingLayer, LokiLayer
 from fourfold.inference.loki.codes import Encoder
 
 GOALS = {
-    ("cpu", 1, 32_768): 3.0,
-    ("cpu", 1, 131_072): 6.0,
+    ("cpu", 1, 32_768): 4.0,
+    ("cpu", 1, 131_072): 7.0,
     ("cuda", 1, 131_072): 2.5,
     ("cuda", 8, 32_768): 2.0,
     ("cuda", 1, 8_192): 0.95,
