@@ -21,7 +21,7 @@ VALUES = re.compile(
     |forward[ ]and[ ]backward[ ]of[ ]a[ ]micro-batch""",
     re.VERBOSE,
 )
-"""What a message may have in its places, in addition: numbers, names, and what a process did."""
+"""Texts that a message of the code fills in: numbers, names, and what a process did."""
 SHORTEST = 3
 
 

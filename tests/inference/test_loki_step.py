@@ -62,8 +62,8 @@ def exact_step(query: Tensor, key: Tensor, value: Tensor, scaling: float, *rest:
 
 
 def without_rest(chosen: Tensor, group: int, counts: Tensor | None = None) -> Tensor:
-    """Return scores of codes with which the keys that are not chosen get no attention. With ``counts``, only so many of
-    the first keys are chosen."""
+    """Return scores of codes. They give no attention to keys that are not chosen. With ``counts``, each sequence has
+    chosen only this many of its first keys."""
     is_chosen = torch.ones_like(chosen) if counts is None else torch.arange(chosen.shape[-1]) < counts[:, None, None]
     scores = torch.full((*chosen.shape[:2], 40), -1e9).scatter(
         -1, chosen, -1e9 * (1.0 - is_chosen.expand_as(chosen).float())

@@ -69,6 +69,7 @@ def test_the_page_is_legible(result: PlanRecord, page_file: Path, browser: Brows
     with opened(browser, page_file, width, scheme) as page:
         drawn = check_looks(page)
         assert drawn.keys() == chart_specs(page_file.read_text(encoding="utf-8")).keys() and len(drawn) == 2
+        assert page.locator(".facts dt").first.text_content() == "s/step"
         assert page.locator(".facts dd").first.inner_text() == f"{best.seconds:.4g}"
         assert page.locator("table.search tbody tr").first.locator("td").first.inner_text() == "1"
         assert page.locator("table.search thead tr").first.locator("th").nth(1).inner_text() == "s/step"

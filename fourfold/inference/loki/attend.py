@@ -57,9 +57,9 @@ def decode(
     step = DecodeStep(
         query_BKGD, query_BKGd, key_BKSD, value_BKSD, value_sum_BKD, code_BKSC, k, config, scaling, visible_B1S, k_B
     )
-    kernels = config.kernels_for(key_BKSD.device, key_BKSD.dtype, value_BKSD.dtype)
-    if torch.is_grad_enabled():  # The compiled kernels have no backward pass.
-        kernels = "torch"
+    kernels: Literal["torch", "triton", "numba"] = "torch"
+    if not torch.is_grad_enabled():  # The compiled kernels have no backward pass.
+        kernels = config.kernels_for(key_BKSD.device, key_BKSD.dtype, value_BKSD.dtype)
     if kernels != "torch":
         with torch.cuda.device_of(query_BND):  # Triton launches kernels on the current device.
             out_BKGD, lse_BKG = _compiled(step, kernels)

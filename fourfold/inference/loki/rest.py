@@ -53,7 +53,7 @@ class ValueSum:
     def clear(self) -> None:
         self.sum_BKD: Tensor | None = None
         self.visible_B1S: Tensor | None = None
-        """The mask with which the values were summed."""
+        """The mask that hid values when they were summed. None if no mask hid any."""
         self.summed = 0
         """Number of tokens in the sum."""
         self.cached = 0

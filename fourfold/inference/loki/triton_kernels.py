@@ -130,13 +130,10 @@ def _rank(
     leading 11 bits."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, p = tl.arange(0, GP), tl.arange(0, PP)
-    maxima_PPGP = _of_splits(maxima, row, splits, p, g, G)
+    maxima_PPGP = _of_splits(maxima, row, splits, p, g, NEVER, G)
     largest_GP = tl.max(maxima_PPGP, 0)
     safe_GP = tl.where(largest_GP == NEVER, 0.0, largest_GP)
-    sums_PPGP = tl.load(
-        sums + (row * splits + p[:, None]) * G + g[None, :], (p[:, None] < splits) & (g[None, :] < G), 0.0
-    )
-    total_GP = tl.sum(sums_PPGP * tl.exp(maxima_PPGP - safe_GP[None, :]), 0)
+    total_GP = tl.sum(_of_splits(sums, row, splits, p, g, 0.0, G) * tl.exp(maxima_PPGP - safe_GP[None, :]), 0)
     share_GP = 1.0 / tl.where(total_GP > 0, total_GP, 1.0)
     histogram_N = tl.zeros([BINS], tl.int32)
     for begin in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, length), BLOCK):
@@ -205,7 +202,7 @@ def _collect(
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kth, wanted = _search(histograms, ks, heads, rows, row, 3)
     p, g = tl.arange(0, PP), tl.arange(0, GP)
-    largest_GP = tl.max(_of_splits(maxima, row, splits, p, g, G), 0)
+    largest_GP = tl.max(_of_splits(maxima, row, splits, p, g, NEVER, G), 0)
     safe_GP, rest_GP = tl.where(largest_GP == NEVER, 0.0, largest_GP), tl.zeros([GP], tl.float32)
     above = tl.sum(tl.load(counts + (row * splits + p) * 2, p < split, 0), 0)
     equal = tl.sum(tl.load(counts + (row * splits + p) * 2 + 1, p < split, 0), 0)
@@ -228,10 +225,10 @@ def _collect(
 
 
 @triton.jit
-def _of_splits(numbers, row, splits, p, g, G: tl.constexpr):
-    """Load a number of each split and each query head of a row, and −inf if there is none."""
+def _of_splits(numbers, row, splits, p, g, missing, G: tl.constexpr):
+    """Load a number of each split and each query head of a row. Padding gets the number ``missing``."""
     there_PPGP = (p[:, None] < splits) & (g[None, :] < G)
-    return tl.load(numbers + (row * splits + p[:, None]) * G + g[None, :], there_PPGP, NEVER)
+    return tl.load(numbers + (row * splits + p[:, None]) * G + g[None, :], there_PPGP, missing)
 
 
 @triton.jit
