@@ -301,8 +301,8 @@ def page_of(rows: list[Row]) -> str:
         "\n\n",
         f"""# Every model type of transformers
 
-On this page, you can look up what fourfold can do with each type of language model in transformers. [Supported Hugging
-Face models](huggingface-models.md) lists the types that `fourfold train` can import, and the conditions for each type.
+This page shows what fourfold can do with each type of language model in transformers. [Supported Hugging Face
+models](huggingface-models.md) lists the types that `fourfold train` can import, and the conditions for each type.
 `python docs/model_types.py` writes this page, and `python docs/model_types.py llama mamba2` prints the rows of two
 types.
 
@@ -320,8 +320,8 @@ random model and compares fourfold's results with the library's results:
 
 "ok" means that the check succeeded. A result may differ from the library's result by at most {LIMIT:g} of the tensor's
 norm. "no" means that fourfold refuses the model with a message ([all messages](#messages)). "–" means that the script
-did not run the check, because an earlier check failed. For a few types, the script found no tiny model that runs. Then
-the column *parallelize* says "no", and all other columns say "–".
+did not run the check, because an earlier check failed. For a few types, the script found no tiny model that runs. For
+these types, the column *parallelize* says "no", and all other columns say "–".
 
 {head}
 {chr(10).join(row.line() for row in rows)}

@@ -106,7 +106,7 @@ def introduction(rows: list[Row]) -> list[str]:
         "",
         "<!-- Written by docs/planner_validation.py. -->",
         "",
-        "On this page, you can see how close the planner's predictions are to published step times and memory. A *row*",
+        "This page shows how close the planner's predictions are to published step times and memory. A *row*",
         "is one published run. Its *source* (S1, V1, …) is a publication in [this list](#the-rows). fourfold comes",
         f"with {len(rows) - mixtures:,} rows of dense models and {mixtures} rows of [mixtures of",
         "experts](#mixtures-of-experts).",

@@ -4,8 +4,8 @@ An interval is a pair of factors: the 5th and the 95th percentile of measured se
 planner multiplies the predicted seconds of a step by these factors.
 
 As in the fit, n rows of a source have the weight of √n rows, because a user's training framework is like a new source,
-not like one more row of a known source. An imagined source stands for all sources that nobody has published. It keeps
-the interval wide for kinds of steps with few sources.
+not like one more row of a known source. A hypothetical source stands for all sources that nobody has published. It
+keeps the interval wide for kinds of steps with few sources.
 
 Each kind of step (``machine_constants.kind_of_step``) has two intervals: one for machines with rows in the fit, and one
 for new machines.
@@ -25,11 +25,11 @@ EXTRAPOLATIONS = ("known machine", "new machine")
 KINDS = ("dense", "small batch", "long context", "mixture")
 LOW, HIGH = 0.05, 0.95
 UNKNOWN = NormalDist(0, 0.35)
-"""Distribution of log(measured / predicted) for the imagined source. Its standard deviation is similar to the standard
-deviations of the sources that the planner predicts worst."""
+"""Distribution of log(measured / predicted) for the hypothetical source. Its standard deviation is similar to the
+standard deviations of the sources that the planner predicts worst."""
 UNKNOWN_ROWS, UNKNOWN_WEIGHT = 39, 2.0
-"""The imagined source has this many ratios of measured to predicted seconds. Together, they have as much weight as a
-source with 4 rows (√4 = 2)."""
+"""The hypothetical source has this many ratios of measured to predicted seconds. Together, they have as much weight
+as a source with 4 rows (√4 = 2)."""
 NEAR = 1.35
 """``order_factor`` compares a layout with the best layout if the predicted time is at most this many times as long."""
 MIN_COMPARED = 10
@@ -38,7 +38,7 @@ MIN_COMPARED = 10
 
 def interval_of(scored: Sequence[Scored]) -> tuple[float, float]:
     """Return the 5th and 95th percentile of measured seconds divided by predicted seconds, over the rows and the
-    imagined source."""
+    hypothetical source."""
     timed = [s for s in scored if s.row.seconds is not None]
     sources = Counter(s.row.source for s in timed)
     ratios = [s.row.seconds / s.seconds for s in timed if s.row.seconds is not None]

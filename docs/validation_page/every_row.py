@@ -28,16 +28,16 @@ def rows_section(skipped: dict[str, list[str]]) -> list[str]:
         f"`fourfold/planning/calibration/measured.csv` has {len(measured):,} rows, and `sources.toml` next to it lists "
         "their sources.",
         "[Measured rows](measured-rows.md) describes the columns. We collected the rows by hand from repositories and",
-        "papers. We computed some values from other values of the source: the column `derived` names them, and",
+        "papers. We computed some values from other values of the source. The column `derived` names these values, and",
         "`time_from` says how we computed a step time.",
         "",
-        "We left out two tables of the NeMo Framework Launcher with 29 rows, because the licence of its repository",
+        "We left out two tables of the NeMo Framework Launcher with 29 rows, because the license of its repository",
         "treats benchmark results as confidential.",
         "",
         f"The planner does not predict {', '.join(f'{len(ids)} rows ({reason})' for reason, ids in skipped.items())}.",
         "",
         *table(
-            ("source", "rows", "title", "where", "licence", "how it was read"),
+            ("source", "rows", "title", "where", "license", "how it was read"),
             [(name, f"{counts[name]}", entry["title"], entry["where"], entry["licence"], entry["read"])
              for name, entry in bibliography.items()],
         ),

@@ -78,8 +78,8 @@ def misfits(rows: list[Row]) -> list[str]:
     return [
         "Few published rows ran out of memory, so we construct cases. We put each of the "
         f"{sum(r.memory_gb is not None for r in rows)} runs with measured memory",
-        f"on {len(CAPACITIES)} imagined devices, which have {CAPACITIES[0]:.0%} to {CAPACITIES[-1]:.0%} of the memory "
-        "that the run needs. So we know which",
+        f"on {len(CAPACITIES)} hypothetical devices, which have {CAPACITIES[0]:.0%} to {CAPACITIES[-1]:.0%} of "
+        "the memory that the run needs. So we know which",
         "cases fit. For each case, the planner predicts the probability of running out of memory.",
         "",
         f"If the planner refused cases with a probability above 50 %, {percent(precision)} of the refused cases would",

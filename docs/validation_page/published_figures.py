@@ -21,7 +21,7 @@ def published_section(calibration: Calibration) -> list[str]:
         "",
         "This section shows predictions for the largest published runs. The planner's constants are not fitted to any",
         "of these runs. All speeds are Megatron PFLOP/s of the full job, which always count full recompute and the",
-        "full attention matrix. The columns mean:",
+        "full attention matrix. The columns have these meanings:",
         "",
         "- *as run*: the predicted speed of the published program in the published layout. If the layout is not",
         "  published, we predict the fastest layout that the program supports. For AxoNN's runs on Frontier and",
