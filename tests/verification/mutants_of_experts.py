@@ -289,7 +289,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "the padding mask is split over cp into other chunks than the tokens",
+        "the padding mask is split over cp into different chunks than the tokens",
         "parallel.attention.context:share_of_sequences",
         "by_token.map(lambda t: take_chunks(t, cp.rank, cp.size))",
         "by_token.map(lambda t: t.chunk(2, 1)[cp.rank] if t.dtype.itemsize < 8 else take_chunks(t, cp.rank, 2))",

@@ -92,7 +92,7 @@ LATENTS = [
         YOUTU | {"norm_eps": 1e-3},
     ),
     Mutant(
-        "the channels of keys are joined in another order than the channels of queries",
+        "the channels of keys are joined in a different order than the channels of queries",
         "models.latent_attention:join_channels",
         "torch.cat([k_rope, k_nope], -1)",
         "torch.cat([k_nope, k_rope], -1)",

@@ -214,7 +214,7 @@ EMBEDDING_AND_HEAD = [
         grid=X2,
     ),
     Mutant(
-        "the first embedding on each x rank (except rank 0) is looked up as zero",
+        "on each x rank except rank 0, the lookup of the first embedding returns zero",
         "parallel.tensor.embedding:Embedding.look_up",
         "(local_BS < 0) | (local_BS >= rows)",
         "(local_BS < min(self.x.rank, 1)) | (local_BS >= rows)",

@@ -60,7 +60,7 @@ MODEL = [
         sections=PACKED | ONE_SEQUENCE,
     ),
     Mutant(
-        "GELU is computed exactly instead of by its tanh approximation",
+        "GELU is computed exactly, not with its tanh approximation",
         "models.mlp:Activation.forward",
         "self.approximate",
         '"none"',
@@ -184,7 +184,7 @@ DATA = [
         sections=HASH,
     ),
     Mutant(
-        "the static goldfish mask drops the token after the right one",
+        "the static goldfish mask drops the token after the one that it should drop",
         "data.goldfish:Goldfish.__call__",
         "np.arange(targets.shape[1]) % config.k == 0",
         "np.arange(targets.shape[1]) % config.k == 1",
