@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fourfold.cli.options import SITES, Overrides, RunFile
-from fourfold.errors import given_as
+from fourfold.cli.options import MACHINES, SITES, Overrides, RunFile
+from fourfold.errors import UserError, given_as
+
+if TYPE_CHECKING:
+    from fourfold.config.run import RunConfig
 
 launch = typer.Typer(no_args_is_help=True, help="Write the script that starts a run on a cluster.")
 
 Nodes = Annotated[int, typer.Option(min=1, help="Number of nodes. Together they must have as many GPUs as the grid.")]
+MACHINE_HELP = (
+    "The planner's machine, for the checkpoint interval if the run file sets none. Default: metrics.machine, or the "
+    f"site's machine. {MACHINES}"
+)
 Output = Annotated[
     Path | None, typer.Option("--output", "--out", metavar="FILE", help="The file. Default: standard output.")
 ]
@@ -33,6 +41,7 @@ def slurm(
     site: Annotated[str, typer.Option(help=f"{SITES}.")],
     nodes: Nodes,
     time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="Wall time.")] = None,
+    machine: Annotated[str | None, typer.Option(help=MACHINE_HELP)] = None,
     account: Annotated[str | None, typer.Option(help="Account or project that pays.")] = None,
     partition: Annotated[str | None, typer.Option(help="Partition (queue).")] = None,
     output: Output = None,
@@ -59,18 +68,54 @@ def slurm(
     from fourfold.run_file.load import load_run
 
     setup_file = None if setup is None else str(setup)
+    run, where = load_run(run_file, overrides), load_site(site)
+    changes, notes = _planned_interval(run, machine or run.metrics.machine or where.machine, time)
+    overrides = [*overrides, *changes]
     limits = (save_seconds, max_crashes)
     job = SlurmJob(nodes, time, account, partition, sbatch, srun, setup_file, wrapper, *limits, overrides)
-    run = load_run(run_file, overrides)
-    script = render_slurm_script(str(run_file), run, load_site(site), job)
-    if not run.checkpoint.interval:
-        print(
-            "warning: checkpoint.interval = 0 saves only when the run ends or is stopped, and a crash loses all steps "
-            f"since then; set for example --set checkpoint.interval={max(1, run.training.train_steps // 20)}",
-            file=sys.stderr,
-        )
+    script = render_slurm_script(str(run_file), run, where, job)
+    for note in notes:
+        print(note, file=sys.stderr)
     if output is None:
         print(script, end="")
     else:
         with given_as("--output"):
             write_output(output, script)
+
+
+def _planned_interval(run: RunConfig, machine: str | None, time: str | None) -> tuple[list[str], list[str]]:
+    """Return the override that sets the best checkpoint interval, if the run file sets no interval and the machine is
+    known. Also return notes for the user that say how often the job saves."""
+    from fourfold.launch.job_scripts.slurm_script import wall_seconds
+    from fourfold.planning.checkpoint_interval import SavePlan, plan_saves
+    from fourfold.planning.machines.machine import load_machine
+    from fourfold.reports.numbers import counted
+    from fourfold.reports.recorded_run import duration
+
+    interval, notes = run.checkpoint.interval, []
+    plan = SavePlan(interval, 0.0)
+    if machine is not None and run.training.device != "cpu":
+        planned_machine = load_machine(machine)
+        try:
+            plan = plan_saves(run, planned_machine)
+        except UserError as error:
+            notes.append(f"note: the planner cannot predict how long a step takes: {error}")
+    if not plan.steps:
+        notes.append(
+            "warning: checkpoint.interval = 0 saves only when the run ends or is stopped, and a crash loses all steps "
+            "since then; give --machine, and the planner chooses an interval, or set for example "
+            f"--set checkpoint.interval={max(1, run.training.train_steps // 20)}"
+        )
+        return [], notes
+    between = f"{counted(plan.steps, 'step')} (about {duration(plan.seconds)})"
+    if not interval:
+        notes.append(
+            f"note: the job saves a checkpoint every {between}, which loses the least time to failures on {machine}; "
+            "--set checkpoint.interval=N sets another interval"
+        )
+    if time is not None and plan.seconds > (wall_seconds(time) or math.inf):
+        notes.append(
+            f"warning: --time {time} is shorter than the interval of {between} between checkpoints, so a crash loses "
+            "all steps since the job started"
+        )
+    return [] if interval else [f"checkpoint.interval={plan.steps}"], notes

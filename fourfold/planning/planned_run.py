@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.run import RunConfig
 from fourfold.data.atomic_files import write_output
-from fourfold.planning.budget import checkpoint_seconds
-from fourfold.planning.cost.optimizer_cost import saved_bytes
+from fourfold.planning.checkpoint_interval import best_interval
 from fourfold.planning.request import Request, training_keys
 from fourfold.planning.search.plan import Prediction
 from fourfold.run_file.dump import to_toml
@@ -68,11 +66,9 @@ def write_run(path: Path, request: Request, layout: Prediction, tokens: float | 
     if request.run is None:
         comment += "# [data] has built-in text: name your own corpora.\n"
     run = planned_run(request, layout, tokens)
-    saved = float(saved_bytes(request.base, num_parameters(request.model)))
-    _, between = checkpoint_seconds(saved, layout.gpus, layout.machine)
-    if between is not None and not run.checkpoint.interval:
-        run.checkpoint.interval = max(1, round(between / layout.seconds))
-        comment += (
-            f"# checkpoint.interval: checkpoints every {between / 60:,.0f} min lose the least time to failures.\n"
-        )
+    interval = best_interval(request.model, layout)
+    if interval is not None and not run.checkpoint.interval:
+        run.checkpoint.interval = interval
+        minutes = interval * layout.seconds / 60
+        comment += f"# checkpoint.interval: checkpoints every {minutes:,.0f} min lose the least time to failures.\n"
     write_output(path, comment + to_toml(run))

@@ -10,12 +10,14 @@ from pathlib import Path
 from fourfold.data.atomic_files import write_output
 from fourfold.errors import UserError
 from fourfold.parsing import dotted_keys, parse_json, parse_toml
+from fourfold.planning.calibration.measured_run import RunComparison
 from fourfold.reports import html
 from fourfold.reports.curve_charts import CONTROLS, Curve, Mark, StepPositions, curve_chart
 from fourfold.reports.numbers import counted
 from fourfold.reports.recorded_run import Record, RecordedRun, largest, number_of, read_run, read_summary, read_text
 from fourfold.training.console import byte_unit, format_fact
 from fourfold.training.metrics import MEMORIZATION_FILE, TASKS_FILE, read_metrics
+from fourfold.training.planner_check import PREDICTION_FILE, facts_of
 from fourfold.training.run_folder import SAMPLE_FILE, SUMMARY_FILE
 
 
@@ -23,7 +25,8 @@ def write_run_report(run_dir: Path, reload_seconds: int | None = None) -> Path:
     """Write the report of a run to ``run_dir``/report.html, one file that needs no network, and return its path.
 
     The report is made from run.toml and metrics.jsonl and, if they exist, sample.txt (generated text),
-    memorization.jsonl, tasks.jsonl, audit/audit.json, and summary.json (an object that maps labels to text or numbers).
+    memorization.jsonl, tasks.jsonl, audit/audit.json, prediction.json (the planner's prediction), and summary.json (an
+    object that maps labels to text or numbers).
 
     Args:
         run_dir: The run's folder.
@@ -37,7 +40,7 @@ def write_run_report(run_dir: Path, reload_seconds: int | None = None) -> Path:
     facts = {label: value for label, value in run.headline().items() if value is not None}
     if run.resumed:
         facts["resumed after step"] = ", ".join(f"{step:,}" for step in run.resumed)
-    sections = [html.facts(facts), *_not_finite(run), CONTROLS, _curves([run])]
+    sections = [html.facts(facts), *_planned(run), *_not_finite(run), CONTROLS, _curves([run])]
     sections += [*_tasks(run), *_memorization(run), *_audit(run)]
     summary, sample = read_summary(run.folder / SUMMARY_FILE), run.folder / SAMPLE_FILE
     if summary:
@@ -220,6 +223,18 @@ def _audit(run: RecordedRun) -> list[str]:
         raise UserError(f"{path} is not the record of an audit; run fourfold audit again, or delete the file") from None
     link = '<p><a href="audit/audit.html">All results of the audit</a></p>'
     return ["<h2>Memorization audit</h2>", *sections, link]
+
+
+def _planned(run: RecordedRun) -> list[str]:
+    """Return the planner's prediction for the run and the measurement, if ``metrics.machine`` was set."""
+    path = run.folder / PREDICTION_FILE
+    if not path.is_file():
+        return []
+    try:
+        facts = facts_of(RunComparison(**parse_json(read_text(path))))
+    except (ValueError, TypeError, ZeroDivisionError):
+        raise UserError(f"{path} is not a prediction that `fourfold train` has written; delete the file") from None
+    return ["<h2>Planned and measured</h2>", html.facts(facts)]
 
 
 def _differences(runs: Sequence[RecordedRun]) -> list[str]:

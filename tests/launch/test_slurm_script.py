@@ -18,8 +18,13 @@ from tiny_corpus import run_file
 
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
-from fourfold.launch.job_scripts.slurm_script import SlurmJob, render_slurm_script, tasks_per_node
+from fourfold.launch.job_scripts.slurm_script import SlurmJob, render_slurm_script, tasks_per_node, wall_seconds
 from fourfold.launch.job_scripts.slurm_site import load_site, parse_site, site_names
+from fourfold.planning.calibration.machine_constants import constants_for
+from fourfold.planning.checkpoint_interval import best_interval
+from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.run_workload import workload_of
+from fourfold.planning.search.plan import predict
 from fourfold.run_file.load import load_run
 
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -202,6 +207,51 @@ def test_a_job_without_checkpoints_is_warned_of(cli: Cli, tmp_path: Path) -> Non
     assert code == 0 and script and "warning: checkpoint.interval = 0" in errors and errors.count("\n") == 1
     advice = errors.split("for example ")[1].split()
     assert cli(*words, *advice)[::2] == (0, "")
+
+
+def script_for_h100s(cli: Cli, folder: Path, *options: object) -> tuple[str, list[str]]:
+    """Return the script for 8 GPUs of a DGX H100, and the notes about it."""
+    changes = {"training__global_batch_size": 64, "training__device": "cuda", "parallel__dp": 8}
+    path = run_file(folder, "/nowhere/corpus", **changes)
+    words = ("launch", "slurm", path, "--site", "generic", "--nodes", 1, "--set", "checkpoint.interval=0")
+    code, script, errors = cli(*words, "--machine", "dgx-h100", *options)
+    assert code == 0, errors
+    return script, errors.splitlines()
+
+
+def test_a_job_saves_at_the_planners_interval(cli: Cli, tmp_path: Path) -> None:
+    script, (note,) = script_for_h100s(cli, tmp_path)
+    run = make_run(tmp_path, dp=8)
+    machine = load_machine("dgx-h100")
+    best = best_interval(run.model, predict(workload_of(run), machine, constants_for(machine)))
+    assert f"--set checkpoint.interval={best}\n" in script
+    assert f"every {best:,} steps" in note and "on dgx-h100" in note
+
+
+def test_a_wall_time_below_the_interval_is_warned_of(cli: Cli, tmp_path: Path) -> None:
+    _, notes = script_for_h100s(cli, tmp_path, "--time", "0:30")
+    assert "warning: --time 0:30 is shorter than the interval of" in notes[-1]
+    script, notes = script_for_h100s(cli, tmp_path, "--set", "checkpoint.interval=1", "--time", "0:30")
+    assert notes == [] and script.count("checkpoint.interval") == 2  # as the user gave it, and nothing else
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("10", 600), ("10:05", 605), ("01:00:01", 3601), ("1-01", 90_000), ("1-00:30", 88_200), ("1-02:03:04", 93_784),
+     ("UNLIMITED", None)],
+)  # fmt: skip
+def test_seconds_of_a_wall_time(time: str, seconds: int | None) -> None:
+    assert wall_seconds(time) == seconds
+
+
+def test_every_sites_machine_exists() -> None:
+    machines = [load_site(name).machine for name in site_names()]
+    assert [load_machine(name).name for name in machines if name is not None] == [
+        "alps",
+        "frontier",
+        "frontier",
+        "perlmutter",
+    ]
 
 
 @pytest.mark.parametrize("time", ["10", "10:00", "01:00:00", "1-00", "1-00:30", "1-02:03:04"])

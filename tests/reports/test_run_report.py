@@ -119,6 +119,24 @@ def test_summary_and_sample_are_shown(tmp_path):
         assert text in html
 
 
+PREDICTION = {
+    "machine": "h200", "steps": 10, "predicted_step_seconds": 0.75, "measured_step_seconds": 1.0,
+    "predicted_memory_bytes": 3 << 30, "measured_memory_bytes": 2 << 30,
+}  # fmt: skip
+
+
+def test_the_planners_prediction_is_compared_with_the_run(tmp_path):
+    html = write_run_report(make_run(tmp_path, [record(1)], prediction_json=json.dumps(PREDICTION))).read_text()
+    for text in ("Planned and measured", "h200", "0.75 predicted, 1 measured (-25%)", "3.00 GiB predicted", "(+50%)"):
+        assert text in html
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", json.dumps(PREDICTION | {"measured_step_seconds": 0})])
+def test_a_damaged_prediction_is_one_sentence(tmp_path, text):
+    with pytest.raises(UserError, match=r"prediction\.json is not a prediction"):
+        write_run_report(make_run(tmp_path, [record(1)], prediction_json=text))
+
+
 def test_one_step_is_enough(tmp_path):
     html = write_run_report(make_run(tmp_path, [record(1)])).read_text()
     assert "1 step recorded" in html

@@ -142,3 +142,16 @@ def _setup(site: Site, job: SlurmJob) -> str:
         lines += [f'export {name}="${{{name}:-{value}}}"' for name, value in variables.items()]
         lines.append("")
     return "\n".join([*lines, "export PYTHONUNBUFFERED=1 # lines of the log appear immediately"])
+
+
+def wall_seconds(time: str) -> int | None:
+    """Return the seconds of a wall time in one of SLURM's forms, from MINUTES to DAYS-HOURS:MINUTES:SECONDS. Return
+    None for any other text, such as UNLIMITED."""
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
+        return None
+    days, _, clock = time.rpartition("-")
+    numbers = [int(number) for number in clock.split(":")]
+    if not days and len(numbers) < 3:
+        numbers.insert(0, 0)
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -70,6 +70,8 @@ class Site(Strict):
     """Environment variables that the script sets, unless the user's setup has set them."""
     environment_of_several_nodes: Options = Field(default_factory=dict)
     """Further environment variables, for jobs on two or more nodes."""
+    machine: Line | None = None
+    """The planner's machine that describes the site's nodes. None if the planner has no such machine."""
 
 
 def site_names() -> list[str]:
