@@ -19,7 +19,7 @@ from fourfold.models.transformer import Transformer
 from fourfold.parallel.attention.attention import OVER_Y, SharedAttentionCore
 from fourfold.parallel.attention.context import DocumentTables
 from fourfold.parallel.attention.delta_core import SharedDeltaCore
-from fourfold.parallel.attention.latent_core import LatentLinear, SharedLatentCore, latent_projections
+from fourfold.parallel.attention.latent_core import LatentLinear, SharedLatentCore
 from fourfold.parallel.data.data_parallel import DataParallel, StepTypes, units_of
 from fourfold.parallel.experts.experts import ParallelMixture
 from fourfold.parallel.grid.grid import Grid
@@ -102,7 +102,9 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     }
     if model.kv_lora_rank:
         inputs_and_head |= {
-            "layers.*.self_attn.down": lambda name, m: latent_projections(m, grid, overlap),
+            "layers.*.self_attn.down": lambda name, m: LinearGroup(
+                m, grid, "features", "latents", overlap, LatentLinear
+            ),
             "layers.*.self_attn.q": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "queries", overlap),
             "layers.*.self_attn.kv": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "keys and values", overlap),
         }
@@ -110,7 +112,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     # If the ranks of y split the queries of a sequence, attention needs a mask. DocumentTables does not create masks,
     # so keep the model's own tables.
     if split != "sequence":
-        attention["attention_tables"] = lambda name, m: DocumentTables(m)
+        attention["attention_tables"] = lambda name, m: DocumentTables(m.config)
     outputs: Rules = {
         "layers.*.self_attn.o_proj": lambda name, m: Linear4D(
             m, grid, OVER_Y[split], "o_proj", overlap, transposed=True

@@ -16,7 +16,6 @@ ELSEWHERE = {
     "product": "a product of keys of the run file",
     "failing_together": "all processes fail",
     "raise_together": "all processes fail",
-    "attend_here": "on this rank of y",
 }
 """Names that may contain a refused word, and what they mean."""
 

@@ -87,15 +87,8 @@ class SharedAttentionCore(AttentionCore, Tiled):
             q, k, v = (whole_sequences(t, self.token_ranks) for t in (q, k, v))
         if not self.kv_is_local:
             k, v = self._my_kv_heads(k), self._my_kv_heads(v)
-        out = self.attend_here(q, k, v, context)
+        out = self.attend_heads(q, k, v, context)
         return rank_after_rank(out, self.token_ranks) if self.split == "heads" else out
-
-    def attend_here(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        """Run attention with this rank's heads.
-
-        This method runs collectives only over cp. So torch.compile can compile it if cp has size 1.
-        """
-        return self.attend_heads(q, k, v, context)
 
     def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
         if not isinstance(context, DocumentContext):

@@ -70,19 +70,10 @@ def context_of_sequences(context: C, sequences: slice) -> C:
 class DocumentTables(AttentionTables):
     """Computes the ``DocumentContext`` of this rank's tokens."""
 
-    def __init__(self, tables: AttentionTables) -> None:
-        super().__init__(tables.config)
-
     def with_documents(
         self, tables: AttentionContext, document_ends_BE: Tensor | None, positions_BS: Tensor
     ) -> DocumentContext:
-        return DocumentContext(
-            tables.cos_BS1d,
-            tables.sin_BS1d,
-            window=tables.window,
-            is_data_BS=tables.is_data_BS,
-            document_ends_BE=document_ends_BE,
-        )
+        return DocumentContext(**{**vars(tables), "document_ends_BE": document_ends_BE})
 
 
 def gather_sequence(cp: Axis, *of_tokens: Tensor) -> tuple[Tensor, ...]:

@@ -8,19 +8,16 @@ gather the latents, which are much narrower than the hidden states.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from torch import Tensor, nn
+from torch import Tensor
 
 from fourfold.config.layout import AttentionSplit, ContextMethod
-from fourfold.config.run import OverlapConfig
 from fourfold.models.causal_attention import AttentionContext
 from fourfold.models.latent_attention import LatentCore, join_channels, without_padding
 from fourfold.models.recomputation import recomputable
 from fourfold.parallel.attention.attention import OVER_Y, SharedAttentionCore
 from fourfold.parallel.grid.communicate import gather
-from fourfold.parallel.grid.grid import Axis, Grid
-from fourfold.parallel.tensor.linear import SHARED_DIM, TOKEN_DIM, Linear4D, LinearGroup
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.tensor.linear import SHARED_DIM, TOKEN_DIM, Linear4D
 from fourfold.parallel.tensor.sharding import Tile
 
 
@@ -28,16 +25,10 @@ class LatentLinear(Linear4D):
     """Projects this rank's own tokens to latents. The weight is [c, H/y], and the output [B, T, c/y]. c is the width of
     the latents."""
 
-    def token_axis(self, grid: Grid) -> Axis:
-        return replace(grid.x, size=1, rank=0)
+    gathers_tokens = False
 
     def weight_tile(self) -> Tile:
         return Tile(y=1, partial_over=("x",))
-
-
-def latent_projections(linears: nn.ModuleDict, grid: Grid, overlap: OverlapConfig) -> LinearGroup:
-    """Replace the projections from hidden states to latents with parallel layers."""
-    return LinearGroup(linears, grid, "features", "latents", overlap, LatentLinear)
 
 
 class SharedLatentCore(SharedAttentionCore):

@@ -66,7 +66,6 @@ class FullySharded(DataParallel):
         self._shards = mesh.get_group(mesh.ndim - 1)
         reshard = z > 1 or zero == 3
         self.keeps_weights_for_the_step = zero in (1, 2) and z == 1
-        self.waits_for_the_last = zero == 1
 
         tiles = tile_table(model)
         whole = {parameter for name, parameter in model.named_parameters() if not tiles[name].sharded}
@@ -131,8 +130,9 @@ class FullySharded(DataParallel):
     def begin_backward(self, last: bool) -> None:
         model, self._is_complete = _fsdp(self.model), last
         self.sums.finish()
-        self.sums.at_once = self._reads_sums()
         groups = self.fsdp_groups()
+        # FSDP2 reads the next gradient sums at once if it adds them to sums of earlier micro-batches.
+        self.sums.at_once = any(p.sharded_param.grad is not None for group in groups for p in group.fsdp_params)
         self.sums.at_once_over_shards = any(g._partial_reduce_output is not None for g in groups)
         for group in groups:
             # With this dtype, FSDP2 sums the gradients of micro-batches in reduce_dtype, not in the weights' dtype.
@@ -143,7 +143,7 @@ class FullySharded(DataParallel):
         if self.grid.sizes.zero == 0:
             # Sum over z after each backward pass, but over dp·cp only after the last.
             model.set_requires_all_reduce(last)
-        elif self.waits_for_the_last:
+        elif self.grid.sizes.zero == 1:
             # Keep unsharded gradients until the last backward pass.
             model.set_requires_gradient_sync(last)
 
@@ -190,10 +190,6 @@ class FullySharded(DataParallel):
         for state in sent:
             if state.event is not None:
                 torch.accelerator.current_stream().wait_event(state.event)
-
-    def _reads_sums(self) -> bool:
-        """Return whether FSDP2 reads the next gradient sums at once, to add them to sums of earlier micro-batches."""
-        return any(p.sharded_param.grad is not None for group in self.fsdp_groups() for p in group.fsdp_params)
 
     def publish(self) -> None:
         """Do nothing, because FSDP2 casts the updated weights when it gathers them."""

@@ -104,8 +104,9 @@ class ExpertLoad:
         if rate:
             direction_LE = (self.rows_LE.mean(1, keepdim=True) - self.rows_LE).sign()
             for shard in shards:
-                if is_router_bias(shard.name):
-                    shard.local.add_(direction_LE[_layer_of(shard.name)].to(shard.local.dtype), alpha=rate)
+                if is_router_bias(shard.name):  # The name is "layers.3.mlp.…" in layer 3.
+                    layer = int(shard.name.split(".")[1])
+                    shard.local.add_(direction_LE[layer].to(shard.local.dtype), alpha=rate)
 
     def rows(self) -> list[list[int]]:
         """Return the counts of the last step, for a checkpoint: the number of rows per expert, for each layer."""
@@ -206,11 +207,6 @@ def router_probabilities(logits_TE: Tensor, model: ModelConfig) -> Tensor:
         return logits_TE.softmax(-1)
     scores_TE = logits_TE.sigmoid()
     return scores_TE / scores_TE.sum(-1, keepdim=True)
-
-
-def _layer_of(name: str) -> int:
-    """Return the index of the layer in a parameter's name, such as 3 for "layers.3.mlp.gate.weight"."""
-    return int(name.split(".")[1])
 
 
 class _WithLosses(Function):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from fourfold.config.run import OverlapConfig
 from fourfold.models.grouped import Groups, add_biases, grouped_matmul
 from fourfold.models.mixture import Experts, Mixture, Order, combine, order_by_expert, take_rows
-from fourfold.models.mlp import MLP
 from fourfold.models.recomputation import recomputable, remembered
 from fourfold.parallel.experts.dispatch import Dispatch
 from fourfold.parallel.experts.router import ParallelRouter, within_capacity_of_sequences
@@ -36,8 +35,10 @@ class ParallelMixture(nn.Module):
         self.dispatch = Dispatch(grid, self.gate.num_experts)
         self.experts = ParallelExperts(mixture.experts, grid)
         self.shared_expert = mixture.shared_expert
-        if self.shared_expert is not None:
-            lay_out_shared_expert(self.shared_expert, grid, overlap)
+        if (shared := self.shared_expert) is not None:
+            shared.add_module("up", LinearGroup(shared.up, grid, "replicate", "shared up", overlap))
+            down = Linear4D(shared.down_proj, grid, "replicate", "shared down", overlap, transposed=True)
+            shared.add_module("down_proj", down)
         gate = mixture.shared_expert_gate
         self.shared_expert_gate = None if gate is None else SharedExpertGate(gate, grid)
 
@@ -146,11 +147,3 @@ class SharedExpertGate(Tiled):
     def forward(self, x_BTh: Tensor) -> Tensor:
         logits_BT1 = sum_of(F.linear(x_BTh.float(), self.weight.float()), self.y, "shared expert: gate")
         return sum_gradient(logits_BT1.sigmoid(), self.y, "shared expert: gate's gradient").to(x_BTh.dtype)
-
-
-def lay_out_shared_expert(mlp: MLP, grid: Grid, overlap: OverlapConfig) -> None:
-    """Replace the shared expert's linear layers with parallel layers, as in a dense MLP."""
-    up: nn.Module = LinearGroup(mlp.up, grid, "replicate", "shared up", overlap)
-    down: nn.Module = Linear4D(mlp.down_proj, grid, "replicate", "shared down", overlap, transposed=True)
-    mlp.add_module("up", up)
-    mlp.add_module("down_proj", down)

@@ -145,8 +145,9 @@ def start_all_reduce(partial: Tensor, axis: Axis, why: str) -> Pending:
     return Pending(partial, [work])
 
 
-def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
-    """Start to send a tensor to the next rank of ``axis``, and to receive the previous rank's tensor."""
+def start_rotate(tensor: Tensor, axis: Axis, why: str, operation: str | None = None) -> Pending:
+    """Start to send a tensor to the next rank of ``axis``, and to receive the previous rank's tensor. ``operation`` is
+    as in ``purpose``."""
     tensor = tensor.contiguous()
     received = torch.empty_like(tensor)
     check_for_nccl(tensor, received)
@@ -155,7 +156,7 @@ def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
         dist.P2POp(dist.isend, tensor, after, axis.group),
         dist.P2POp(dist.irecv, received, before, axis.group),
     ]
-    with purpose(why, axis=axis):
+    with purpose(why, operation, axis):
         return Pending(received, dist.batch_isend_irecv(operations))
 
 
@@ -164,12 +165,8 @@ def swap(tensor: Tensor, pair: Axis, why: str) -> Tensor:
 
     A swap sends as many bytes as an all-reduce over two ranks, so ``fourfold trace`` counts it as an all-reduce.
     """
-    tensor = tensor.contiguous()
-    received, peer = torch.empty_like(tensor), _other(pair)
-    check_for_nccl(tensor, received)
-    operations = [dist.P2POp(dist.isend, tensor, peer, pair.group), dist.P2POp(dist.irecv, received, peer, pair.group)]
-    with purpose(why, "all_reduce", pair):
-        return Pending(received, dist.batch_isend_irecv(operations)).wait()
+    assert pair.size == 2, f"{pair.name} has {pair.size} ranks"
+    return start_rotate(tensor, pair, why, "all_reduce").wait()
 
 
 def start_send(tensor: Tensor, pair: Axis, why: str) -> Pending:

@@ -69,8 +69,9 @@ def compile_blocks(model: Transformer, grid: ParallelConfig) -> None:
             continue
         assert isinstance(block.mlp, MLP), "blocks with experts are not compiled"
         _compile(block.mlp.activation)
+        # In ``attend_heads``, all collectives run over cp.
         if grid.cp == 1:
-            _compile(block.self_attn.core, "attend_here")
+            _compile(block.self_attn.core, "attend_heads")
 
 
 def _compile(module: nn.Module, method: str = "forward") -> None:

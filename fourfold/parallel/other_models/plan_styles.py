@@ -66,7 +66,7 @@ def styles_of(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> dict[st
         UserError: No module can be split, a rule matches no module, a rule has an unknown style, or rules split only
             some layers of a group.
     """
-    with_weights = [name for name, module in model.named_modules() if _has_own_parameters(module)]
+    with_weights = [name for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
     for pattern in rules:
         if not fnmatch.filter(with_weights, pattern):
             raise UserError(f"no module with weights matches the rule '{pattern}'; one of them is {with_weights[0]}")
@@ -222,10 +222,6 @@ def groups_of(styles: Mapping[str, str | None]) -> set[str]:
 def enclosing(name: str, groups: Iterable[str]) -> str | None:
     """Return the outermost group that contains a module, or None."""
     return min((group for group in groups if f"{name}.".startswith(f"{group}.")), key=len, default=None)
-
-
-def _has_own_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
 
 
 def parent_of(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -16,8 +16,6 @@ from fourfold.parallel.other_models.split_experts import split_experts
 from fourfold.parallel.other_models.whole_residual import ColumnLinear, Entrance, RowLinear, WholeEmbedding
 from fourfold.parallel.tensor.linear import OverY
 from fourfold.parallel.tensor.sharding import Tile
-
-M = TypeVar("M", bound=nn.Module)
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -63,37 +61,34 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
     for name, style in styles.items():
         parent, module = parent_of(name), model.get_submodule(name)
         over_y: OverY = split[parent] if style in IN_SHARES else "replicate"
+        new: nn.Module | None = None
         if style in ("colwise", "colwise_in_parts", "colwise_gather_output"):
             in_parts = style == "colwise_in_parts"
             linear = _in_parts(name, model, grid, over_y) if in_parts else _linear(name, module, style)
             _check_divides(name, linear, out_features=grid.x, in_features=grid.y)
             entry = entries.setdefault(parent, Entrance(grid, parent or name))
-            new: nn.Module = ColumnLinear(linear, grid, over_y, entry, style == "colwise_gather_output", name)
+            new = ColumnLinear(linear, grid, over_y, entry, style == "colwise_gather_output", name)
         elif style in ("rowwise", "rowwise_split_input"):
             linear = _linear(name, module, style)
             _check_divides(name, linear, in_features=grid.x, out_features=grid.y)
             new = RowLinear(linear, grid, over_y, style == "rowwise_split_input", name)
         elif style == "embedding":
-            if not type(module).__name__.endswith(SCALED_EMBEDDING):
-                _of_type(name, module, nn.Embedding, style)
+            if type(module) is not nn.Embedding and not type(module).__name__.endswith(SCALED_EMBEDDING):
+                raise _wrong_type(name, module, "Embedding", style)
             if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
                 raise UserError(f"{name}: an embedding with max_norm, scale_grad_by_freq or sparse cannot be split")
             _check_divides(name, module, num_embeddings=grid.x, embedding_dim=grid.y)
             new = WholeEmbedding(module, grid, name, getattr(module, "embed_scale", None))
         elif style == "experts":
             split_experts(module, grid, name)
-            placed.append(Placed(name, style))
-            continue
-        else:
-            if style == "replicated_with_grad_allreduce":
-                over_y = split.get(enclosing(name, split) or "", "replicate")
-                axes = ("x", "y") if over_y == "features" else ("x",)
-                tiles = {key: Tile(partial_over=axes) for key, _ in module.named_parameters(recurse=False)}
-                setattr(module, "tiles", tiles)  # noqa: B010 (mypy rejects an assignment)
-            placed.append(Placed(name, style))
-            continue
-        model.set_submodule(name, new)
-        placed.append(Placed(name, style, over_y))
+        elif style == "replicated_with_grad_allreduce":
+            over_y = split.get(enclosing(name, split) or "", "replicate")
+            axes = ("x", "y") if over_y == "features" else ("x",)
+            tiles = {key: Tile(partial_over=axes) for key, _ in module.named_parameters(recurse=False)}
+            setattr(module, "tiles", tiles)  # noqa: B010 (mypy rejects an assignment)
+        if new is not None:
+            model.set_submodule(name, new)
+        placed.append(Placed(name, style, None if new is None else over_y))
     return placed
 
 
@@ -149,19 +144,17 @@ def _check_nothing_random(model: nn.Module) -> None:
                 raise UserError(f"{where} = {rate} makes ranks that repeat the same work differ; set it to 0")
 
 
-def _of_type(name: str, module: nn.Module, kind: type[M], style: str) -> M:
-    if type(module) is not kind:
-        raise UserError(
-            f"{name} is a {type(module).__name__}, and '{style}' is for nn.{kind.__name__} only; with 'replicate' "
-            "every rank computes it whole"
-        )
-    assert isinstance(module, kind)
-    return module
+def _wrong_type(name: str, module: nn.Module, kind: str, style: str) -> UserError:
+    return UserError(
+        f"{name} is a {type(module).__name__}, and '{style}' is for nn.{kind} only; with 'replicate' every rank "
+        "computes it whole"
+    )
 
 
 def _linear(name: str, module: nn.Module, style: str) -> nn.Linear:
-    linear = as_linear(module)
-    return _of_type(name, module, nn.Linear, style) if linear is None else linear
+    if (linear := as_linear(module)) is None:
+        raise _wrong_type(name, module, "Linear", style)
+    return linear
 
 
 def _in_parts(name: str, model: nn.Module, grid: Grid, over_y: OverY) -> nn.Linear:

@@ -9,13 +9,12 @@ the same tensor, each of them also gets the full gradient of this tensor.
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 
 from torch import Tensor, nn
 
 from fourfold.errors import UserError
 from fourfold.parallel.grid.communicate import share, sum_gradient, sum_of, whole
-from fourfold.parallel.grid.grid import Axis, Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.other_models.conv1d import InputFirst, bias_tile, output_first, weight_tile
 from fourfold.parallel.tensor.embedding import Embedding
 from fourfold.parallel.tensor.linear import Linear4D, OverY, linear_4d
@@ -68,14 +67,13 @@ def leave(partial_BSh: Tensor, grid: Grid, name: str) -> Tensor:
 class WholeTokensLinear(Linear4D):
     """A tensor-parallel linear layer whose input has all tokens on every x rank. So it does not gather over x."""
 
+    gathers_tokens = False
+
     def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, name: str, transposed: bool) -> None:
         super().__init__(linear, grid, over_y, name, transposed=transposed)
         self.is_input_first = isinstance(linear, InputFirst)
         self.shares = grid.y.size if over_y == "features" else 1
         self.grid, self.in_features, self.out_features = grid, linear.in_features, linear.out_features
-
-    def token_axis(self, grid: Grid) -> Axis:
-        return replace(grid.x, size=1, rank=0)
 
     def add_weights(self, linear: nn.Linear, tile: Tile, over_out: Tile, grid: Grid) -> None:
         if isinstance(linear, InputFirst):

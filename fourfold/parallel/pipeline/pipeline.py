@@ -63,17 +63,12 @@ class Pipeline:
         Returns:
             The outputs of the last stage for each micro-batch. Ranks without the last stage get an empty list.
         """
-        stages = range(self.last_stage + 1)
-        in_turn = [
-            [
-                Op("F", stage, number)
-                for number in range(len(micro_batches))
-                for stage in stages
-                if rank_of_stage(stage, self.run.parallel) == rank
-            ]
-            for rank in range(self.run.parallel.pp)
-        ]
-        return _PipelineStep(self, micro_batches).run(with_transfers(in_turn, self.run.parallel)[self.grid.pp.rank])
+        grid = self.run.parallel
+        of_ranks: list[list[Op]] = [[] for _ in range(grid.pp)]
+        for number in range(len(micro_batches)):
+            for stage in range(self.last_stage + 1):
+                of_ranks[rank_of_stage(stage, grid)].append(Op("F", stage, number))
+        return _PipelineStep(self, micro_batches).run(with_transfers(of_ranks, grid)[self.grid.pp.rank])
 
     def hidden_states(self, sequences: int) -> Tensor:
         """Allocate memory for the hidden states of a micro-batch on this rank, [B, S/(cp·x), H/y]. The axes cp and x

@@ -33,7 +33,7 @@ from fourfold.config.run import OverlapConfig
 from fourfold.models.autograd import Context, FunctionOfMany, not_compiled
 from fourfold.models.lora import LoRALinear
 from fourfold.parallel.grid.communicate import Pending
-from fourfold.parallel.grid.grid import Axis, Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.tensor.matmuls import (
     Matmuls,
     adapter_gradients,
@@ -210,6 +210,9 @@ class Linear4D(Tiled):
     """None, unless a pipeline schedule computes weight gradients later. Then the backward pass appends the layer, the
     output gradient, and the input to this list."""
 
+    gathers_tokens = True
+    """Whether x splits the tokens of the residual stream, so that the layer gathers or sums over x."""
+
     gather_again = False
     """Whether to save only this rank's share of the input, and gather the input again in the backward pass."""
 
@@ -227,7 +230,8 @@ class Linear4D(Tiled):
     ) -> None:
         super().__init__()
         self.name, self.overlap, self.transposed = name, overlap or OverlapConfig(), transposed
-        tokens, shared = Spread(self.token_axis(grid), TOKEN_DIM[over_y]), Spread(grid.y, SHARED_DIM[over_y])
+        x = grid.x if self.gathers_tokens else replace(grid.x, size=1, rank=0)
+        tokens, shared = Spread(x, TOKEN_DIM[over_y]), Spread(grid.y, SHARED_DIM[over_y])
         self.reads, self.writes = (shared, tokens) if transposed else (tokens, shared)
         self.reads_what = "inputs" if transposed else "tokens"
         tile = self.weight_tile()
@@ -237,10 +241,6 @@ class Linear4D(Tiled):
             tile_a, tile_b = adapter_tiles(tile)
             self.add_tile("lora_A", linear.lora_A, tile_a, grid)
             self.add_tile("lora_B", linear.lora_B, tile_b, grid)
-
-    def token_axis(self, grid: Grid) -> Axis:
-        """Return the axis that splits the tokens of the residual stream."""
-        return grid.x
 
     def weight_tile(self) -> Tile:
         """Return the tile of the weight [out, in]."""

@@ -140,9 +140,8 @@ def tile_table(model: nn.Module) -> dict[str, Tile]:
     table: dict[str, Tile] = {}
     for prefix, module in model.named_modules():
         tiles: dict[str, Tile] = getattr(module, "tiles", {})
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter is not None:
-                table[f"{prefix}.{name}" if prefix else name] = tiles.get(name, Tile())
+        for name, _ in module.named_parameters(recurse=False):
+            table[f"{prefix}.{name}" if prefix else name] = tiles.get(name, Tile())
     return table
 
 
