@@ -72,7 +72,7 @@ SINKS = [
         "if y splits the queries, attention has no sinks",
         "parallel.attention.attention:SharedAttentionCore._attend_some_queries",
         "attend_masked(q, k, v, mask_B1QS, scores, self.sinks)",
-        "attend_masked(q, k, v, mask_B1QS, scores)",
+        "attend_masked(q, k, v, mask_B1QS, scores, None)",
         SIX_HEADS | SINKS_ONLY,
         X2Y2,
         ONE_SEQUENCE,

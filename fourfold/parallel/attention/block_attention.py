@@ -286,20 +286,14 @@ def _seen(q: Tensor, k: Tensor, rows: slice, causal: bool, mask: Tensor | None) 
 
 @not_compiled
 def attend_masked(
-    q_BNQD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    mask_B1QS: Tensor,
-    scores: AttentionScores,
-    sinks_N: Tensor | None = None,
+    q_BNQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1QS: Tensor, scores: AttentionScores, sinks_N: Tensor | None
 ) -> Tensor:
     """Run attention under a mask, and return the outputs, [B, N, Q, D]. Autograd can differentiate them.
 
     Args:
         sinks_N: The sink of each head (``join_sinks``), if the model has sinks.
     """
-    out_BNQD: Tensor = _Masked.apply(q_BNQD, k_BKSD, v_BKSD, sinks_N, mask_B1QS, scores)
-    return out_BNQD
+    return _Masked.apply(q_BNQD, k_BKSD, v_BKSD, sinks_N, mask_B1QS, scores)
 
 
 class _Masked(Function):

@@ -110,8 +110,7 @@ class ExpertLoad:
 
     def rows(self) -> list[list[int]]:
         """Return the counts of the last step, for a checkpoint: the number of rows per expert, for each layer."""
-        rows: list[list[int]] = self.rows_LE.long().tolist()
-        return rows
+        return self.rows_LE.long().tolist()
 
     def set_rows(self, rows: Sequence[Sequence[int]]) -> None:
         """Restore the counts that ``rows`` returned, from a checkpoint."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import tomllib
 from collections.abc import Iterable, Mapping
+from importlib.resources import files
 from typing import Any
 
 import torch.distributed as dist
@@ -25,35 +27,12 @@ from fourfold.torch_internals import unsaved_buffers
 
 log = logging.getLogger("fourfold.styles")
 
-STYLES: dict[str, str] = {
-    "colwise": "a linear layer that reads the residual; each rank gets a share of its output features",
-    "colwise_in_parts": "as colwise, for one weight [in, out] of queries, keys, and values",
-    "colwise_gather_output": "as colwise, and then every rank gathers all features",
-    "rowwise": "a linear layer that reads each rank's share of the features, and writes to the residual",
-    "rowwise_split_input": "as rowwise, but every rank has all features and takes its share",
-    "embedding": "an embedding table",
-    "experts": "the stacked experts of an MoE layer; every rank computes some of them for all tokens",
-    "replicated_with_grad_allreduce": "small weights that every rank applies to its share of the features",
-    "replicate": "computed whole by every rank",
-}
-"""The styles that a plan may use. Styles that transformers also has keep their names from transformers."""
-
-SYNONYMS = {
-    "colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input", "replicated": "replicate",
-    "embedding_rowwise": "embedding", "vocab_parallel_embedding": "embedding", "moe_tp_experts": "experts",
-}  # fmt: skip
+_TABLES = tomllib.loads((files("fourfold.parallel.other_models") / "styles.toml").read_text(encoding="utf-8"))
+STYLES: dict[str, str] = _TABLES["styles"]
+"""The styles that a plan may use, and what each of them does."""
 
 IN_SHARES = ("colwise", "colwise_in_parts", "rowwise")
 """Styles of layers that leave features split, so that the next layer in the group reads split features."""
-
-PLANS = {
-    "gpt2": {
-        "h.*.attn.c_attn": "colwise_in_parts", "h.*.attn.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise", "wpe": "embedding",
-    },
-    "gpt_oss": {"layers.*.mlp.experts": "experts"},
-}  # fmt: skip
-"""fourfold's plans by model_type. They cover modules that the plans of transformers leave out."""
 
 
 def styles_of(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> dict[str, str]:
@@ -88,7 +67,7 @@ def published_plan(model: nn.Module) -> dict[str, str]:
     prefix = getattr(model, "base_model_prefix", "")
     config = getattr(model, "config", None)
     of_config = getattr(config, "base_model_tp_plan", None) or {}
-    of_config = PLANS.get(getattr(config, "model_type", ""), {}) | of_config
+    of_config = _TABLES["plans"].get(getattr(config, "model_type", ""), {}) | of_config
     plan |= {f"{prefix}.{key}": style for key, style in of_config.items()}
     # Plans do not mention routers. Replicate them, so that all ranks choose the same experts.
     plan |= {name: "replicate" for name, m in model.named_modules() if type(m).__name__.endswith("Router")}
@@ -107,7 +86,7 @@ def _style(name: str, plan: Mapping[str, str]) -> str | None:
     if not matching:
         return None
     style = plan[max(matching, key=lambda pattern: (pattern == name, len(pattern)))]
-    return SYNONYMS.get(style, style)
+    return _TABLES["synonyms"].get(style, style)
 
 
 def _splittable(model: nn.Module, name: str, style: str | None) -> str | None:

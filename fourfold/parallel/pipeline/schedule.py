@@ -110,26 +110,18 @@ def simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[i
 
 
 def _alternatives(op: Op, grid: ParallelConfig) -> list[list[Op]]:
-    """Return lists of operations. ``op`` can run as soon as all operations of any one list are done."""
-    needs = needs_of(op, grid)
-    if op.kind in ("F", "W") or len(needs) == 1:
-        return [needs[:1]]
-    forward, *gradients = needs
-    return [[forward, gradient] for gradient in gradients]
+    """Return lists of operations. ``op`` can run as soon as all operations of any one list are done.
 
-
-def needs_of(op: Op, grid: ParallelConfig) -> list[Op]:
-    """Return the operations whose results ``op`` reads.
-
-    The next stage computes the gradient of its input either in B or in I. The returned list contains both.
+    The next stage computes the gradient of its input either in B or in I.
     """
     stage, i = op.stage, op.micro_batch
-    last = grid.pp * stages_per_rank(grid) - 1
     if op.kind == "F":
-        return [Op("F", stage - 1, i)] if stage > 0 else []
+        return [[Op("F", stage - 1, i)] if stage > 0 else []]
     if op.kind == "W":
-        return [Op("I", stage, i)]
-    return [Op("F", stage, i)] + ([Op("B", stage + 1, i), Op("I", stage + 1, i)] if stage < last else [])
+        return [[Op("I", stage, i)]]
+    if stage == grid.pp * stages_per_rank(grid) - 1:
+        return [[Op("F", stage, i)]]
+    return [[Op("F", stage, i), Op(kind, stage + 1, i)] for kind in ("B", "I")]
 
 
 def _reader(op: Op, grid: ParallelConfig) -> int | None:
