@@ -80,13 +80,13 @@ class Progress:
 
     def _numbers(self, metrics: StepMetrics, first: tuple[str, ...] = ()) -> str:
         """Return the fields in one line. Fields whose names begin with one of ``first`` come first."""
-        value, unit = _flops(metrics)
+        tflops = metrics.model_tflops_per_device
         fields = [
             f"loss: {metrics.loss:8.5f}",
             f"grad_norm: {metrics.grad_norm:8.4f}",
             f"memory: {format_bytes(metrics.peak_memory_bytes)}",
             f"tokens/s: {metrics.tokens_per_second:,.0f}",
-            f"{unit.lower()}s: {value}",
+            f"tflops: {tflops:,.2f}" if tflops >= 1 else f"gflops: {tflops * 1000:.3g}",  # CPUs reach GFLOP/s.
         ]
         if metrics.mfu is not None:
             fields.append(f"mfu: {metrics.mfu:.2%}")
@@ -161,9 +161,3 @@ def format_bytes(size: float) -> str:
     """Format a size, such as 3.00 GiB or 412.50 MiB."""
     name, unit = byte_unit(size)
     return f"{size / unit:,.{0 if unit == 1 else 2}f} {name}"
-
-
-def _flops(metrics: StepMetrics) -> tuple[str, str]:
-    """Format the model FLOP/s of one device as a number and a unit. For CPUs, the unit is GFLOP/s."""
-    tflops = metrics.model_tflops_per_device
-    return (f"{tflops:,.2f}", "TFLOP") if tflops >= 1 else (f"{tflops * 1000:.3g}", "GFLOP")

@@ -136,14 +136,8 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
         unseen = build_dataset(validation, run.training.seq_length, VALIDATION_SEED)
         held_out = make_loader(run, unseen, batch, masks, prefetch=False)
     of_training: list[LossMask] = masks if goldfish is None else [*masks, goldfish]
-    return Corpora(
-        train=make_loader(run, samples, batch, of_training, prefetch=True),
-        validation=held_out,
-        tokenizer=tokenizer,
-        masks=masks,
-        goldfish=goldfish,
-        data=run.data,
-    )
+    loader = make_loader(run, samples, batch, of_training, prefetch=True)
+    return Corpora(loader, held_out, tokenizer=tokenizer, masks=masks, goldfish=goldfish, data=run.data)
 
 
 def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, Tokenizer | None]:

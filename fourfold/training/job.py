@@ -85,9 +85,8 @@ class Job(TrainingState):
         if run.optimizer.groups:
             check_groups(run.optimizer, trained_shapes(run.model, run.lora))
         self.run = run
-        super().__init__(
-            meta_stages(run, grid, agreed_layouts(run, device)) if stages is None else stages, grid, device
-        )
+        stages = meta_stages(run, grid, agreed_layouts(run, device)) if stages is None else stages
+        super().__init__(stages, grid, device)
         self.pipeline = Pipeline(self.stages, grid, run, device) if run.parallel.pp > 1 else None
         is_tied, depths = run.model.tie_word_embeddings, run.model.num_nextn_predict_layers
         has_copy = (is_tied or depths > 0) and self.pipeline is not None

@@ -316,17 +316,14 @@ def learning_rate(step: int, train_steps: int, peak: float, config: SchedulerCon
     """
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
+    if config.decay_style == "constant":
+        return peak
     if config.decay_style == "wsd":
         falling_steps = max(1.0, min(config.decay_ratio * train_steps, train_steps - config.warmup_steps))
         progress = 1 - (train_steps - 1 - step) / falling_steps
     else:
         progress = (step - config.warmup_steps) / max(1, train_steps - 1 - config.warmup_steps)
     progress = min(max(progress, 0.0), 1.0)
-    falling = {
-        "constant": 1.0,
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-        "linear": 1 - progress,
-        "wsd": 1 - progress,
-    }[config.decay_style]
+    falling = 0.5 * (1 + math.cos(math.pi * progress)) if config.decay_style == "cosine" else 1 - progress
     floor = config.min_lr_ratio
-    return peak * (1.0 if config.decay_style == "constant" else floor + (1 - floor) * falling)
+    return peak * (floor + (1 - floor) * falling)

@@ -85,8 +85,7 @@ def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[
     for axis in (batch, job.grid.pp):
         sums, counts = (all_reduce(t, axis, "log-probabilities of the reference") for t in (sums, counts))
     # The last step may score some answers a second time. So take the mean over all scores of an answer.
-    found: NDArray[np.float32] = (sums / counts).float().cpu().numpy()
-    return found
+    return (sums / counts).float().cpu().numpy()
 
 
 def digest_of(source: PreferencePairs, masks: Sequence[LossMask]) -> str:

@@ -32,11 +32,9 @@ class Tracker(Protocol):
 
     def log(self, step: int, numbers: Numbers) -> None:
         """Record the metrics of one step. The first step is 1."""
-        ...
 
     def finish(self, failed: bool) -> None:
         """Send all metrics that are still waiting, and end the tracked run."""
-        ...
 
 
 class TensorBoard:

@@ -70,11 +70,9 @@ class Callback(Protocol):
         Args:
             steps: Number of steps taken since the start of the run.
         """
-        ...
 
     def close(self) -> None:
         """Clean up. This is called once at the end, even if training failed."""
-        ...
 
 
 CallbackMaker = Callable[[RunConfig, Job, Tokenizer | None, Path], Callback]
