@@ -319,19 +319,11 @@ class Parallelized(nn.Module):
     def _saved(self) -> list[LocalShard]:
         """Return the shards of all weights, and the buffers that are saved with the weights. Every rank has full
         buffers."""
-        tile = Tile(sharded=False)
-        return self.shards + [
-            LocalShard(
-                name,
-                nn.Parameter(buffer, requires_grad=False),
-                buffer,
-                tile,
-                tuple(buffer.shape),
-                tuple(slice(0, size) for size in buffer.shape),
-                self.grid.sizes.world_size,
-            )
-            for name, buffer in saved_buffers(self.module).items()
-        ]
+        shards, tile, copies = list(self.shards), Tile(sharded=False), self.grid.sizes.world_size
+        for name, buffer in saved_buffers(self.module).items():
+            parameter, shape = nn.Parameter(buffer, requires_grad=False), tuple(buffer.shape)
+            shards.append(LocalShard(name, parameter, buffer, tile, shape, tile.slices(shape, self.grid), copies))
+        return shards
 
     def layout(self) -> list[dict[str, Any]]:
         """Return one record for each module, which says how the module is split over x and y."""

@@ -57,10 +57,9 @@ class Pretrained:
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of a parameter, which is bf16 for packed tensors. Raise ``UserError`` if its experts
         have different dtypes."""
-        tensors = [tensor for tensor, _ in self._places[name]]
         types = {
             torch.bfloat16 if tensor.name in self._packed else self.files.dtype(self._names[tensor.name])
-            for tensor in tensors
+            for tensor, _ in self._places[name]
         }
         if len(types) > 1:
             raise UserError(

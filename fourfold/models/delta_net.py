@@ -30,16 +30,8 @@ class DeltaNet(nn.Module):
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         heads = config.linear_num_value_heads
         values = heads * config.linear_value_head_dim
-        self.inputs = Linears(
-            config.hidden_size,
-            False,
-            q_proj=keys,
-            k_proj=keys,
-            v_proj=values,
-            z_proj=values,
-            b_proj=heads,
-            a_proj=heads,
-        )
+        widths = {"q_proj": keys, "k_proj": keys, "v_proj": values, "z_proj": values, "b_proj": heads, "a_proj": heads}
+        self.inputs = Linears(config.hidden_size, False, **widths)
         self.core = DeltaCore(config)
         self.o_proj = nn.Linear(values, config.hidden_size, bias=False)
 

@@ -41,8 +41,7 @@ class HostNumbers:
         if self._event is not None:
             self._event.synchronize()
             self._event = None
-        numbers: list[int] = self._copy.tolist()
-        return numbers
+        return self._copy.tolist()
 
 
 class Groups:

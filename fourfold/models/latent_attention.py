@@ -19,6 +19,9 @@ from fourfold.models.recomputation import recomputable
 LATENT_EPS = 1e-6
 """``eps`` of the norms of the latents. As in transformers, it does not depend on the model's ``norm_eps``."""
 
+Widths = tuple[int, int, int]
+"""The widths r, n, and v."""
+
 
 class LatentAttention(nn.Module):
     """Causal self-attention that projects hidden states down to latents, and latents up to keys and values.
@@ -70,20 +73,12 @@ class LatentCore(AttentionCore):
 
 
 def join_channels(
-    q_nope_BSf: Tensor,
-    q_rope_BSf: Tensor,
-    k_rope_BSr: Tensor,
-    k_nope_BSf: Tensor,
-    v_BSf: Tensor,
-    widths: tuple[int, int, int],
+    q_nope_BSf: Tensor, q_rope_BSf: Tensor, k_rope_BSr: Tensor, k_nope_BSf: Tensor, v_BSf: Tensor, widths: Widths
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Build queries, keys, and values for ``AttentionCore`` from the outputs of the projections.
 
     In each query and key head, the channels with rotary embeddings come first. Attention kernels need values as wide as
     keys, so zeros pad the values.
-
-    Args:
-        widths: The widths r, n, and v.
 
     Returns:
         Queries, keys, and values, [B, S, N·(r + n)] each.
@@ -96,7 +91,7 @@ def join_channels(
     return q.flatten(-2), k.flatten(-2), F.pad(v, (0, rope + nope - values)).flatten(-2)
 
 
-def without_padding(out_BSf: Tensor, widths: tuple[int, int, int]) -> Tensor:
+def without_padding(out_BSf: Tensor, widths: Widths) -> Tensor:
     """Return the heads' outputs [B, S, N·v], without the padding that ``join_channels`` has added to the values."""
     rope, nope, values = widths
     heads_BSNv: Tensor = out_BSf.unflatten(-1, (-1, rope + nope))[..., :values]

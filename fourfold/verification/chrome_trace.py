@@ -106,8 +106,7 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def _is_nccl(kernel: Mapping[str, Any]) -> bool:
-    name: str = kernel["name"]
-    return name.startswith("nccl")
+    return str(kernel["name"]).startswith("nccl")
 
 
 def _around(ranges: list[tuple[float, float, str]], moment: float) -> str | None:
