@@ -116,8 +116,7 @@ class ModelShape(ArrayFields):
 
     @property
     def has_latents(self) -> Flag:
-        latents: Flag = np.greater(self.kv_latent, 0)
-        return latents
+        return np.greater(self.kv_latent, 0)
 
     @property
     def latents(self) -> Number:

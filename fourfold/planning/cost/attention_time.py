@@ -68,8 +68,7 @@ def keys_computed(work: Workload) -> Number:
 
 def fourfold_ring(work: Workload) -> Flag:
     """Return whether the framework is fourfold and passes keys and values around a ring."""
-    passes: Flag = work.program.is_fourfold & is_ring(work)
-    return passes
+    return work.program.is_fourfold & is_ring(work)
 
 
 def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:

@@ -27,13 +27,8 @@ def batch_part_time(work: Workload, machine: Machine, constants: Constants) -> d
     model, layout, rates, item = work.model, work.layout, Rates(work, machine, constants), work.step.item_bytes
     x_group, y_group = group_of(layout.x, 1, machine, constants), group_of(layout.y, layout.x, machine, constants)
     hidden, qkv = model.hidden_size / layout.y, (model.queries + 2 * model.keys) / layout.x
-    queries, inner = model.queries / layout.x, model.intermediate_size / layout.x
-    shapes = {
-        "qkv": (hidden, qkv),
-        "o_proj": (queries, hidden),
-        "up": (hidden, model.gate_up / layout.x),
-        "down": (inner, hidden),
-    }
+    queries, gate_up, inner = (size / layout.x for size in (model.queries, model.gate_up, model.intermediate_size))
+    shapes = {"qkv": (hidden, qkv), "o_proj": (queries, hidden), "up": (hidden, gate_up), "down": (inner, hidden)}
     seconds: dict[str, Number] = {}
     over_x = gather_seconds(item * part.tokens * hidden, 1, x_group)
     for name, (features, out) in shapes.items():

@@ -323,11 +323,8 @@ def whole_keys_seconds(work: Workload, group: RankGroup) -> Number:
 def _gate_sum(work: Workload, group: RankGroup) -> Number:
     """Return the seconds of the sum of gate over y, or 0 if the MLP has no gate."""
     model = work.model
-    return np.where(
-        model.mean_gate_up > model.mean_inner,
-        reduce_seconds(work.step.item_bytes * work.tokens * model.mean_inner / work.layout.x, 1, group),
-        0,
-    )
+    gate = work.step.item_bytes * work.tokens * model.mean_inner / work.layout.x
+    return np.where(model.mean_gate_up > model.mean_inner, reduce_seconds(gate, 1, group), 0)
 
 
 def _head(

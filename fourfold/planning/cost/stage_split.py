@@ -46,17 +46,9 @@ class StageSplit(NamedTuple):
 
 def split_of(work: Workload) -> StageSplit:
     """Return the split of the blocks over pipeline ranks for each case."""
-    layout = work.layout
-    v_shaped = layout.v_shaped
-    cases = np.broadcast_arrays(
-        work.model.num_hidden_layers,
-        work.model.dense_first,
-        work.model.linear,
-        layout.pp,
-        layout.stages_per_rank,
-        v_shaped,
-        layout.end_layers,
-    )
+    model, layout = work.model, work.layout
+    blocks = (model.num_hidden_layers, model.dense_first, model.linear)
+    cases = np.broadcast_arrays(*blocks, layout.pp, layout.stages_per_rank, layout.v_shaped, layout.end_layers)
     if not any(np.ndim(case) for case in cases):
         return _as_split(_split(*(float(case) for case in cases), layout.layers_per_stage))
     # The layouts of a model have few distinct combinations of these values, so compute each combination once.

@@ -9,13 +9,7 @@ import numpy as np
 
 from fourfold.planning.array_fields import ArrayFields, Flag, Number
 from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts, where_experts
-from fourfold.planning.cost.terms.collective import (
-    ShardGroup,
-    group_of,
-    reduce_seconds,
-    shard_group_of,
-    shard_seconds,
-)  # fmt: skip
+from fourfold.planning.cost.terms.collective import ShardGroup, group_of, reduce_seconds, shard_group_of, shard_seconds
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
@@ -109,8 +103,7 @@ def gathered_once_a_step(work: Workload) -> Flag:
     """Return whether sharded weights are gathered once per step instead of once per micro-batch: with distributed
     optimizers, and with zero 1 or 2 if z = 1."""
     layout = work.layout
-    gathered: Flag = work.program.weights_kept | ((layout.zero > 0) & (layout.zero < 3) & (layout.z == 1))
-    return gathered
+    return work.program.weights_kept | ((layout.zero > 0) & (layout.zero < 3) & (layout.z == 1))
 
 
 def _gradient_sum_seconds(work: Workload, machine: Machine, constants: Constants) -> Number:

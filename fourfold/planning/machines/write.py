@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.planning.machines.constants import NAMES
+from fourfold.planning.machines.constants import NAMES, PRIORS
 from fourfold.planning.machines.machine import SECTIONS, Machine
 
 
@@ -24,18 +24,11 @@ def machine_toml(machine: Machine, title: str, base: Machine) -> str:
         if given:
             lines += ["", f"[{section}]", *(_constant(key, value, base) for key, value in given.items())]
     if machine.efficiency:
-        lines += [
-            "",
-            "# Factors on the priors of planning/machines/constants.py, fitted by `fourfold machine calibrate`.",
-            "[efficiency]",
-        ]
-        lines += [f"{name} = {value:.4f}" for name, value in machine.efficiency]
+        note = "# Factors on the priors of planning/machines/constants.py, fitted by `fourfold machine calibrate`."
+        lines += ["", note, "[efficiency]", *(f"{name} = {value:.4f}" for name, value in machine.efficiency)]
     if machine.calibrated_range:
-        lines += [
-            "",
-            "# Smallest and largest value in the rows of the fit. Predictions outside this range are extrapolations.",
-            "[calibrated_range]",
-        ]
+        note = "# Smallest and largest value in the rows of the fit. Predictions outside this range are extrapolations."
+        lines += ["", note, "[calibrated_range]"]
         lines += [f'"{name}" = [{low:g}, {high:g}]' for name, (low, high) in machine.calibrated_range]
     return "\n".join(lines) + "\n"
 
@@ -53,12 +46,8 @@ def with_constants(machine: Machine, name: str, logs: np.ndarray, extent: Mappin
         logs: For each constant, the logarithm of the ratio between the constant and the median of its prior.
         extent: Smallest and largest value of each feature among the workloads of the fit.
     """
-    return replace(
-        machine,
-        name=name,
-        efficiency=tuple(zip(NAMES, np.exp(logs).tolist(), strict=True)),
-        calibrated_range=tuple(extent.items()),
-    )
+    efficiency = tuple(zip(NAMES, np.exp(logs).tolist(), strict=True))
+    return replace(machine, name=name, efficiency=efficiency, calibrated_range=tuple(extent.items()))
 
 
 def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> Machine:
@@ -69,8 +58,6 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
     rates further. The planner multiplies each rate by a constant, which is the constant's prior times the machine's
     factor. So this function sets the factor of each measured rate to 1 / prior, and the constant becomes 1.
     """
-    from fourfold.planning.machines.constants import PRIORS
-
     kinds = measured["matmuls"].values()
     reached = {kind: max(rates[kind] for rates in kinds) for kind in ("NN", "NT", "TN")}
     best = max(reached.values())

@@ -59,18 +59,14 @@ def neighbors(plan: Plan) -> list[Neighbor]:
     here = {name: int(getattr(best.work.layout, name)) for name in columns}
 
     def look(changes: dict[str, int], text: str, parts: Sequence[int] = found.batch_parts) -> Neighbor:
-        mask = np.ones(found.first_round, dtype=bool)
-        for name, column in columns.items():
-            if name == "zero" and (changes.get("dp", here["dp"]) * changes.get("cp", here["cp"])) == 1:
-                continue
-            if name in ("stages_per_rank", "schedule") and changes.get("pp", here["pp"]) == 1:
-                continue
-            if name == "cp_method" and changes.get("cp", here["cp"]) == 1:
-                continue
-            if name in ("recompute_every", "offload") and "recompute" in changes:
-                continue
-            mask &= column == changes.get(name, here[name])
-        places = np.flatnonzero(mask)
+        there = here | changes
+        # Choices that have no effect on this neighbor, or that follow from the change.
+        free = {"zero"} if there["dp"] * there["cp"] == 1 else set()
+        free |= {"stages_per_rank", "schedule"} if there["pp"] == 1 else set()
+        free |= {"cp_method"} if there["cp"] == 1 else set()
+        free |= {"recompute_every", "offload"} if "recompute" in changes else set()
+        same = [columns[name] == there[name] for name in columns if name not in free]
+        places = np.flatnonzero(np.logical_and.reduce(same))
         if not len(places):
             return Neighbor(text, None, refusal(best.work.but(**changes), plan.machine) or "not searched")
         near = with_batch_parts(found.work.take(places), parts)

@@ -164,8 +164,7 @@ def ranking(scores: SearchScores) -> np.ndarray:
     """
     seconds, p_oom = scores.seconds[scores.fits], scores.p_oom[scores.fits]
     bands = np.floor(np.log(seconds / seconds.min(initial=np.inf)) / np.log(TIED))
-    order: np.ndarray = scores.fits[np.lexsort((seconds, np.rint(100 * p_oom), bands))]
-    return order
+    return scores.fits[np.lexsort((seconds, np.rint(100 * p_oom), bands))]
 
 
 def score(
@@ -235,13 +234,11 @@ def _candidates(work: Workload, scores: SearchScores) -> np.ndarray:
         ranked = min(RANKED, len(scores.fits)) - 1
         limit = np.partition(scores.seconds[scores.fits], ranked)[ranked]
     is_split = np.asarray(work.layout.x * work.layout.y) > 1
-    candidates: np.ndarray = np.flatnonzero(may_fit & is_split & (scores.least <= limit))
-    return candidates
+    return np.flatnonzero(may_fit & is_split & (scores.least <= limit))
 
 
 def with_batch_parts(work: Workload, batch_parts: Sequence[int]) -> Workload:
     """Return copies of all points, one for each number in ``batch_parts``."""
     count = np.size(work.layout.x)
     repeated = work.map_arrays(lambda array: np.tile(array, len(batch_parts)))
-    each: Workload = repeated.but(batch_parts=np.repeat(np.array(batch_parts, dtype=np.int32), count))
-    return each
+    return repeated.but(batch_parts=np.repeat(np.array(batch_parts, dtype=np.int32), count))
