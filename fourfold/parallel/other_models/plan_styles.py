@@ -30,6 +30,9 @@ log = logging.getLogger("fourfold.styles")
 _TABLES = tomllib.loads((files("fourfold.parallel.other_models") / "styles.toml").read_text(encoding="utf-8"))
 STYLES: dict[str, str] = _TABLES["styles"]
 """The styles that a plan may use, and what each of them does."""
+SYNONYMS: dict[str, str] = _TABLES["synonyms"]
+PLANS: dict[str, dict[str, str]] = _TABLES["plans"]
+"""fourfold's plans by model_type."""
 
 IN_SHARES = ("colwise", "colwise_in_parts", "rowwise")
 """Styles of layers that leave features split, so that the next layer in the group reads split features."""
@@ -67,7 +70,7 @@ def published_plan(model: nn.Module) -> dict[str, str]:
     prefix = getattr(model, "base_model_prefix", "")
     config = getattr(model, "config", None)
     of_config = getattr(config, "base_model_tp_plan", None) or {}
-    of_config = _TABLES["plans"].get(getattr(config, "model_type", ""), {}) | of_config
+    of_config = PLANS.get(getattr(config, "model_type", ""), {}) | of_config
     plan |= {f"{prefix}.{key}": style for key, style in of_config.items()}
     # Plans do not mention routers. Replicate them, so that all ranks choose the same experts.
     plan |= {name: "replicate" for name, m in model.named_modules() if type(m).__name__.endswith("Router")}
@@ -86,7 +89,7 @@ def _style(name: str, plan: Mapping[str, str]) -> str | None:
     if not matching:
         return None
     style = plan[max(matching, key=lambda pattern: (pattern == name, len(pattern)))]
-    return _TABLES["synonyms"].get(style, style)
+    return SYNONYMS.get(style, style)
 
 
 def _splittable(model: nn.Module, name: str, style: str | None) -> str | None:
