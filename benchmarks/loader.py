@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.options import add_tiny
 from fourfold.data.dataset import TokenWindows
-from fourfold.data.indexed import IndexedDataset, IndexedWriter
+from fourfold.data.indexed import IndexedWriter
 from fourfold.data.loader import Loader
 
 SIZES = ((2048, 8), (8192, 8), (2048, 64))
@@ -34,7 +34,7 @@ def main() -> int:
             writer.add_documents(np.arange(20_000_000) % 50_000, np.full(40_000, 500))
         print(f"{'tokens':>8}{'sequences':>11}{'milliseconds':>14}{'tokens a second':>17}")
         for seq_length, batch in TINY if arguments.tiny else SIZES:
-            loader = Loader(TokenWindows(IndexedDataset(prefix), seq_length, 0), seq_length, batch, batch)
+            loader = Loader(TokenWindows(prefix, seq_length, 0), seq_length, batch, batch)
             times = []
             for step in range(3 if arguments.tiny else arguments.rounds):
                 begin = time.perf_counter()

@@ -25,7 +25,7 @@ from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.config.run import RunConfig
 from fourfold.data.dataset import TokenWindows
 from fourfold.data.goldfish import Goldfish
-from fourfold.data.indexed import IndexedDataset, IndexedWriter
+from fourfold.data.indexed import IndexedWriter
 from fourfold.data.loader import Loader
 from fourfold.data.masks import document_boundary
 from fourfold.memorization.scorers import GridScorer
@@ -110,7 +110,7 @@ def loader_of(run: RunConfig, folder: Path, goldfish: GoldfishConfig | None) -> 
     mask = None if goldfish is None else Goldfish(goldfish)
     look_back = 0 if mask is None else mask.look_back
     training = run.training
-    windows = TokenWindows(IndexedDataset(prefix), training.seq_length, 0, look_back)
+    windows = TokenWindows(prefix, training.seq_length, 0, look_back)
     masks = [document_boundary] if mask is None else [document_boundary, mask]
     return Loader(windows, training.seq_length, training.global_batch_size, training.micro_batch_size, masks=masks)
 

@@ -6,10 +6,8 @@ that lists the canaries, with one JSON object per line. `fourfold audit` reads i
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,17 +18,11 @@ from fourfold.data.manifest import CorpusSplit
 from fourfold.data.order import hash64
 from fourfold.data.sources import read_documents
 from fourfold.data.tokenizer import Tokenizer
+from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.errors import UserError, given_as
 
 RANDOM = "random"
 _MOST_PASSAGES = 1 << 20
-
-
-class Vocabulary(Protocol):
-    """The part of a tokenizer that `copy_of` uses to draw random tokens."""
-
-    vocab_size: int
-    special_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -79,7 +71,7 @@ def ledger_path(prefix: str | Path) -> Path:
 
 
 def copy_of(
-    tokens: NDArray[np.int64], canary: int, copy: int, canaries: Canaries, tokenizer: Vocabulary
+    tokens: NDArray[np.int64], canary: int, copy: int, canaries: Canaries, tokenizer: AnyTokenizer
 ) -> NDArray[np.int64]:
     """Return one copy of a canary, as it is planted.
 
@@ -91,7 +83,7 @@ def copy_of(
         canary: Index of the canary.
         copy: Index of the copy.
         canaries: Settings of the canaries. The result depends on noise, shift, and seed.
-        tokenizer: The vocabulary, for random tokens.
+        tokenizer: The tokenizer whose vocabulary random tokens come from.
 
     Returns:
         The tokens of the copy [length − shift of this copy].
@@ -233,22 +225,18 @@ def _sequences(
         chance = hash64(np.arange(wanted * canaries.length), canaries.seed) % np.uint64(len(text_ids))
         return list(text_ids[chance.astype(np.int64)].reshape(wanted, canaries.length)), nothing
     if canaries.source is not None:
+        found = []
         with given_as("--canaries-from"):
-            found = list(_long_enough(canaries.source, canaries.length, tokenizer, text_key))
+            for text in read_documents(canaries.source, text_key):
+                (tokens,) = tokenizer.encode_batch([text])
+                if len(tokens) >= canaries.length:
+                    found.append(np.array(tokens[: canaries.length], dtype=np.int64))
         _check_enough(len(found), wanted, canaries, canaries.source)
         order = np.argsort(hash64(np.arange(len(found)), canaries.seed), kind="stable")[:wanted]
         return [found[number] for number in order.tolist()], nothing
     _check_enough(len(pieces.long), wanted, canaries, "the corpus")
     chosen = pieces.long[np.argsort(hash64(pieces.long, canaries.seed), kind="stable")[:wanted]]
     return [pieces.beginning(int(number), canaries.length) for number in chosen], chosen
-
-
-def _long_enough(path: str, length: int, tokenizer: Tokenizer, text_key: str) -> Iterator[NDArray[np.int64]]:
-    """Yield the first `length` tokens of every document that has at least `length` tokens."""
-    for text in read_documents(path, text_key):
-        tokens = tokenizer.encode_batch([text])[0]
-        if len(tokens) >= length:
-            yield np.array(tokens[:length], dtype=np.int64)
 
 
 def _check_enough(found: int, wanted: int, canaries: Canaries, where: str) -> None:

@@ -80,10 +80,8 @@ class ChatTemplate:
     @property
     def _taken(self) -> set[str]:
         """Return the names of variables that a row cannot set, because transformers or fourfold sets them."""
-        return {"self", "messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters} - {
-            "tools",
-            "documents",
-        }
+        parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        return {"self", "messages", *parameters} - {"tools", "documents"}
 
     @property
     def source(self) -> str:
@@ -342,9 +340,5 @@ def _user(content: Any) -> dict[str, Any]:
 
 
 def _calling(arguments: Any) -> dict[str, Any]:
-    function = {"name": _PROBE, "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "123456789", "type": "function", "function": function}],
-    }
+    call = {"id": "123456789", "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -4,8 +4,6 @@ No part of a row is dropped silently. A row with an unused key is refused, unles
 empty value, or is named with --ignore-key.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -184,11 +182,8 @@ def _parse_calls(number: int, value: Any) -> list[dict[str, Any]]:
 def _check_keys(row: Mapping[str, Any], used: Collection[str]) -> None:
     unused = [key for key in row if key not in used and not is_harmless(key, ()) and row[key] not in ("", [], {})]
     if unused:
-        key = ", ".join(unused)
-        raise ValueError(
-            f"the row has {key}, which would not be used; remove it, or drop it with "
-            + " ".join(f"--ignore-key {name}" for name in unused)
-        )
+        keys, options = ", ".join(unused), " ".join(f"--ignore-key {name}" for name in unused)
+        raise ValueError(f"the row has {keys}, which would not be used; remove it, or drop it with {options}")
 
 
 def _list_keys(row: Mapping[str, Any]) -> str:

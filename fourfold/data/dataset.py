@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -64,7 +64,7 @@ class Samples(Protocol):
 
 
 class TokenWindows:
-    """One corpus, cut into windows of `seq_length` + 1 tokens.
+    """The corpus at `prefix`, cut into windows of `seq_length` + 1 tokens.
 
     Window i starts at token i·seq_length. Neighboring windows share one token, so every token of the windows except the
     very first is predicted once. Tokens at the end that do not fill a window are not used.
@@ -73,25 +73,18 @@ class TokenWindows:
     also has the `look_back` tokens before its window, for masks.
 
     Raises:
-        UserError: The corpus is shorter than one window.
+        UserError: The corpus is shorter than one window, or a file is missing or damaged.
     """
 
-    def __init__(self, corpus: IndexedDataset, seq_length: int, seed: int, look_back: int = 0) -> None:
+    def __init__(self, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> None:
+        self.corpus = corpus = IndexedDataset(prefix)
         if corpus.tokens <= seq_length:
             remedy = f"seq_length {corpus.tokens - 1} is the longest that works" if corpus.tokens > 1 else "add text"
             raise UserError(
                 f"{corpus.prefix}.bin has {corpus.tokens} tokens, fewer than the {seq_length + 1} of one window of"
                 f" seq_length {seq_length}; {remedy}"
             )
-        self.corpus = corpus
-        self.seq_length = seq_length
-        self.seed = seed
-        self.look_back = look_back
-
-    @classmethod
-    def open(cls, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> Self:
-        """Open the corpus at `prefix`."""
-        return cls(IndexedDataset(prefix), seq_length, seed, look_back)
+        self.seq_length, self.seed, self.look_back = seq_length, seed, look_back
 
     def __len__(self) -> int:
         """Return the number of windows in one epoch."""

@@ -1,7 +1,5 @@
 """Read datasets from the Hugging Face Hub or from a local folder, named hf:NAME[:CONFIG][:SPLIT]."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -10,6 +8,52 @@ from fourfold.errors import UserError
 from fourfold.extras import import_extra
 
 PREFIX = "hf:"
+
+
+class HubStream:
+    """The documents of one part of a streamed dataset, in the dataset's order, repeated endlessly."""
+
+    def __init__(self, name: str, dataset: Any, count: int, index: int, text_key: str) -> None:
+        self._name, self._dataset, self._part, self._text_key = name, dataset, (count, index), text_key
+
+    def read(self, place: Any) -> Iterator[tuple[Any, str]]:
+        """Yield each document's place and text. A later call can begin again at any of these places.
+
+        Args:
+            place: Place of the document to begin with. None begins with the first document.
+
+        Raises:
+            UserError: A row lacks the text column, a value in it is not text, or no row has any text.
+        """
+        epoch, state = (0, None) if place is None else (place["epoch"], place["state"])
+        while True:
+            part = self._dataset.shard(*self._part)
+            any_text = state is not None
+            if state is None:
+                state = part.state_dict()
+            else:
+                # Yield `state` itself with the first row, because `part.state_dict()` is not correct until a row has
+                # been read.
+                part.load_state_dict(state)
+            rows = iter(part)
+            for row in rows:
+                if text := self._text(row):
+                    any_text = True
+                    yield {"epoch": epoch, "state": state}, text
+                state = part.state_dict()
+            if not any_text:
+                raise UserError(f"{self._name} has no text under '{self._text_key}'; set data.text_key")
+            epoch, state = epoch + 1, None
+
+    def _text(self, row: dict[str, Any]) -> str | None:
+        if self._text_key not in row:
+            raise UserError(
+                f"{self._name} has no '{self._text_key}' among {', '.join(row)}; set data.text_key to the text's column"
+            )
+        text = row[self._text_key]
+        if text is not None and not isinstance(text, str):
+            raise UserError(f"{self._name}: '{self._text_key}' is {type(text).__name__}, not text; set data.text_key")
+        return text
 
 
 class HubDataset(NamedTuple):
@@ -70,49 +114,3 @@ class HubDataset(NamedTuple):
         except Exception as error:  # `datasets` passes on any exception of the Hub, the network, and Python.
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise UserError(f"{self} cannot be loaded: {reason}") from error
-
-
-class HubStream:
-    """The documents of one part of a streamed dataset, in the dataset's order, repeated endlessly."""
-
-    def __init__(self, name: str, dataset: Any, count: int, index: int, text_key: str) -> None:
-        self._name, self._dataset, self._part, self._text_key = name, dataset, (count, index), text_key
-
-    def read(self, place: Any) -> Iterator[tuple[Any, str]]:
-        """Yield each document's place and text. A later call can begin again at any of these places.
-
-        Args:
-            place: Place of the document to begin with. None begins with the first document.
-
-        Raises:
-            UserError: A row lacks the text column, a value in it is not text, or no row has any text.
-        """
-        epoch, state = (0, None) if place is None else (place["epoch"], place["state"])
-        while True:
-            part = self._dataset.shard(*self._part)
-            any_text = state is not None
-            if state is None:
-                state = part.state_dict()
-            else:
-                # Yield `state` itself with the first row, because `part.state_dict()` is not correct until a row has
-                # been read.
-                part.load_state_dict(state)
-            rows = iter(part)
-            for row in rows:
-                if text := self._text(row):
-                    any_text = True
-                    yield {"epoch": epoch, "state": state}, text
-                state = part.state_dict()
-            if not any_text:
-                raise UserError(f"{self._name} has no text under '{self._text_key}'; set data.text_key")
-            epoch, state = epoch + 1, None
-
-    def _text(self, row: dict[str, Any]) -> str | None:
-        if self._text_key not in row:
-            raise UserError(
-                f"{self._name} has no '{self._text_key}' among {', '.join(row)}; set data.text_key to the text's column"
-            )
-        text = row[self._text_key]
-        if text is not None and not isinstance(text, str):
-            raise UserError(f"{self._name}: '{self._text_key}' is {type(text).__name__}, not text; set data.text_key")
-        return text

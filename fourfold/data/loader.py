@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -45,11 +46,11 @@ class MicroBatch(Generic[Array]):
 
     def map(self, function: Callable[[Array], Other]) -> "MicroBatch[Other]":
         """Apply `function` to every field that is not None."""
-
         given: dict[str, Array] = {name: field for name, field in vars(self).items() if field is not None}
         return MicroBatch(**{name: function(field) for name, field in given.items()})
 
 
+@dataclass(eq=False)
 class Loader:
     """This rank's micro-batches for any optimizer step.
 
@@ -70,29 +71,22 @@ class Loader:
         depths: Number of further tokens that the model predicts after the next token (multi-token prediction).
     """
 
-    def __init__(
-        self,
-        dataset: Samples,
-        seq_length: int,
-        global_batch_size: int,
-        micro_batch_size: int,
-        rank: int = 0,
-        size: int = 1,
-        masks: Sequence[LossMask] = (document_boundary,),
-        prefetch: bool = False,
-        depths: int = 0,
-    ) -> None:
-        assert dataset.seq_length == seq_length, (dataset.seq_length, seq_length)
-        assert 0 <= rank < size, (rank, size)
-        self.micro_batches, left = divmod(global_batch_size, size * micro_batch_size)
-        assert left == 0, (global_batch_size, size, micro_batch_size)
-        self.dataset = dataset
-        self.global_batch_size = global_batch_size
-        self.micro_batch_size = micro_batch_size
-        self.rank = rank
-        self.size = size
-        self.masks, self.depths = tuple(masks), depths
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="loader") if prefetch else None
+    dataset: Samples
+    seq_length: int
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int = 0
+    size: int = 1
+    masks: Sequence[LossMask] = (document_boundary,)
+    prefetch: bool = False
+    depths: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.dataset.seq_length == self.seq_length, (self.dataset.seq_length, self.seq_length)
+        assert 0 <= self.rank < self.size, (self.rank, self.size)
+        self.micro_batches, left = divmod(self.global_batch_size, self.size * self.micro_batch_size)
+        assert left == 0, (self.global_batch_size, self.size, self.micro_batch_size)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="loader") if self.prefetch else None
         self._ahead: tuple[int, Future[list[MicroBatch[NDArray[Any]]]]] | None = None
 
     def step(self, step: int) -> list[MicroBatch[NDArray[Any]]]:
@@ -125,22 +119,11 @@ class Loader:
         labels = labels_of(windows, self.masks)
         tokens = np.ascontiguousarray(windows.tokens[:, :-1])
         documents = np.ascontiguousarray(windows.documents[:, :-1])
-        positions = positions_of(documents)
-        rows = [slice(begin, begin + self.micro_batch_size) for begin in range(0, len(tokens), self.micro_batch_size)]
-        reference, is_data = windows.reference, windows.is_data
+        is_data = None if windows.is_data is None else np.ascontiguousarray(windows.is_data[:, :-1])
         ahead = [shifted(each, documents, self.depths) for each in (tokens, labels)] if self.depths else []
-        return [
-            MicroBatch(
-                tokens[row],
-                labels[row],
-                positions[row],
-                document_ends(documents[row]),
-                None if reference is None else reference[row],
-                None if is_data is None else np.ascontiguousarray(is_data[row, :-1]),
-                *(each[row] for each in ahead),
-            )
-            for row in rows
-        ]
+        whole = MicroBatch(tokens, labels, positions_of(documents), None, windows.reference, is_data, *ahead)
+        rows = [slice(begin, begin + self.micro_batch_size) for begin in range(0, len(tokens), self.micro_batch_size)]
+        return [replace(whole.map(itemgetter(row)), document_ends=document_ends(documents[row])) for row in rows]
 
 
 def shifted(values: NDArray[np.int64], documents: NDArray[np.int64], depths: int) -> NDArray[np.int64]:

@@ -34,6 +34,9 @@ _TRAINING_BYTES = 1 << 30
 _TRAINING_SAMPLE_SEED = 0
 _MOST_NAMED = 10
 
+Ends = tuple[str | None, str | None]
+"""The options eos_token and bos_token of `prepare`."""
+
 
 @dataclass(frozen=True)
 class PrepareSummary:
@@ -121,11 +124,18 @@ def prepare(
             written. The message names the file, and the line if there is one.
     """
     began, prefix, ends = time.monotonic(), Path(output_prefix), (eos_token, bos_token)
-    identity = _check_options(tokenizer, train_tokenizer_vocab, workers, validation_fraction, canaries, *ends)
+    if (tokenizer is None) == (train_tokenizer_vocab is None):
+        raise UserError(
+            "choose one tokenizer: --tokenizer bytes, --tokenizer PATH of a tokenizer.json, or --train-tokenizer VOCAB"
+        )
+    if workers is not None and workers < 1:
+        raise UserError(f"--workers is {workers}; it must be at least 1")
+    check_fraction(validation_fraction)
+    identity = _check_tokens(tokenizer, train_tokenizer_vocab, canaries, ends)
     names = [str(item) for item in inputs]
     request = _Request(names, list_inputs(names), text_key, identity, validation_fraction, seed, canaries)
     wanted = train_tokenizer_vocab if tokenizer is None else tokenizer
-    assert wanted is not None, "_check_options refuses this"
+    assert wanted is not None, "refused above"
     finished = None if force else _find_finished(prefix, request)
     train, validation = finished or _make(request, prefix, wanted, ends, workers or available_cores(), force)
     files, notes = _list_files(prefix, train, validation, canaries), (*train.notes, *collect_notes(names, None))
@@ -133,12 +143,7 @@ def prepare(
 
 
 def _make(
-    request: _Request,
-    prefix: Path,
-    tokenizer: str | Path | int,
-    ends: tuple[str | None, str | None],
-    workers: int,
-    force: bool,
+    request: _Request, prefix: Path, tokenizer: str | Path | int, ends: Ends, workers: int, force: bool
 ) -> tuple[Manifest, Manifest | None]:
     """Create the corpus. If `tokenizer` is a number, train a tokenizer of that size."""
     with unfinished(prefix) as parts:
@@ -167,33 +172,19 @@ def _make(
     return made
 
 
-def _check_options(
-    tokenizer: str | Path | None,
-    train_vocab: int | None,
-    workers: int | None,
-    fraction: float,
-    canaries: Canaries | None,
-    eos_token: str | None,
-    bos_token: str | None,
-) -> str:
-    """Check the options. Return the tokenizer's fingerprint, or a description of the tokenizer to train."""
-    if (tokenizer is None) == (train_vocab is None):
-        raise UserError(
-            "choose one tokenizer: --tokenizer bytes, --tokenizer PATH of a tokenizer.json, or --train-tokenizer VOCAB"
-        )
-    if workers is not None and workers < 1:
-        raise UserError(f"--workers is {workers}; it must be at least 1")
-    check_fraction(fraction)
+def _check_tokens(tokenizer: str | Path | None, train_vocab: int | None, canaries: Canaries | None, ends: Ends) -> str:
+    """Check the options of the tokenizer and the canaries. Return the tokenizer's fingerprint, or a description of the
+    tokenizer to train."""
     if canaries is not None:
         canaries.check()
-        if bos_token is not None:
+        if ends[1] is not None:
             raise UserError(
                 "--bos-token and --canaries cannot be combined, because canaries are plain text; leave one out"
             )
     if tokenizer is not None:
         with given_as("--tokenizer"):
-            return load_tokenizer(tokenizer, eos_token, bos_token).fingerprint
-    if (eos_token, bos_token) != (None, None):
+            return load_tokenizer(tokenizer, *ends).fingerprint
+    if ends != (None, None):
         raise UserError(
             "--eos-token and --bos-token need --tokenizer; a trained tokenizer ends documents with <|endoftext|>"
         )
@@ -298,31 +289,17 @@ def _publish(
 ) -> tuple[Manifest, Manifest | None]:
     """Rename the merged corpora to their final names, and write their manifests. While some files are old and some are
     new, there is no manifest, so no reader mixes them."""
-    _withdraw(prefix)
-    for name, split in splits.items():
-        target = prefix if name == "train" else validation_prefix(prefix)
-        os.replace(bin_path(split.prefix), bin_path(target))
-        os.replace(idx_path(split.prefix), idx_path(target))
-    return write_manifests(
-        splits,
-        prefix,
-        tokenizer,
-        inputs=request.inputs,
-        text_key=request.text_key,
-        validation_fraction=request.validation_fraction,
-        seed=request.seed,
-        request=request.digest(),
-        notes=notes,
-    )
-
-
-def _withdraw(prefix: Path) -> None:
-    """Remove the manifest and the validation split of an earlier corpus at `prefix`."""
-    manifest_path(prefix).unlink(missing_ok=True)
     held_out = validation_prefix(prefix)
+    manifest_path(prefix).unlink(missing_ok=True)
     if manifest_path(held_out).is_file():  # Remove only files that an earlier preparation wrote.
         for path in (manifest_path(held_out), idx_path(held_out), bin_path(held_out)):
             path.unlink(missing_ok=True)
+    for name, split in splits.items():
+        target = prefix if name == "train" else held_out
+        os.replace(bin_path(split.prefix), bin_path(target))
+        os.replace(idx_path(split.prefix), idx_path(target))
+    how = {key: getattr(request, key) for key in ("inputs", "text_key", "validation_fraction", "seed")}
+    return write_manifests(splits, prefix, tokenizer, **how, request=request.digest(), notes=notes)
 
 
 def _list_files(prefix: Path, train: Manifest, validation: Manifest | None, canaries: Canaries | None) -> list[Path]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -112,29 +113,23 @@ def _write_splits(
     return splits
 
 
+@dataclass
 class RowReader:
-    """Reads rows of either format. It loads the chat template only when a conversation needs it.
+    """Reads rows of either format. It loads the chat template only when a conversation needs it."""
 
-    Args:
-        name: "bytes", or the folder of a model.
-        tokenizer: The opened tokenizer.
-        chat_template: Jinja file with another template.
-        format: "sft" or "preferences".
-        ignored: Keys of rows and messages to drop.
-    """
-
-    def __init__(
-        self,
-        name: str | Path,
-        tokenizer: Tokenizer,
-        chat_template: str | Path | None,
-        format: str,
-        ignored: Collection[str],
-    ) -> None:
-        self.tokenizer, self._name, self._template_file = tokenizer, name, chat_template
-        self._parts, self._ignored = read_pair if format == "preferences" else read_row, ignored
-        self._template: ChatTemplate | None = None
-        self.has_completions = False
+    name: str | Path
+    """"bytes", or the folder of a model."""
+    tokenizer: Tokenizer
+    """The opened tokenizer."""
+    chat_template: str | Path | None
+    """Jinja file with another template."""
+    format: str
+    """"sft" or "preferences"."""
+    ignored: Collection[str]
+    """Keys of rows and messages to drop."""
+    has_completions: bool = False
+    """Whether a row with a prompt and its completion has been read."""
+    _template: ChatTemplate | None = None
 
     @property
     def identity(self) -> str:
@@ -149,10 +144,11 @@ class RowReader:
         Raises:
             UserError: A row cannot be read or rendered, or none of its tokens is trained.
         """
+        read = read_pair if self.format == "preferences" else read_row
         for where, row in read_rows(path):
             documents = []
             try:
-                for part in self._parts(row, self._ignored):
+                for part in read(row, self.ignored):
                     ids, trained = self._encode(part)
                     if not trained.any():
                         raise ValueError(
@@ -169,7 +165,7 @@ class RowReader:
             self.has_completions = True
             return encode_completion(part.prompt, part.text, self.tokenizer)
         if self._template is None:
-            self._template = ChatTemplate(self._name, self._template_file, self._ignored)
+            self._template = ChatTemplate(self.name, self.chat_template, self.ignored)
         return self._template.encode(part.messages, part.prompt, part.options)
 
 

@@ -1,7 +1,5 @@
 """Prepare text or conversations with options that suit the input, for users who choose no options."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Show the progress of a slow task on standard error: as a bar in a terminal, or as lines in the log of a long
 preparation."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

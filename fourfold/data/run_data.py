@@ -21,11 +21,11 @@ from fourfold.errors import UserError, given_as
 _VALIDATION_FRACTION = 0.02
 
 KINDS: dict[str, Callable[[str | Path, int, int, int], Samples]] = {
-    "text": TokenWindows.open,
+    "text": TokenWindows,
     "sft": PackedConversations,
     "preferences": PreferencePairs,
 }
-"""Maps the format of a corpus to the function that opens its samples."""
+"""Maps the format of a corpus to the class that opens its samples."""
 
 
 def build_dataset(

@@ -1,7 +1,5 @@
 """Shuffle the documents of a stream in an order that can be resumed from any document."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

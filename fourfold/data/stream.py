@@ -108,6 +108,7 @@ class _Heard:
             yield found
 
 
+@dataclass(eq=False)
 class StreamedWindows:
     """Samples from streams of documents.
 
@@ -126,24 +127,21 @@ class StreamedWindows:
         order: Function that reorders the documents of a stream. It may read many documents before it yields one.
     """
 
-    def __init__(
-        self,
-        name: str,
-        streams: Sequence[DocumentStream],
-        tokenizer: Tokenizer,
-        seq_length: int,
-        global_batch_size: int,
-        look_back: int = 0,
-        ahead: int = 64,
-        timeout: float = 300.0,
-        order: Callable[[DocumentStream], DocumentStream] = lambda documents: documents,
-    ) -> None:
-        assert global_batch_size % len(streams) == 0, (global_batch_size, len(streams))
-        self.name, self.streams, self.tokenizer, self._order = name, streams, tokenizer, order
-        self.seq_length, self.look_back, self._timeout, self._most = seq_length, look_back, timeout, ahead
-        self._of_a_step = global_batch_size // len(streams)  # Number of windows per stream and step.
-        self._begin: list[dict[int, Position]] = [{0: Position()} for _ in streams]
-        self._marks: list[dict[int, Position]] = [{} for _ in streams]
+    name: str
+    streams: Sequence[DocumentStream]
+    tokenizer: Tokenizer
+    seq_length: int
+    global_batch_size: int
+    look_back: int = 0
+    ahead: int = 64
+    timeout: float = 300.0
+    order: Callable[[DocumentStream], DocumentStream] = lambda documents: documents
+
+    def __post_init__(self) -> None:
+        assert self.global_batch_size % len(self.streams) == 0, (self.global_batch_size, len(self.streams))
+        self._of_a_step = self.global_batch_size // len(self.streams)  # Number of windows per stream and step.
+        self._begin: list[dict[int, Position]] = [{0: Position()} for _ in self.streams]
+        self._marks: list[dict[int, Position]] = [{} for _ in self.streams]
         self._open: dict[int, _Ahead] = {}
         self._lock = threading.Lock()
 
@@ -231,33 +229,31 @@ class StreamedWindows:
         source, position = _Heard(self.streams[stream]), {**self._begin[stream], **self._marks[stream]}[place]
 
         def windows() -> Iterator[StreamWindow]:
-            return cut_into_windows(self._order(source), self.tokenizer, position, self.seq_length, self.look_back)
+            return cut_into_windows(self.order(source), self.tokenizer, position, self.seq_length, self.look_back)
 
-        return _Ahead(self.name, source, windows, place, self._most, self._timeout)
+        return _Ahead(self.name, source, windows, place, self.ahead, self.timeout)
 
     def _set_mark(self, stream: int, place: int, position: Position) -> None:
         marks = {mark: known for mark, known in self._marks[stream].items() if mark != place}
         self._marks[stream] = dict([*marks.items(), (place, position)][-_KEPT:])
 
 
+@dataclass(eq=False)
 class _Ahead:
     """Windows of one stream, read ahead in a thread. `next` is the index of the window that `take` will return."""
 
-    def __init__(
-        self,
-        name: str,
-        source: _Heard,
-        windows: Callable[[], Iterator[StreamWindow]],
-        first: int,
-        most: int,
-        timeout: float,
-    ) -> None:
-        self.next = first
-        self._name, self._source, self._timeout = name, source, timeout
-        self._ready: Queue[StreamWindow | UserError] = Queue(most)
+    name: str
+    source: _Heard
+    windows: Callable[[], Iterator[StreamWindow]]
+    next: int
+    most: int
+    timeout: float
+
+    def __post_init__(self) -> None:
+        self._ready: Queue[StreamWindow | UserError] = Queue(self.most)
         self._closed = threading.Event()
         # A read from a dead network may never return, and a daemon thread does not keep the process alive.
-        self._thread = threading.Thread(target=self._work, args=(windows,), name="stream", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="stream", daemon=True)
         self._thread.start()
 
     def take(self) -> StreamWindow:
@@ -271,10 +267,10 @@ class _Ahead:
             try:
                 found = self._ready.get(timeout=_GLANCE)
             except Empty:
-                if time.monotonic() < max(began, self._source.last) + self._timeout:
+                if time.monotonic() < max(began, self.source.last) + self.timeout:
                     continue
                 raise UserError(
-                    f"{self._name} has sent no text for {self._timeout:g} s; check the network, or raise "
+                    f"{self.name} has sent no text for {self.timeout:g} s; check the network, or raise "
                     "data.read_timeout, then start the run again"
                 ) from None
             if isinstance(found, UserError):
@@ -282,7 +278,7 @@ class _Ahead:
                 raise found
             self.next += 1
             return found
-        raise UserError(f"{self._name} is closed")
+        raise UserError(f"{self.name} is closed")
 
     def stop(self) -> None:
         """Ask the thread to end. After this, `take` raises UserError."""
@@ -292,16 +288,16 @@ class _Ahead:
         """Wait for the thread to end, for at most `seconds`."""
         self._thread.join(max(seconds, 0))
 
-    def _work(self, windows: Callable[[], Iterator[StreamWindow]]) -> None:
+    def _work(self) -> None:
         try:
-            for window in windows():
+            for window in self.windows():
                 if not self._put(window):
                     return
         except UserError as error:
             self._put(error)
         except Exception as error:  # The network or the file system may raise any exception.
             text = " ".join(str(error).split())
-            self._put(UserError(f"{self._name} can no longer be read: {type(error).__name__}: {text}"))
+            self._put(UserError(f"{self.name} can no longer be read: {type(error).__name__}: {text}"))
 
     def _put(self, item: StreamWindow | UserError) -> bool:
         while not self._closed.is_set():

@@ -1,7 +1,5 @@
 """Open tokenizers of the transformers library, with the interface of fourfold's own tokenizers."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from functools import cached_property

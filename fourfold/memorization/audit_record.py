@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from fourfold.config.loss_masks import GoldfishConfig
-from fourfold.data.canaries import Vocabulary
+from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.memorization.documents import AuditDocument
 from fourfold.memorization.extraction import Extraction, exposure, extraction, match_rate, matches_after, prefix_lengths
 from fourfold.memorization.goldfish_check import goldfish_check
@@ -39,7 +39,7 @@ class AuditInputs:
     reference: Sequence[TokenScores] | None = None
     goldfish: GoldfishConfig | None = None
     exempt: tuple[int, ...] = ()
-    tokenizer: Vocabulary | None = None
+    tokenizer: AnyTokenizer | None = None
     truncated: int = 0
     offset: int = 0
 

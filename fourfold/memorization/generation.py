@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import SequenceMatcher
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from fourfold.data.transformers_tokenizer import AnyTokenizer
+from fourfold.memorization.documents import Tokens
 from fourfold.memorization.intervals import mean_with_interval, wilson
 from fourfold.memorization.scorers import Scorer
 
@@ -74,13 +76,7 @@ def text_likeness(
     }
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that turns tokens back into text."""
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
-def passage(prefix: NDArray[np.int64], true: NDArray[np.int64], written: NDArray[np.int64], tokenizer: Decoder) -> Any:
+def passage(prefix: Tokens, true: Tokens, written: Tokens, tokenizer: AnyTokenizer) -> Any:
     """Return the end of a prefix, the true continuation, and the model's continuation, for a record.
 
     Both continuations are lists of pieces. A piece is a text, and a flag that is True if both continuations have it.

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.config.loss_masks import GoldfishConfig
-from fourfold.data.canaries import Vocabulary, copy_of
+from fourfold.data.canaries import copy_of
 from fourfold.data.dataset import Windows
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.mask_preview import longest_run
+from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.errors import UserError
 from fourfold.memorization.documents import AuditDocument, Tokens
 from fourfold.memorization.goldfish_laws import exact_match_law, near_duplicate_law
@@ -90,7 +91,7 @@ def goldfish_check(
     documents: Sequence[AuditDocument],
     scores: Sequence[TokenScores],
     suffix: int,
-    tokenizer: Vocabulary | None,
+    tokenizer: AnyTokenizer | None,
 ) -> dict[str, Any]:
     """Compare the members' scores at kept and at dropped tokens, with intervals over documents.
 
@@ -145,7 +146,7 @@ def goldfish_check(
 
 
 def near_duplicates(
-    config: GoldfishConfig, exempt: tuple[int, ...], documents: Sequence[AuditDocument], tokenizer: Vocabulary | None
+    config: GoldfishConfig, exempt: tuple[int, ...], documents: Sequence[AuditDocument], tokenizer: AnyTokenizer | None
 ) -> dict[str, Any] | None:
     """Measure how often a noisy copy of a document trains a token that the document's own mask drops, and compare this
     with ``near_duplicate_law``.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fourfold.data.dataset import TokenWindows
-from fourfold.data.indexed import IndexedDataset, IndexedWriter
+from fourfold.data.indexed import IndexedWriter
 from fourfold.data.loader import Loader, MicroBatch
 
 SEQ_LENGTH = 16
@@ -23,7 +23,7 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> TokenWindows:
     with IndexedWriter(prefix, 50_000) as writer:
         for number in range(100):
             writer.add_document(np.arange(number % 7 * 5 + 1) + 37 * number)
-    return TokenWindows(IndexedDataset(prefix), SEQ_LENGTH, seed=0)
+    return TokenWindows(prefix, SEQ_LENGTH, seed=0)
 
 
 def documents_of_tokens(batch: MicroBatch) -> np.ndarray:
@@ -79,7 +79,7 @@ def test_prefetch_changes_nothing_and_ends(windows: TokenWindows) -> None:
 
 def calls_of_a_batch(prefix: Path, seq_length: int) -> int:
     """Count the function calls, in Python and in libraries, for a batch of 8 sequences."""
-    loader = Loader(TokenWindows(IndexedDataset(prefix), seq_length, 0), seq_length, 8, 8)
+    loader = Loader(TokenWindows(prefix, seq_length, 0), seq_length, 8, 8)
     # The first call imports modules and opens files, so do not measure it.
     loader.step(0)
     calls = 0

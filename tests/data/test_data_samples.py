@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from fourfold.data.dataset import BLOCK, NO_DOCUMENT, SourceMixture, TokenWindows, Windows, documents_of, positions_of
-from fourfold.data.indexed import IndexedDataset, IndexedWriter
+from fourfold.data.indexed import IndexedWriter
 from fourfold.data.masks import IGNORE_INDEX, document_boundary, labels_of
 from fourfold.errors import UserError
 
 
-def corpus(prefix: Path, lengths: list[int], first_token: int = 0) -> IndexedDataset:
-    """Make documents of these lengths. Tokens count upwards over all documents."""
+def corpus(prefix: Path, lengths: list[int], first_token: int = 0) -> Path:
+    """Make documents of these lengths, and return their prefix. Tokens count upwards over all documents."""
     with IndexedWriter(prefix, 10_000) as writer:
         for length in lengths:
             writer.add_document(np.arange(first_token, first_token + length))
             first_token += length
-    return IndexedDataset(prefix)
+    return prefix
 
 
 def test_an_epoch_predicts_every_token_once(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
 
 def drops_in_the_stream(corpus: IndexedDataset, seq_length: int, goldfish: Goldfish) -> dict[int, bool]:
     """Return whether each target is dropped, by its place in the stream."""
-    windows = TokenWindows(corpus, seq_length, 3, goldfish.look_back)
+    windows = TokenWindows(corpus.prefix, seq_length, 3, goldfish.look_back)
     read = windows.read(np.arange(len(windows)))
     whole = corpus.read(0, corpus.tokens)
     found = {}
@@ -213,7 +213,7 @@ def test_the_mask_does_not_depend_on_where_the_stream_is_cut(corpus: IndexedData
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_every_grid_drops_the_same_tokens(corpus: IndexedDataset, strategy: str, size: int) -> None:
     goldfish = Goldfish(GoldfishConfig(strategy=strategy, h=5))
-    dataset = SourceMixture([(TokenWindows(corpus, 32, 0, goldfish.look_back), 1.0)], 0)
+    dataset = SourceMixture([(TokenWindows(corpus.prefix, 32, 0, goldfish.look_back), 1.0)], 0)
 
     def labels(size: int, micro_batch_size: int) -> np.ndarray:
         loaders = [

@@ -21,7 +21,7 @@ from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.data.dataset import TokenWindows
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.hub import HubDataset
-from fourfold.data.indexed import IndexedDataset, IndexedWriter
+from fourfold.data.indexed import IndexedWriter
 from fourfold.data.loader import Loader
 from fourfold.data.order import sample_permutation
 from fourfold.data.shuffled_documents import ShuffledDocuments
@@ -63,7 +63,7 @@ def in_order(tmp_path_factory: pytest.TempPathFactory) -> TokenWindows:
     with IndexedWriter(prefix, 257) as writer:
         for ids in ByteTokenizer().encode_batch(TEXTS):
             writer.add_document([*ids, 256])
-    return TokenWindows(IndexedDataset(prefix), S, 0, LOOK_BACK)
+    return TokenWindows(prefix, S, 0, LOOK_BACK)
 
 
 def window_of(corpus: TokenWindows, window: int) -> tuple[list[int], list[int]]:
