@@ -18,7 +18,7 @@ from fourfold.training.run_folder import folder_of, where_it_continues
 
 if TYPE_CHECKING:  # These modules import torch, which a process that only starts workers does not need.
     from fourfold.config.run import RunConfig
-    from fourfold.memorization.audit import AuditRequest
+    from fourfold.memorization.audit_request import AuditRequest
     from fourfold.training.outcome import Outcome
 
 

@@ -85,7 +85,7 @@ def documents(
     if max_exact_match is not None and not 0 <= max_exact_match <= 1:
         raise UserError(f"--max-exact-match {max_exact_match} must be a share from 0 to 1, such as 0.01")
     from fourfold import jobs
-    from fourfold.memorization.audit import AuditRequest
+    from fourfold.memorization.audit_request import AuditRequest
     from fourfold.memorization.scores import AttackSampling
     from fourfold.reports.audit_report import audit_tables, write_audit_report
 

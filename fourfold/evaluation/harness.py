@@ -20,6 +20,9 @@ from fourfold.inference.lm_eval_tasks import find_tasks, run_tasks
 from fourfold.memorization.scorers import Scorer
 from fourfold.parallel.grid.shared_failure import raise_together
 
+MAX_NEW_TOKENS = 256
+"""Number of tokens to generate if the task does not say."""
+
 T = TypeVar("T")
 
 
@@ -37,16 +40,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         tokenizer: The tokenizer of the model.
         prefix: The token that comes before a text.
         context: Maximum number of input tokens per forward pass.
-        max_new_tokens: Number of tokens to generate if the task does not say.
     """
 
-    def __init__(
-        self, model: Scorer, tokenizer: AnyTokenizer, prefix: int, context: int, max_new_tokens: int = 256
-    ) -> None:
+    def __init__(self, model: Scorer, tokenizer: AnyTokenizer, prefix: int, context: int) -> None:
         super().__init__()
         self._prefix = prefix
         self._model, self._tokenizer, self.max_length = model, tokenizer, context
-        self._max_new_tokens = max_new_tokens
         self._is_scoring = False
 
     def run_each(
@@ -156,7 +155,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         stops = [until] if isinstance(until, str) else list(until)
         tokens = self.tok_encode(prompt) or [self.prefix_token_id]
         made: list[int] = []
-        for _ in range(int(options.get("max_gen_toks", self._max_new_tokens))):
+        for _ in range(int(options.get("max_gen_toks", MAX_NEW_TOKENS))):
             # A pass predicts each token of its input except the first. Append a 0, so that the pass also predicts the
             # token after the text.
             window = np.array([*[*tokens, *made][-self.max_length :], 0])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,70 +15,16 @@ from fourfold.config.run import RunConfig
 from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.environment import Place
 from fourfold.errors import UserError, given_as
-from fourfold.inference.generate import check_sampling
 from fourfold.launch.job_processes import choose_device
 from fourfold.memorization.audit_record import AuditInputs, audit_record
+from fourfold.memorization.audit_request import AuditRequest
 from fourfold.memorization.continuations import continuations
 from fourfold.memorization.documents import AuditDocument, Tokens, read_documents, with_others_before
 from fourfold.memorization.goldfish_check import check_replayable, is_replayable
-from fourfold.memorization.scored_model import (
-    ScoredModel,
-    ScoringRequest,
-    context_length,
-    find_model,
-    find_tokenizer,
-    open_scorer,
-)
+from fourfold.memorization.scored_model import ScoredModel, context_length, find_model, find_tokenizer, open_scorer
 from fourfold.memorization.scorers import Scorer
 from fourfold.memorization.scores import FIELDS, TokenScores
 from fourfold.run_file.load import load_run
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuditRequest(ScoringRequest):
-    """What to audit: a model and documents, with the options of the audit."""
-
-    documents: Path
-    """A .jsonl file with the documents to audit. Documents with a count of 0 are controls. All other documents are
-    members: the model was trained on them."""
-    control: Path | None = None
-    """A .jsonl file with more documents, which the model was not trained on."""
-    reference: str | None = None
-    """A second model. One of the membership attacks compares its losses with the losses of the audited model."""
-    run: Path | None = None
-    """A run file with a goldfish mask. The audit computes which tokens of the documents this mask drops (it replays the
-    mask). Default: the mask that the model was trained with, if the audit can replay it."""
-    suffix: int = 50
-    """Number of tokens at the end of a document that the model must reproduce."""
-    prefix: int = 50
-    """Number of tokens that a document must have before the suffix. Shorter documents are refused."""
-    offset: int = 0
-    """Number of tokens from unrelated documents to put before each document."""
-    generate: int = 0
-    """Number of members that the model continues token by token. The model also continues this many controls."""
-    beams: int = 0
-    """Beam width of the search for near-verbatim continuations of the documents that ``generate`` selects. 0 means no
-    search."""
-    text_key: str = "text"
-    """Key of the text in each line."""
-
-    def check(self) -> None:
-        """Check the sizes and the sampling options.
-
-        Raises:
-            UserError: A size or a sampling option is out of range.
-        """
-        positive, counts = ("suffix", "prefix", "micro_batch_size"), ("generate", "beams", "offset")
-        for name, least in [*((name, 1) for name in positive), *((name, 0) for name in counts)]:
-            if not least <= getattr(self, name) < 2**31:
-                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
-                raise UserError(f"{option} must be from {least} to {2**31 - 1:,}, such as {least}")
-        if self.beams and not self.generate:
-            raise UserError(
-                f"--beams {self.beams} searches from the documents that --generate selects; add --generate, such as "
-                "--generate 100"
-            )
-        check_sampling(self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
 
 
 def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[str, Any] | None:
@@ -108,17 +53,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
     documents, truncated = _documents(request, scorer, tokenizer)
     inputs = with_others_before(documents, request.offset)
     scores = _scores(scorer, inputs, request.offset)
-    continued = continuations(
-        scorer,
-        documents,
-        inputs,
-        scores,
-        tokenizer,
-        count=request.generate,
-        suffix=request.suffix,
-        beams=request.beams,
-        sampling=request.sampling,
-    )
+    continued = continuations(scorer, documents, inputs, scores, tokenizer, request)
     reference = None
     if other_model is not None:
         del scorer  # Free the first model's memory before the second model is loaded.
@@ -129,22 +64,19 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
     if tokenizer is not None:
         documents = [replace(document, text=tokenizer.decode(document.tokens.tolist())) for document in documents]
     special = () if tokenizer is None else tokenizer.special_ids
-    return audit_record(
-        AuditInputs(
-            model=str(model.checkpoint or model.name),
-            documents=documents,
-            scores=scores,
-            reference=reference,
-            continuations=continued,
-            suffix=request.suffix,
-            offset=request.offset,
-            sampling=request.sampling,
-            goldfish=goldfish,
-            exempt=tuple(sorted({*special, *(goldfish.exempt if goldfish else [])})),
-            tokenizer=tokenizer,
-            truncated=truncated,
-        )
+    found = AuditInputs(
+        request=request,
+        model=str(model.checkpoint or model.name),
+        documents=documents,
+        scores=scores,
+        reference=reference,
+        continuations=continued,
+        goldfish=goldfish,
+        exempt=tuple(sorted({*special, *(goldfish.exempt if goldfish else [])})),
+        tokenizer=tokenizer,
+        truncated=truncated,
     )
+    return audit_record(found)
 
 
 def _check_offset(request: AuditRequest, *runs: RunConfig | None) -> None:

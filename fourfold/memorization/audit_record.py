@@ -11,12 +11,13 @@ from typing import Any
 
 from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.data.transformers_tokenizer import AnyTokenizer
+from fourfold.memorization.audit_request import AuditRequest
 from fourfold.memorization.documents import AuditDocument
 from fourfold.memorization.extraction import Extraction, exposure, extraction, match_rate, matches_after, prefix_lengths
 from fourfold.memorization.goldfish_check import goldfish_check
 from fourfold.memorization.intervals import difference, mean_with_interval
 from fourfold.memorization.membership import FEWEST, attacks, bag_of_words_guard, conclusion, membership_scores
-from fourfold.memorization.scores import AttackSampling, TokenScores
+from fourfold.memorization.scores import TokenScores
 
 QUERIES = (1, 100, 10_000, 1_000_000)
 """Sample budgets of an attacker. For each budget, the record gives the fraction of documents that can be extracted."""
@@ -29,19 +30,17 @@ CHANCE = 0.5
 class AuditInputs:
     """Documents, their scores, and the options of the audit."""
 
+    request: AuditRequest
     model: str
     documents: Sequence[AuditDocument]
     scores: Sequence[TokenScores]
-    suffix: int
-    sampling: AttackSampling
+    reference: Sequence[TokenScores] | None
     continuations: Mapping[str, Any]
     """The result of ``continuations``."""
-    reference: Sequence[TokenScores] | None = None
-    goldfish: GoldfishConfig | None = None
-    exempt: tuple[int, ...] = ()
-    tokenizer: AnyTokenizer | None = None
-    truncated: int = 0
-    offset: int = 0
+    goldfish: GoldfishConfig | None
+    exempt: tuple[int, ...]
+    tokenizer: AnyTokenizer | None
+    truncated: int
 
 
 def audit_record(inputs: AuditInputs) -> dict[str, Any]:
@@ -49,7 +48,7 @@ def audit_record(inputs: AuditInputs) -> dict[str, Any]:
 
     Members are documents whose count is not 0. Documents with an unknown count are members.
     """
-    documents, scores, suffix = inputs.documents, inputs.scores, inputs.suffix
+    documents, scores, suffix = inputs.documents, inputs.scores, inputs.request.suffix
     found = [extraction(document_scores, suffix) for document_scores in scores]
     members = [number for number, document in enumerate(documents) if document.count != 0]
     controls = [number for number, document in enumerate(documents) if document.count == 0]
@@ -68,8 +67,8 @@ def audit_record(inputs: AuditInputs) -> dict[str, Any]:
     record = {
         "model": inputs.model,
         "suffix": suffix,
-        "offset": inputs.offset,
-        "sampling": asdict(inputs.sampling),
+        "offset": inputs.request.offset,
+        "sampling": asdict(inputs.request.sampling),
         **_beside_control([found[n] for n in members], [found[n] for n in controls]),
         "by_count": by_count,
         "by_prefix": _by_prefix(member_scores, [scores[n] for n in controls], suffix),
@@ -151,8 +150,8 @@ def _reference(inputs: AuditInputs, members: Sequence[int]) -> dict[str, Any] | 
     """Summarize the reference model on the members, and count documents that only one of the two models reproduces."""
     if inputs.reference is None:
         return None
-    found = [extraction(inputs.reference[n], inputs.suffix) for n in members]
-    ours = [extraction(inputs.scores[n], inputs.suffix).exact_match for n in members]
+    found = [extraction(inputs.reference[n], inputs.request.suffix) for n in members]
+    ours = [extraction(inputs.scores[n], inputs.request.suffix).exact_match for n in members]
     theirs = [each.exact_match for each in found]
     return {
         **_summary(found),

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from fourfold.data.transformers_tokenizer import AnyTokenizer
+from fourfold.memorization.audit_request import AuditRequest
 from fourfold.memorization.documents import AuditDocument, Tokens
 from fourfold.memorization.generation import continue_greedily, edit_distance, passage, text_likeness
 from fourfold.memorization.intervals import wilson
 from fourfold.memorization.near_verbatim import NearVerbatim, near_verbatim
 from fourfold.memorization.scorers import Scorer
-from fourfold.memorization.scores import AttackSampling, TokenScores
+from fourfold.memorization.scores import TokenScores
 
 TOLERANCES = (0.0, 0.05, 0.1, 0.2)
 """Fractions of a suffix that may differ from the true text. The record has bounds on the share of extractable documents
@@ -34,14 +35,10 @@ def continuations(
     inputs: Sequence[Tokens],
     scores: Sequence[TokenScores] | None,
     tokenizer: AnyTokenizer | None,
-    *,
-    count: int,
-    suffix: int,
-    beams: int,
-    sampling: AttackSampling,
+    request: AuditRequest,
 ) -> dict[str, Any]:
-    """Remove the suffixes of the first ``count`` members and the first ``count`` controls, and let the model write them
-    by greedy decoding. With ``beams``, also search for near-verbatim texts.
+    """Remove the suffixes of the first members and the first controls, and let the model write them by greedy decoding.
+    With ``beams``, also search for near-verbatim texts.
 
     Every process of the model's grid must call this.
 
@@ -51,26 +48,25 @@ def continuations(
         inputs: Token ids of each document, with the unrelated tokens before it.
         scores: On rank 0, the scores of each document. None on other ranks.
         tokenizer: The tokenizer that decodes the passages. Without one, there are no passages.
-        count: Number of members, and also number of controls.
-        suffix: Number of tokens at the end of a document to replace.
-        beams: Beam width of the search. 0 means no search.
-        sampling: The attacker's sampling scheme.
+        request: The options. ``generate`` is the number of members, and also the number of controls.
 
     Returns:
-        On rank 0, the record's entries "generation", "near_verbatim", and "passages". "generation" is None if ``count``
-        is 0, and "near_verbatim" is None without a search. On other ranks, all entries are empty.
+        On rank 0, the record's entries "generation", "near_verbatim", and "passages". "generation" is None if
+        ``generate`` is 0, and "near_verbatim" is None without a search. On other ranks, all entries are empty.
     """
+    suffix = request.suffix
     members, controls = (
-        [number for number, document in enumerate(documents) if (document.count == 0) == is_control][:count]
+        [number for number, document in enumerate(documents) if (document.count == 0) == is_control][: request.generate]
         for is_control in (False, True)
     )
     chosen = members + controls
     texts = [inputs[number] for number in chosen]
     written = continue_greedily(scorer, texts, suffix) if chosen else []
     found = []
-    if chosen and beams:
+    if chosen and request.beams:
         log_p = [] if scores is None else [float(scores[number].sampled[-suffix:].sum()) for number in chosen]
-        found = near_verbatim(scorer, texts, log_p, suffix, int(max(TOLERANCES) * suffix), beams, sampling)
+        tolerance = int(max(TOLERANCES) * suffix)
+        found = near_verbatim(scorer, texts, log_p, suffix, tolerance, request.beams, request.sampling)
     if scores is None or not chosen:
         return {"generation": None, "near_verbatim": None, "passages": []}
     true = [text[-suffix:] for text in texts]
@@ -82,15 +78,13 @@ def continuations(
     sides = {name: side for name, side in sides.items() if chosen[side]}
     edits = list(map(edit_distance, written, true))
     generation = {name: text_likeness(written[side], true[side], edits[side]) for name, side in sides.items()}
-    order = sorted(range(len(members)), key=edits.__getitem__)
+    passages = []
+    for n in sorted(range(len(members)), key=edits.__getitem__)[:SHOWN] if tokenizer is not None else []:
+        passages.append(passage(documents[chosen[n]].tokens[:-suffix], true[n], written[n], tokenizer))
     return {
         "generation": {**generation, "agrees_with_one_pass": float(np.mean(agree))},
         "near_verbatim": _near_verbatim({name: found[side] for name, side in sides.items()}, suffix) if found else None,
-        "passages": [
-            passage(documents[chosen[n]].tokens[:-suffix], true[n], written[n], tokenizer) for n in order[:SHOWN]
-        ]
-        if tokenizer
-        else [],
+        "passages": passages,
     }
 
 
@@ -108,10 +102,8 @@ def _near_verbatim(sides: dict[str, list[NearVerbatim]], suffix: int) -> dict[st
 def _extractable(found: Sequence[NearVerbatim], edits: int) -> dict[str, Any]:
     """Return bounds on the share of documents whose suffix is extractable with at most this many edits."""
     least = math.log(EXTRACTABLE)
-    at_least, at_most = (
-        sum(each.lower[edits] >= least for each in found),
-        sum(each.upper[edits] >= least for each in found),
-    )
+    at_least = sum(each.lower[edits] >= least for each in found)
+    at_most = sum(each.upper[edits] >= least for each in found)
     return {
         "documents": len(found),
         "extractable": at_least / len(found),

@@ -55,20 +55,14 @@ class CanaryAudit:
     def _write(self, steps: int, fields: list[NDArray[np.float32]]) -> None:
         scores = [TokenScores.of(d.tokens, each) for d, each in zip(self.documents, fields, strict=True)]
         training = self.run.training
-        record = {
-            "step": steps,
-            "tokens": steps * training.global_batch_size * training.seq_length,
-            "by_count": self._by_count(scores),
-        }
-        add_record(self.path, record)
+        tokens = steps * training.global_batch_size * training.seq_length
+        add_record(self.path, {"step": steps, "tokens": tokens, "by_count": self._by_count(scores)})
 
     def _by_count(self, scores: list[TokenScores]) -> dict[str, Any]:
         found = [extraction(each, self.run.audit.suffix) for each in scores]
-        counts = sorted({document.count for document in self.documents if document.count is not None})
-        groups = {
-            str(count): [each for each, d in zip(found, self.documents, strict=True) if d.count == count]
-            for count in counts
-        }
+        groups: dict[str, list[Extraction]] = {}
+        for count in sorted({document.count for document in self.documents if document.count is not None}):
+            groups[str(count)] = [each for each, d in zip(found, self.documents, strict=True) if d.count == count]
         return {name: _summary(group) for name, group in (groups or {"all": found}).items()}
 
 

@@ -44,12 +44,14 @@ def difference(successes: int, trials: int, other_successes: int, other_trials: 
     return rate - other - below, rate - other + above
 
 
-def bootstrap(statistic: Callable[[NDArray[Any]], float], values: NDArray[Any]) -> Interval:
-    """Return the percentile bootstrap interval of a statistic. The rows of ``values`` are resampled with
-    replacement."""
-    generator = np.random.default_rng(0)
-    found = [statistic(values[generator.integers(0, len(values), len(values))]) for _ in range(RESAMPLES)]
-    return _quantiles(found)
+def bootstrap(statistic: Callable[..., float], *samples: NDArray[Any]) -> Interval:
+    """Return the percentile bootstrap interval of a statistic of one or more samples. The rows of each sample are
+    resampled with replacement."""
+    generator, found = np.random.default_rng(0), []
+    for _ in range(RESAMPLES):
+        found.append(statistic(*(rows[generator.integers(0, len(rows), len(rows))] for rows in samples)))
+    low, high = np.quantile(found, (0.025, 0.975))
+    return float(low), float(high)
 
 
 def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
@@ -83,15 +85,7 @@ def auc_interval(members: NDArray[np.float64], controls: NDArray[np.float64]) ->
     If the scores separate members and controls perfectly, every resample has an AUC of 1 (or 0). The rule of three then
     gives the other end of the interval.
     """
-    generator = np.random.default_rng(0)
-    found = [
-        auc(
-            members[generator.integers(0, len(members), len(members))],
-            controls[generator.integers(0, len(controls), len(controls))],
-        )
-        for _ in range(RESAMPLES)
-    ]
-    low, high = _quantiles(found)
+    low, high = bootstrap(auc, members, controls)
     slack = 3 / min(len(members), len(controls))
     return (max(0.0, 1 - slack) if low == 1.0 else low), (min(1.0, slack) if high == 0.0 else high)
 
@@ -104,8 +98,3 @@ def true_positive_rate(members: NDArray[np.float64], controls: NDArray[np.float6
         return None
     threshold = np.sort(controls)[::-1][allowed]
     return float((members > threshold).mean())
-
-
-def _quantiles(values: list[float]) -> Interval:
-    low, high = np.quantile(values, (0.025, 0.975))
-    return float(low), float(high)

@@ -87,14 +87,11 @@ class GridScorer:
         at_once = size * grid.batch.size
         groups = [order[first : first + at_once] for first in range(0, len(order), at_once)]
         mine = [group[grid.batch.rank :: grid.batch.size] for group in groups]
-        micro_batches = [
-            share_of_sequences(MicroBatch(*_padded(rows, size, width, self.job.device)), grid.cp)
-            for rows, width in zip(
-                ([documents[n] for n in here] for here in mine),
-                (self._width(documents[group[-1]]) for group in groups),
-                strict=True,
-            )
-        ]
+        micro_batches = []
+        for group, here in zip(groups, mine, strict=True):
+            rows, width = [documents[n] for n in here], self._width(documents[group[-1]])
+            micro_batch = MicroBatch(*_padded(rows, size, width, self.job.device))
+            micro_batches.append(share_of_sequences(micro_batch, grid.cp))
         with scoring_head(self.job, fields or self.fields):
             outputs = self.job.outputs(micro_batches)  # On ranks without the last stage, the result is empty.
         scored = [

@@ -84,33 +84,25 @@ def _count_rows(record: Record) -> TableRows:
         groups = {"all members": record, **groups}
     if record["reference"] is not None:
         groups["the reference model, all members"] = record["reference"]
-    return [
-        [
-            name,
-            str(group["documents"]),
-            f"{group['exact_match']:.1%}",
-            _interval(group["exact_match_ci"]),
-            f"{group['longest_span']['median']:g} (at most {group['longest_span']['max']})",
-            f"{group['token_agreement']['mean']:.1%}",
-            f"{group['median_exposure']:.1f} of {group['largest_possible_exposure']:.1f}"
-            if "median_exposure" in group
-            else "",
-        ]
-        for name, group in groups.items()
-    ]
+    rows = []
+    for name, group in groups.items():
+        match = [f"{group['exact_match']:.1%}", _interval(group["exact_match_ci"])]
+        span = f"{group['longest_span']['median']:g} (at most {group['longest_span']['max']})"
+        exposure = ""
+        if "median_exposure" in group:
+            exposure = f"{group['median_exposure']:.1f} of {group['largest_possible_exposure']:.1f}"
+        agreement = f"{group['token_agreement']['mean']:.1%}"
+        rows.append([name, str(group["documents"]), *match, span, agreement, exposure])
+    return rows
 
 
 def _attack_rows(attacks: Record) -> TableRows:
-    return [
-        [
-            ATTACKS[name],
-            f"{attack['auc']:.3f}",
-            f"{attack['auc_ci'][0]:.3f} to {attack['auc_ci'][1]:.3f}",
-            _rate(attack["tpr_at_1_percent_fpr"]),
-            _rate(attack["tpr_at_0_1_percent_fpr"]),
-        ]
-        for name, attack in attacks.items()
-    ]
+    rows = []
+    for name, attack in attacks.items():
+        low, high = attack["auc_ci"]
+        rates = [_rate(attack[key]) for key in ("tpr_at_1_percent_fpr", "tpr_at_0_1_percent_fpr")]
+        rows.append([ATTACKS[name], f"{attack['auc']:.3f}", f"{low:.3f} to {high:.3f}", *rates])
+    return rows
 
 
 def _generation_facts(generation: Record) -> TableRows:
@@ -131,16 +123,14 @@ def _generation_facts(generation: Record) -> TableRows:
 
 def _near_rows(near: Record) -> TableRows:
     """Return a row for each number of edited tokens."""
-    return [
-        [
-            f"at most {row['edits']}" if row["edits"] else "none",
-            f"{_bounds(row['members'])} of {row['members']['documents']}",
-            _interval(row["members"]["extractable_ci"]),
-            f"{_bounds(row['control'])} of {row['control']['documents']}" if "control" in row else "",
-            f"{row['members']['mean_p']:.2g}",
-        ]
-        for row in near["tolerances"]
-    ]
+    rows = []
+    for row in near["tolerances"]:
+        members = row["members"]
+        edits = f"at most {row['edits']}" if row["edits"] else "none"
+        controls = _bounds(row["control"]) if "control" in row else ""
+        interval = _interval(members["extractable_ci"])
+        rows.append([edits, _bounds(members), interval, controls, f"{members['mean_p']:.2g}"])
+    return rows
 
 
 def _replay_facts(replay: Record) -> TableRows:
@@ -227,7 +217,7 @@ def _interval(ends: Sequence[float]) -> str:
 
 def _bounds(side: Record) -> str:
     low, high = f"{side['extractable']:.1%}", f"{side['extractable_at_most']:.1%}"
-    return low if low == high else f"{low} to {high}"
+    return f"{low if low == high else f'{low} to {high}'} of {side['documents']}"
 
 
 def _rate(value: float | None) -> str:

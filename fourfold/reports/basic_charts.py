@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from fourfold.reports.chart import chart, empty_chart
+from fourfold.reports.chart import empty_chart, figure
 from fourfold.reports.numbers import format_number
 
 LABELED = 12
@@ -33,7 +33,7 @@ def line_chart(title: str, lines: Mapping[str, Sequence[tuple[float, float]]], *
             for name, points in lines.items()
         ],
     }
-    return chart(title, option, zoom="x")
+    return figure(title, {"option": option}, height=260, zoom="x")
 
 
 def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, x_label: str) -> str:
@@ -58,4 +58,4 @@ def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, x_label
         "tooltip": {"trigger": "axis", "axisPointer": {"type": "shadow"}},
         "series": [*series, {**style, "name": "total", "silent": True, "data": sums, "label": _AT_END}],
     }
-    return chart(title, option, height=64 + 28 * len(bars))
+    return figure(title, {"option": option}, height=64 + 28 * len(bars))

@@ -15,30 +15,17 @@ from html import escape
 from importlib.resources import files
 from typing import Any, Literal
 
-Option = Mapping[str, Any]
 NOTHING = "nothing recorded"
-
-
-def chart(title: str, option: Option, *, height: int = 260, zoom: Literal["", "x", "xy"] = "") -> str:
-    """Return an HTML figure with a caption, a legend, and a chart. Values that are not finite become gaps.
-
-    Args:
-        title: The caption.
-        option: The ECharts option that describes the chart.
-        height: Height of the chart in pixels.
-        zoom: The axes that the reader can zoom by dragging a box.
-    """
-    return figure(title, {"option": option}, height, zoom)
 
 
 def figure(
     title: str, spec: Mapping[str, Any], height: int, zoom: Literal["", "x", "xy"] = "", values: str = ""
 ) -> str:
-    """Return an HTML figure.
+    """Return an HTML figure with a caption, a legend, and a chart. Values that are not finite become gaps.
 
     Args:
         title: The caption.
-        spec: The data that the page's script draws.
+        spec: The data that the page's script draws, such as an ECharts option under the key "option".
         height: Height in pixels.
         zoom: The axes that the reader can zoom by dragging a box.
         values: The most important values in words, for readers who do not see the chart.

@@ -36,20 +36,12 @@ class Curve:
     marked: bool = False
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A mark at the step of the checkpoint that a run was resumed from."""
-
-    place: StepPositions
-    color: int
-
-
 def curve_chart(
     title: str,
     curves: Sequence[Curve],
     *,
     unit: str,
-    marks: Sequence[Mark] = (),
+    marks: Sequence[tuple[StepPositions, int]] = (),
     is_loss: bool = False,
     smooth: bool = True,
     from_zero: bool = False,
@@ -63,7 +55,7 @@ def curve_chart(
         title: The chart's title.
         curves: The curves.
         unit: The unit of the values.
-        marks: Steps at which runs were resumed.
+        marks: The positions at which runs were resumed, with the color of their marks.
         is_loss: Whether the values are in nats, so that their exponential is a perplexity.
         smooth: Whether the curves follow the smoothing slider.
         from_zero: Whether the linear axis starts at 0.
@@ -74,7 +66,7 @@ def curve_chart(
         return empty_chart(title, "no finite value recorded" if any(curve.points for curve in curves) else NOTHING)
     spec = {
         "curves": [_data(curve, smooth and not curve.marked) for curve in shown],
-        "marks": [{"place": mark.place, "color": mark.color} for mark in marks],
+        "marks": [{"place": place, "color": color} for place, color in marks],
         "unit": unit,
         "isLoss": is_loss,
         "fromZero": from_zero,

@@ -12,7 +12,7 @@ from fourfold.errors import UserError
 from fourfold.parsing import dotted_keys, parse_json, parse_toml
 from fourfold.planning.calibration.measured_run import RunComparison
 from fourfold.reports import html
-from fourfold.reports.curve_charts import CONTROLS, Curve, Mark, StepPositions, curve_chart
+from fourfold.reports.curve_charts import CONTROLS, Curve, StepPositions, curve_chart
 from fourfold.reports.numbers import counted
 from fourfold.reports.recorded_run import Record, RecordedRun, largest, number_of, read_run, read_summary, read_text
 from fourfold.training.console import byte_unit, format_fact
@@ -121,7 +121,7 @@ def _curves(runs: Sequence[RecordedRun]) -> str:
         losses.append(Curve(validation, run.points("validation_loss"), color + is_one, marked=True))
         if is_one:
             losses.append(Curve("validation of averages", run.points("ema_validation_loss"), 2, marked=True))
-        marks += [Mark(run.places[step], color) for step in run.resumed]
+        marks += [(run.places[step], color) for step in run.resumed]
 
     def of(title: str, key: str, of_unit: str, scale: float = 1.0, *, smooth: bool = True, zero: bool = True) -> str:
         curves = [Curve(title if is_one else run.name, run.points(key, scale), c) for c, run in enumerate(runs)]

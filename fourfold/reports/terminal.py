@@ -87,11 +87,8 @@ def _exposed_by_axis(report: TraceReport) -> None:
          *_milliseconds(*timed.get(axis, ()))]
         for axis in sorted(sent, key=lambda axis: (axis == "all", -sent[axis]))
     ]  # fmt: skip
-    print_table(
-        "Exposed: no matmul runs between a collective and the wait for it",
-        ("axis", "MiB", "exposed", "share", *(("ms", "exposed ms") if timed else ())),
-        rows,
-    )
+    header = ("axis", "MiB", "exposed", "share", *(("ms", "exposed ms") if timed else ()))
+    print_table("Exposed: no matmul runs between a collective and the wait for it", header, rows)
 
 
 def _mebibytes(*sizes: int) -> list[str]:
@@ -122,25 +119,20 @@ def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[st
     for sample in preview.samples:
         text = Text()
         for piece, trained, dropped in zip(sample.pieces(tokenizer), sample.trained, sample.dropped, strict=True):
-            text.append(
-                f"[{piece}]" if dropped else piece, style="bold red" if dropped else "green" if trained else "dim"
-            )
+            style = "bold red" if dropped else "green" if trained else "dim"
+            text.append(f"[{piece}]" if dropped else piece, style)
         console.print(text, end="\n\n")
-    facts = [["trained", f"{record['trained_share']:.1%} of the tokens"]]
-    if record["goldfish"] is not None:
-        goldfish = record["goldfish"]
-        facts += [
-            ["left out by the goldfish mask", f"{goldfish['drop_rate']:.2%} of the tokens that the other masks keep"],
-            [
-                "longest passage without a gap",
-                f"{goldfish['longest_undropped_span']} tokens (chance: about {goldfish['expected_longest_span']:.0f})",
-            ],
-        ]
-    for suffix, share in record["expected"]["exact_match"].items() if record["expected"] else []:
-        facts.append([f"passages of {suffix} tokens without a gap", f"{share:.2g}"])
-    for noise, share in record["expected"]["near_duplicates_train"].items() if record["expected"] else []:
-        facts.append([f"near-duplicates, {float(noise):.0%} replaced", f"{share:.1%} train a dropped token"])
-    print_table("Masks", ("", ""), facts)
+    facts = {"trained": f"{record['trained_share']:.1%} of the tokens"}
+    if (goldfish := record["goldfish"]) is not None:
+        chance = f"chance: about {goldfish['expected_longest_span']:.0f}"
+        facts["left out by the goldfish mask"] = f"{goldfish['drop_rate']:.2%} of the tokens that the other masks keep"
+        facts["longest passage without a gap"] = f"{goldfish['longest_undropped_span']} tokens ({chance})"
+    if (expected := record["expected"]) is not None:
+        for suffix, share in expected["exact_match"].items():
+            facts[f"passages of {suffix} tokens without a gap"] = f"{share:.2g}"
+        for noise, share in expected["near_duplicates_train"].items():
+            facts[f"near-duplicates, {float(noise):.0%} replaced"] = f"{share:.1%} train a dropped token"
+    print_table("Masks", ("", ""), [[*fact] for fact in facts.items()])
     for warning in record["warnings"]:
         console.print(Text.assemble(("Warning: ", "bold"), warning))
 

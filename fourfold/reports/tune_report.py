@@ -37,10 +37,8 @@ def summary_of(result: TuneRecord) -> str:
         f"The search space has {counted(result.layouts, 'legal layout')}.",
         f"The best layout, {result.best}, takes {result.best_seconds:.4g} s per step{_against_others(result)}.",
     ]
-    if result.held_out_error is not None:
-        sentences.append(
-            f"The calibrated planner's error on trials held out of its fit is {result.held_out_error:.0%}."
-        )
+    if (error := result.held_out_error) is not None:
+        sentences.append(f"The calibrated planner's error on trials held out of its fit is {error:.0%}.")
     sentences.append(f"The search ended because {result.end.why}.")
     for trial in result.trials:
         if trial.result.outcome != "done":
@@ -52,14 +50,9 @@ def summary_of(result: TuneRecord) -> str:
 
 def _row(trial: TrialRecord) -> list[str]:
     result = trial.result
-    return [
-        str(trial.number),
-        trial.layout,
-        result.outcome,
-        "" if result.seconds is None else f"{result.seconds:.4g}",
-        f"{trial.predicted_seconds:.4g}",
-        "" if result.memory_bytes is None else f"{result.memory_bytes / 1e9:.2f}",
-    ]
+    seconds = "" if result.seconds is None else f"{result.seconds:.4g}"
+    memory = "" if result.memory_bytes is None else f"{result.memory_bytes / 1e9:.2f}"
+    return [str(trial.number), trial.layout, result.outcome, seconds, f"{trial.predicted_seconds:.4g}", memory]
 
 
 def _against_others(result: TuneRecord) -> str:

@@ -22,7 +22,8 @@ from fourfold.data.run_data import open_run_tokenizer
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import Place
 from fourfold.errors import UserError
-from fourfold.memorization.audit import AuditRequest, run_audit
+from fourfold.memorization.audit import run_audit
+from fourfold.memorization.audit_request import AuditRequest
 from fourfold.memorization.documents import AuditDocument, read_documents, with_others_before
 from fourfold.memorization.scored_model import find_model
 from fourfold.memorization.scores import AttackSampling

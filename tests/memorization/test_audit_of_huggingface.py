@@ -21,7 +21,7 @@ from fourfold.data.tokenizer import HFTokenizer
 from fourfold.data.transformers_tokenizer import TransformersTokenizer
 from fourfold.huggingface.import_model import import_huggingface
 from fourfold.jobs import audit
-from fourfold.memorization.audit import AuditRequest
+from fourfold.memorization.audit_request import AuditRequest
 from fourfold.memorization.documents import read_documents, with_others_before
 from fourfold.memorization.scored_model import find_model, find_tokenizer
 from fourfold.memorization.scorers import HuggingFaceScorer
