@@ -15,8 +15,6 @@ saving, the processes send no tensors to each other. They exchange only the layo
 files.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence

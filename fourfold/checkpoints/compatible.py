@@ -1,7 +1,5 @@
 """Check that a run can resume from a checkpoint: model, adapters, optimizer, and sample order must be the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Predict the size of checkpoints, and check that the disk has space for them."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

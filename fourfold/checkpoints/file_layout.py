@@ -4,8 +4,6 @@ Each process writes at most one file. `layout.json` does not list all parts. It 
 tensor the axes that cut it. From these, every process can compute which files have the parts that it needs.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence

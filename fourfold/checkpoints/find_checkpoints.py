@@ -1,7 +1,5 @@
 """Find the checkpoints of a run, and the checkpoint that a run resumes from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fourfold.errors import UserError

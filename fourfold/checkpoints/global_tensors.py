@@ -1,8 +1,6 @@
 """Describe a job's weights and optimizer moments as parts of global tensors (the full tensors, before the grid cuts
 them). Checkpoints save and load these parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol

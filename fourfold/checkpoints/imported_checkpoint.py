@@ -1,7 +1,5 @@
 """Write a checkpoint from weights that were not trained on a grid."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -6,8 +6,6 @@ The checksums are XXH3 (128 bits), because a core computes them faster than it c
 damage, but do not protect against an attacker.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

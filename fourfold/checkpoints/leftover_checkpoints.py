@@ -1,7 +1,5 @@
 """Clean up after a killed job, and remove checkpoints that are no longer needed."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from shutil import rmtree

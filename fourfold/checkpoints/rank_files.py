@@ -1,8 +1,6 @@
 """Write and read the tensor files of a checkpoint. Each process writes at most one file, and reads the files that
 contain its parts."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Callable

@@ -1,10 +1,8 @@
 """Read and write `state.json`, which holds everything in a checkpoint except its tensors."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
 from pydantic import BeforeValidator, Field, model_validator
@@ -129,7 +127,7 @@ class CheckpointState(Strict):
     """The value of optimizer.name. It determines which optimizer states the checkpoint has."""
 
     @model_validator(mode="after")
-    def _check_possible(self) -> CheckpointState:
+    def _check_possible(self) -> Self:
         if self.optimizer_steps is not None and self.optimizer_steps > self.step:
             raise ValueError(f"optimizer_steps = {self.optimizer_steps} is more than step = {self.step}")
         if self.loss_scale is not None and (self.loss_scale[0] <= 0 or self.loss_scale[1] < 0):

@@ -1,7 +1,5 @@
 """Read the weights of a checkpoint one at a time. One process can do this, without a process group."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

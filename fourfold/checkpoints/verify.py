@@ -1,7 +1,5 @@
 """Verify that a checkpoint's files have not changed since they were written, and that all tensors are complete."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

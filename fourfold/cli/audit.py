@@ -1,7 +1,5 @@
 """fourfold audit: documents, masks"""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """fourfold checkpoint"""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

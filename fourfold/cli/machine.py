@@ -1,7 +1,5 @@
 """fourfold machine: examine a machine, and measure it, before you start a run"""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

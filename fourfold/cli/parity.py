@@ -1,7 +1,5 @@
 """fourfold parity"""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import typer

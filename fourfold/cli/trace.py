@@ -1,7 +1,5 @@
 """fourfold trace"""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

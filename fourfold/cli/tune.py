@@ -1,7 +1,5 @@
 """fourfold tune"""
 
-from __future__ import annotations
-
 import math
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Turn a mistake that typer finds in a command line into one sentence. typer would print a box of several lines."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Sequence

@@ -1,9 +1,7 @@
 """The section [activation_checkpoint] of the run file: what the backward pass recomputes, and what is offloaded to CPU
 memory."""
 
-from __future__ import annotations
-
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,7 +23,7 @@ class ActivationCheckpointConfig(Strict):
     """With mode = 'full', store the inputs of recomputed blocks in CPU memory until the backward pass needs them."""
 
     @model_validator(mode="after")
-    def _offload_needs_full(self) -> ActivationCheckpointConfig:
+    def _offload_needs_full(self) -> Self:
         if self.offload and self.mode != "full":
             raise ValueError(f"offload = true needs mode = 'full', and mode is '{self.mode}'; offload = false works")
         return self

@@ -1,7 +1,5 @@
 """The section [checks] of the run file."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

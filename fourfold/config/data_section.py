@@ -1,8 +1,6 @@
 """The section [data] of the run file."""
 
-from __future__ import annotations
-
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -74,7 +72,7 @@ class DataConfig(Strict):
         return source
 
     @model_validator(mode="after")
-    def _one_source(self) -> DataConfig:
+    def _one_source(self) -> Self:
         if bool(self.train) == (self.source is not None):
             given = "both" if self.train else "neither"
             raise ValueError(
@@ -98,7 +96,7 @@ class DataConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _conversations_are_apart(self) -> DataConfig:
+    def _conversations_are_apart(self) -> Self:
         if self.format == "sft":
             if self.source is not None:
                 raise ValueError(

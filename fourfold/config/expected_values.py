@@ -1,7 +1,5 @@
 """Turn pydantic's errors into sentences that tell the user which values a key accepts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import reprlib

@@ -1,7 +1,5 @@
 """The section [fault_tolerance] of the run file: settings for jobs that hang, fail, or run out of time."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Shorten a list of layer settings to the pattern that repeats."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 T = TypeVar("T")

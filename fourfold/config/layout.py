@@ -1,7 +1,5 @@
 """Check whether a run's grid fits its model, and determine how the ranks of y and cp share attention."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from fourfold.config.expected_values import shown

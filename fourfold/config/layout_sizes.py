@@ -4,8 +4,6 @@ The planner checks many layouts at once, so a size can be a number or a NumPy ar
 dp, cp, and pp are the axes of the grid.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

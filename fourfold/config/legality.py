@@ -3,8 +3,6 @@
 Each condition is arithmetic on ``Sizes``, whose fields are ints for one layout and NumPy arrays for many layouts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The section [masks] of the run file: which tokens the loss skips."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

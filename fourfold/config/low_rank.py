@@ -1,7 +1,5 @@
 """The section [lora] of the run file, for fine-tuning with low-rank adapters."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

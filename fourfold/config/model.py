@@ -1,9 +1,7 @@
 """The section [model] of the run file, which describes a decoder with Hugging Face's key names."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
+from typing import Any, Self
 
 from pydantic import field_validator, model_validator
 
@@ -41,7 +39,7 @@ class ModelConfig(ModelKeys):
         return None if isinstance(value, dict) and value.get("rope_type") == "default" else value
 
     @model_validator(mode="after")
-    def _fill_and_check(self) -> ModelConfig:
+    def _fill_and_check(self) -> Self:
         if self.num_key_value_heads == UNSET:
             self.num_key_value_heads = self.num_attention_heads
         if self.kv_lora_rank and self.head_dim == UNSET:

@@ -1,8 +1,6 @@
 """Check keys of [model] that depend on each other: the sizes of latent attention, linear attention, and experts, and
 keys without an effect. Every function raises ``ValueError`` on a mistake."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

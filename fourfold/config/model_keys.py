@@ -1,7 +1,5 @@
 """The keys of the run file's section [model], under the names that Hugging Face uses."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

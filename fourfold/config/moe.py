@@ -1,7 +1,5 @@
 """The section [moe] of the run file, which sets how a mixture-of-experts (MoE) model is trained."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from fourfold.config.strict import Strict

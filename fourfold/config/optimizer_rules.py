@@ -1,8 +1,6 @@
 """The section [optimizer] of the run file, and which update rule each parameter gets."""
 
-from __future__ import annotations
-
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -36,7 +34,7 @@ class ParameterGroup(Strict):
     same as without the group."""
 
     @model_validator(mode="after")
-    def _says_something(self) -> ParameterGroup:
+    def _says_something(self) -> Self:
         if self.lr_ratio == 1 and self.weight_decay is None:
             raise ValueError(
                 f"parameters = {self.parameters} have neither lr_ratio nor weight_decay; lr_ratio = 0.1 works"
@@ -74,7 +72,7 @@ class OptimizerConfig(Strict):
     """Parameters with their own learning rate or weight decay."""
 
     @model_validator(mode="after")
-    def _betas_in_range(self) -> OptimizerConfig:
+    def _betas_in_range(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {list(self.betas)} must both be at least 0 and below 1; [0.9, 0.95] works")
         return self

@@ -1,7 +1,5 @@
 """Count the parameters of a decoder, given its sizes."""
 
-from __future__ import annotations
-
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
 

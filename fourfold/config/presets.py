@@ -1,7 +1,5 @@
 """Presets: well-known models with their published sizes, such as 'gpt2'."""
 
-from __future__ import annotations
-
 import difflib
 import tomllib
 from importlib.resources import files

@@ -1,10 +1,8 @@
 """The table model.rope_scaling of the run file. It stretches rotary embeddings for contexts longer than the model was
 trained on."""
 
-from __future__ import annotations
-
 import math
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -44,7 +42,7 @@ class RopeScaling(Strict):
     (0.1 mscale_all_dim ln(factor) + 1)²."""
 
     @model_validator(mode="after")
-    def _check(self) -> RopeScaling:
+    def _check(self) -> Self:
         if self.rope_type != "linear" and self.original_max_position_embeddings is None:
             raise ValueError(f"rope_type = '{self.rope_type}' needs original_max_position_embeddings, for example 8192")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):

@@ -1,7 +1,5 @@
 """Compute which layers each pipeline stage has, and which rank has each stage."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from fourfold.config.model import ModelConfig

@@ -1,7 +1,5 @@
 """The base class of all sections of the run file. It refuses unknown keys."""
 
-from __future__ import annotations
-
 import os
 from typing import Annotated, Any
 

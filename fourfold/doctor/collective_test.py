@@ -1,7 +1,5 @@
 """Run an all-reduce over all devices of the job. Check that the sum is exact, and measure latency and bandwidth."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """Examine the devices that will train: GPUs with their memory, clocks, and errors, and the host's cores and memory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

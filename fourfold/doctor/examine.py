@@ -1,7 +1,5 @@
 """Examine a machine, one subject after another."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Define a finding of the doctor: a level, a line of text, and advice."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

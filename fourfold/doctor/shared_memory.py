@@ -1,7 +1,5 @@
 """Examine the free space in /dev/shm, through which NCCL and worker processes pass data."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

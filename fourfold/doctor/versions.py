@@ -1,8 +1,6 @@
 """Examine the versions of Python, torch, and its communication libraries, and whether torch's build fits the
 machine."""
 
-from __future__ import annotations
-
 import platform
 import re
 from collections.abc import Iterator

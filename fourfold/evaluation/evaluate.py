@@ -1,7 +1,5 @@
 """Evaluate a model on texts and tasks, and return the results as one record."""
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Adapt a model on any grid to lm-eval. Every process runs the tasks, and all processes score together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measure the loss of a text, window by window."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Run lm-eval tasks during training, and write the scores by step to the run's tasks.jsonl."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 This module does not import torch. The parent of the workers does not need torch, and starts faster without it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

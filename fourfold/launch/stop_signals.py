@@ -1,7 +1,5 @@
 """Handle signals that ask a job to save and stop: from Ctrl-C, a closed terminal, or a scheduler."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -6,8 +6,6 @@ inside a collective. Python runs signal handlers only between two bytecode instr
 one instruction.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

@@ -4,8 +4,6 @@ This module imports only the standard library and a few small modules of fourfol
 needs little memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

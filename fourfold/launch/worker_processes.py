@@ -5,8 +5,6 @@ have threads, and a forked process loses the threads of its parent. So the start
 macOS, libraries do not support forking. There the starter spawns new processes, and each of them imports the modules.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -1,8 +1,6 @@
 """Choose how the operands of a run's matmuls are stored in memory. The choice comes from this machine's table or from
 new measurements, and rank 0 chooses for all processes."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Read and write this machine's table of the fastest matmul layouts, a file in the user's cache directory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

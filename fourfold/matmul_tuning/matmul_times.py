@@ -6,8 +6,6 @@ the weight. Later rounds time the nominees and the default layout, which copies 
 determine the choice.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Audit a model on documents, and return the results as one record."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

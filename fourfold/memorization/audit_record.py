@@ -1,8 +1,6 @@
 """Build an audit's record from scores. The record holds JSON values, and gives each rate with its interval and the
 rate of the controls."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

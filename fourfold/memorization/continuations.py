@@ -1,7 +1,5 @@
 """Continue some documents with the model, and measure how close the model comes to the true text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

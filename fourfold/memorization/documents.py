@@ -1,12 +1,10 @@
 """Read, tokenize, and check the documents of an audit before a model is loaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +38,7 @@ class AuditDocument:
         """Return the largest number of tokens that were cut off the start of a copy."""
         return 0 if self.planted is None else self.planted.shift
 
-    def cut(self, longest: int) -> AuditDocument:
+    def cut(self, longest: int) -> Self:
         """Truncate the document to its first ``longest`` tokens."""
         return replace(self, tokens=self.tokens[:longest])
 

@@ -1,7 +1,5 @@
 """Measure how much of a document can be extracted. All measures come from the scores of one forward pass."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Continue text greedily, token by token, and compare the result with the true text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 from typing import Any

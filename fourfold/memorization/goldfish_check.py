@@ -1,8 +1,6 @@
 """Compute which tokens of the audited documents a goldfish mask dropped in training. Then compare the model's scores of
 kept tokens and of dropped tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -3,8 +3,6 @@
 Both laws assume that a model memorizes every kept token. This holds if a document is repeated often enough.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from fourfold.config.loss_masks import GoldfishConfig

@@ -1,8 +1,6 @@
 """Audit the canaries during training. Each audit adds a line to memorization.jsonl in the run's folder, with the
 results and the number of trained tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

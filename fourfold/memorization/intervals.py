@@ -1,7 +1,5 @@
 """Compute rates, means, and AUCs with 95 % confidence intervals. The bootstrap is seeded."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -7,8 +7,6 @@ probabilities add up to a lower bound (arXiv 2603.24917). Texts that the search 
 sum of their probabilities is the gap between the lower and the upper bound.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,14 +1,12 @@
 """Score every token of documents in one forward pass, with a model on a grid or a Hugging Face model. Each rank
 computes the scores from its own logits, so no rank gathers them all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -72,7 +70,7 @@ class GridScorer:
         self.max_length: int | None = job.run.training.seq_length
 
     @classmethod
-    def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: AttackSampling) -> GridScorer:
+    def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: AttackSampling) -> Self:
         """Load a checkpoint's weights onto the grid of ``run``, without the optimizer and the averages."""
         # Do not use tuned matmul layouts, because they were tuned for training steps.
         training = run.training.model_copy(update={"tuned_products": "off"})

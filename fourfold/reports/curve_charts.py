@@ -1,8 +1,6 @@
 """Draw curves of training runs. On the page, the reader chooses the x axis (tokens, steps, or time) and the
 smoothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

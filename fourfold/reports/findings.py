@@ -1,7 +1,5 @@
 """Print the findings of ``fourfold machine doctor`` in the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.console import Console

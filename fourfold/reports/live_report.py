@@ -1,7 +1,5 @@
 """Rewrite the report of a run while it trains."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

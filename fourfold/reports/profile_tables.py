@@ -1,7 +1,5 @@
 """Print the profile that ``fourfold train --profile`` has recorded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Read a run's records from its folder, for its report and for comparisons of runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Write HTML reports of training runs from the files in their folders, and pages that compare several runs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """Print tables that stay readable in a narrow terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD

@@ -1,7 +1,5 @@
 """List the layouts that the tuner may try. For each of them, the planner predicts the step time and the memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 

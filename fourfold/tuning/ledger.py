@@ -1,7 +1,5 @@
 """Keep the ledger of a search, an append-only file of JSON lines. A search that was killed resumes from its ledger."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 If a layout has run out of memory, ``needs_as_much`` also finds all layouts that need at least as much memory.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -1,8 +1,6 @@
 """Measure the rates for a machine file on this job's devices: matmuls, memory, attention, kernel launches, and
 collectives."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

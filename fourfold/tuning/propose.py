@@ -6,8 +6,6 @@ The first trial follows the planner's predictions. After each trial, ``residual`
 of the best one are tried again.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

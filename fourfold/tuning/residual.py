@@ -10,8 +10,6 @@ The covariance has three terms:
 - A remainder, for effects that the cost model omits. Similar layouts have similar remainders.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

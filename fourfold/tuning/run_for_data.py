@@ -1,7 +1,5 @@
 """Choose a run for a model and some data, so that training needs no run file."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os

@@ -1,7 +1,5 @@
 """Watch one running trial: enforce its time and memory limits, end it early if it is slow, and read its result."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time

@@ -1,7 +1,5 @@
 """Build a search from a run file and the options of ``fourfold tune``."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Run the processes of one trial: on this machine in their own process group, or as a SLURM job."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

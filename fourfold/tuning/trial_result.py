@@ -1,7 +1,5 @@
 """Define the results of trials: how a layout performed, what the trial cost, and why it ended."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

@@ -1,7 +1,5 @@
 """Create the run of a trial, and read its measurements afterwards. A trial takes a few steps with one layout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

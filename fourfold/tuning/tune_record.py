@@ -1,7 +1,5 @@
 """Write the result of a search: its trials, the best layout, and the calibration of the machine."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

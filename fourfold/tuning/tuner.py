@@ -1,8 +1,6 @@
 """Run a search: propose a layout, run it as a trial, and record the result. Repeat this until a better layout is
 unlikely."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

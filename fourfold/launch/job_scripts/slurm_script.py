@@ -1,8 +1,6 @@
 """Write a batch script that trains a run on a SLURM cluster. The script is made from the template `slurm.sh` and the
 cluster's conventions."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Each site is a TOML file in `fourfold/launch/job_scripts/sites`. Comments in the file name the sources of the values.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from importlib.resources import files
