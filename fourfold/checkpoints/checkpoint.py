@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -58,6 +59,7 @@ Write = Callable[[], Written | None]
 Finish = Callable[[Write], None]
 
 
+@dataclass(eq=False)
 class Checkpointer:
     """Saves a job to a folder, and removes old checkpoints there.
 
@@ -70,21 +72,18 @@ class Checkpointer:
         first_samples: Digests that reveal whether the data on disk has changed (`Corpora.first_samples`).
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        job: TrainingState,
-        config: CheckpointConfig,
-        stream_position: Callable[[int], StreamPosition | None] = lambda step: None,
-        first_samples: dict[str, str] | None = None,
-    ) -> None:
-        self.folder, self.job, self.config = folder, job, config
-        self._stream_position, self._first_samples = stream_position, first_samples
-        self.newest: Path | None = None
-        """The newest complete checkpoint of this run. Call `wait` first to include an asynchronous save."""
+    folder: Path
+    job: TrainingState
+    config: CheckpointConfig
+    stream_position: Callable[[int], StreamPosition | None] = lambda step: None
+    first_samples: dict[str, str] | None = None
+    newest: Path | None = field(default=None, init=False)
+    """The newest complete checkpoint of this run. Call `wait` first to include an asynchronous save."""
+
+    def __post_init__(self) -> None:
         self._pending: tuple[Finish, Future[Written | None]] | None = None
-        self._beside = ThreadPoolExecutor(1) if config.async_mode == "async" else None
-        self._copies = CopyStream(job.device) if self._beside is not None else None
+        self._beside = ThreadPoolExecutor(1) if self.config.async_mode == "async" else None
+        self._copies = CopyStream(self.job.device) if self._beside is not None else None
 
     def save(self, step: int, required: bool = True, prune: bool = True) -> None:
         """Write the checkpoint `step_<step>`.
@@ -141,7 +140,7 @@ class Checkpointer:
         state = state_of(self.job.run, step)
         state.optimizer_steps = self.job.optimizer.steps_taken()
         state.recent = self.job.recent.model_copy(deep=True)
-        state.stream, state.first_samples = self._stream_position(step), self._first_samples
+        state.stream, state.first_samples = self.stream_position(step), self.first_samples
         state.best = self.job.best.model_copy()
         state.has_averages = averaged
         state.loss_scale = None if scale is None else (scale.scale, scale.steps_since_change)
@@ -180,7 +179,7 @@ class Checkpointer:
         try:
             with failing_together(), writing(folder):
                 mine = write()
-            written = gather_written(mine, self.job.grid.device_type)
+            written = gather_written(mine)
             with failing_together():
                 if dist.get_rank() == 0:
                     with writing(folder):

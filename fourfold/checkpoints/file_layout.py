@@ -186,8 +186,9 @@ class CheckpointTensors(Strict):
         number, pieces = self._number(place, TOKEN_AXES), self._pieces_of(tensor)
         replica, ep = divmod(number, self._experts(tensor))
         token_copy, rank = divmod(replica, pieces)
-        plane = [(place[axis], self.sizes[axis]) for axis in self._copied_over(tensor)]
-        copy_number = _ravel([(token_copy, self.token_copies(tensor)), *plane])
+        copied = self._copied_over(tensor)
+        sizes = [self.token_copies(tensor), *(self.sizes[axis] for axis in copied)]
+        copy_number = _ravel([token_copy, *(place[axis] for axis in copied)], sizes)
         return ep, shard_number(rank, pieces, self._per_node(tensor)), copy_number
 
     def _copied_over(self, tensor: SavedTensor) -> list[str]:
@@ -196,7 +197,7 @@ class CheckpointTensors(Strict):
 
     def _number(self, place: Mapping[str, int], axes: Sequence[str]) -> int:
         """Combine the positions of a process on some axes into one row-major index."""
-        return _ravel([(place[axis], self.sizes[axis]) for axis in axes])
+        return _ravel([place[axis] for axis in axes], [self.sizes[axis] for axis in axes])
 
     def _part(self, tensor: SavedTensor, tile: Box, piece: int) -> Box:
         cut_dim = tensor.sharded_dim
@@ -274,9 +275,6 @@ def _unravel(number: int, sizes: list[int]) -> list[int]:
     return [int(place) for place in np.unravel_index(number, sizes)]
 
 
-def _ravel(places: list[tuple[int, int]]) -> int:
-    """Combine (index on the axis, size of the axis) pairs into one row-major index."""
-    number = 0
-    for place, size in places:
-        number = number * size + place
-    return number
+def _ravel(places: list[int], sizes: list[int]) -> int:
+    """Combine the index on each axis into one row-major index."""
+    return int(np.ravel_multi_index(places, sizes))

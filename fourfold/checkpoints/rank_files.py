@@ -18,8 +18,7 @@ from fourfold.errors import UserError
 from fourfold.heartbeat import doing
 from fourfold.models.dtypes import SAFETENSORS_DTYPES
 from fourfold.models.tensor_files import Entry, Written, opened_tensors, write_tensors
-from fourfold.parallel.grid.communicate import all_gather
-from fourfold.parallel.grid.grid import Axis
+from fourfold.parallel.grid.shared_failure import from_all_ranks
 from fourfold.parallel.memory.offload import CopyStream
 
 OFFSETS = "DCP_SHARDING_INFO"
@@ -74,23 +73,13 @@ def write_file(
     return write_tensors(folder / file_of(dist.get_rank()), entries, {OFFSETS: json.dumps(offsets)})
 
 
-def gather_written(written: Written | None, device: str) -> dict[str, Written]:
+def gather_written(written: Written | None) -> dict[str, Written]:
     """Return the size and checksum of every file that any process has written.
 
     Every process must call this. Each process sends only a few bytes.
     """
-    digest = bytes.fromhex(written.xxh3) if written else bytes(16)
-    words = [int.from_bytes(digest[begin : begin + 8], "little", signed=True) for begin in (0, 8)]
-    mine = torch.tensor([written.size if written else 0, *words], device=device)
-    assert dist.group.WORLD is not None, "it was started"
-    world = Axis("all ranks", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
-    everyone = all_gather(mine, world, dim=0, why="checksums of a checkpoint")
-    found = {}
-    for rank, (size, *words) in enumerate(everyone.view(-1, 3).tolist()):
-        if size:
-            digest = b"".join(word.to_bytes(8, "little", signed=True) for word in words)
-            found[file_of(rank)] = Written(size, digest.hex())
-    return found
+    everyone = from_all_ranks(written, "checksums of a checkpoint")
+    return {file_of(rank): each for rank, each in enumerate(everyone) if each is not None}
 
 
 def read_parts(folder: Path, layout: CheckpointTensors, parts: PartsByName) -> None:

@@ -136,10 +136,8 @@ class CheckpointState(Strict):
             SavedSchedule(**self.optimization)
         model = ModelConfig(**self.model)
         check_countable(model)
-        rows = self.expert_rows
-        if rows is not None and [len(row) for row in rows] != [model.num_experts] * (
-            model.num_hidden_layers + model.num_nextn_predict_layers
-        ):
+        layers = model.num_hidden_layers + model.num_nextn_predict_layers
+        if self.expert_rows is not None and list(map(len, self.expert_rows)) != [model.num_experts] * layers:
             raise ValueError("expert_rows do not fit the model")
         return self
 

@@ -2,43 +2,22 @@
 keys without an effect. Every function raises ``ValueError`` on a mistake."""
 
 import math
+import tomllib
+from importlib.resources import files
 from typing import Any
 
 from fourfold.config.expected_values import shown
 from fourfold.config.model_keys import UNSET, ModelKeys
 
-NO_MEANING: dict[tuple[str, Any], tuple[str, ...]] = {
-    ("position_embedding", "learned"): (
-        "rope_scaling", "rope_local_base_freq", "no_rope_layers", "partial_rotary_factor",
-    ),
-    ("sliding_window", 0): ("rope_local_base_freq",),
-    ("norm", "layernorm"): ("zero_centered_norm", "norm_rounds_last"),
-    ("zero_centered_norm", True): ("norm_rounds_last",),
-    ("mlp", "swiglu"): ("gelu_approximation",),
-    ("mlp", "geglu"): ("swiglu_limit",),
-    ("mlp", "gelu"): ("swiglu_limit",),
-    ("mlp", "relu2"): ("gelu_approximation", "swiglu_limit"),
-    ("qk_norm", False): ("qk_norm_over",),
-    ("parallel_residual", True): ("norm_placement",),
-    ("num_experts", 0): (
-        "router_score", "norm_topk_prob", "router_bias", "routed_scaling_factor", "shared_expert_intermediate_size",
-        "shared_expert_gate", "first_k_dense_replace", "n_group", "topk_group",
-    ),
-    ("kv_lora_rank", 0): ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-}  # fmt: skip
-"""If a key has this value, then these keys have no effect, and must have their defaults."""
-
-NOT_WITH_LATENTS = (
-    "attention_bias", "attention_output_bias", "attention_output_gate", "qk_norm", "attention_sinks",
-    "partial_rotary_factor", "sliding_window", "linear_num_key_heads",
-)  # fmt: skip
-"""Keys that must have their defaults with latent attention."""
+IDLE_KEYS = tomllib.loads((files("fourfold.config") / "idle_keys.toml").read_text(encoding="utf-8"))
+"""Keys of [model] that must have their defaults, because another key makes them idle."""
 
 
 def check_effects(keys: ModelKeys) -> None:
-    """Refuse values of keys that have no effect (``NO_MEANING``)."""
-    for (other, value), idle in NO_MEANING.items():
-        for key in idle if getattr(keys, other) == value else ():
+    """Refuse values of keys that have no effect (the rules of ``IDLE_KEYS``)."""
+    for rule in IDLE_KEYS["rules"]:
+        other, value = rule["if"], rule["is"]
+        for key in rule["idle"] if getattr(keys, other) == value else ():
             if getattr(keys, key) != _default(key):
                 raise ValueError(
                     f"{key} = {shown(getattr(keys, key))} has no meaning with model.{other} = {shown(value)}; leave "
@@ -63,7 +42,7 @@ def check_latents(keys: ModelKeys) -> None:
             f"v_head_dim = {keys.v_head_dim} is above qk_nope_head_dim + qk_rope_head_dim = {width}; {width} works"
         )
     only = {"head_dim": width, "num_key_value_heads": keys.num_attention_heads, "position_embedding": "rope"}
-    for key, value in ({key: _default(key) for key in NOT_WITH_LATENTS} | only).items():
+    for key, value in ({key: _default(key) for key in IDLE_KEYS["not_with_latents"]} | only).items():
         if getattr(keys, key) not in (UNSET, value):
             raise ValueError(
                 f"{key} = {shown(getattr(keys, key))} does not work with kv_lora_rank = {keys.kv_lora_rank}; "

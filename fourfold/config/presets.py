@@ -44,11 +44,7 @@ def filled(section: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     If both tables have a table ``rope_scaling`` of the same type, its missing keys are filled too.
     """
     both = {**defaults, **section}
-    of_default, own = defaults.get("rope_scaling"), section.get("rope_scaling")
-    if (
-        isinstance(of_default, dict)
-        and isinstance(own, dict)
-        and own.get("rope_type") in (None, of_default["rope_type"])
-    ):
-        both["rope_scaling"] = {**of_default, **own}
+    base, own = defaults.get("rope_scaling"), section.get("rope_scaling")
+    if isinstance(base, dict) and isinstance(own, dict) and own.get("rope_type") in (None, base["rope_type"]):
+        both["rope_scaling"] = {**base, **own}
     return both

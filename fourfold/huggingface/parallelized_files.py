@@ -209,7 +209,7 @@ def write_checkpoint(
             (partial / PROGRESS_FILE).write_text(json.dumps(numbers) + "\n")
     with failing_together(), writing(folder):
         mine = write_file(partial, layout, entries_of(parts, layout))
-    written = gather_written(mine, grid.device_type)
+    written = gather_written(mine)
     with failing_together(), writing(folder):
         if dist.get_rank() == 0:
             write_layout(partial, layout)

@@ -115,13 +115,9 @@ def run_workers(
     finally:
         with _handler(signal.SIGINT, signal.SIG_IGN):
             workers.kill()
-            _show_cursor()
-
-
-def _show_cursor() -> None:
-    """Show the terminal's cursor. The progress display of rank 0 hides it, and a killed rank 0 cannot show it again."""
-    if sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)
+            # The progress display of rank 0 hides the terminal's cursor, and a killed rank 0 cannot show it again.
+            if sys.stdout.isatty():
+                print("\x1b[?25h", end="", flush=True)
 
 
 def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connection) -> None:

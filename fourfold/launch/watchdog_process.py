@@ -241,21 +241,10 @@ def _is_behind(one: HangingRank, other: HangingRank) -> bool:
 
 
 def _make_report(watch: Watch, beat: Beat, silent: float) -> HangingRank:
-    state = _read_state(watch.process)
-    return HangingRank(
-        watch.rank,
-        socket.gethostname(),
-        watch.process,
-        state,
-        beat.step,
-        beat.doing or "starting",
-        beat.time or time.time() - silent,
-        silent,
-        [],
-        beat.steps_begun,
-        beat.number - beat.signs_before_step,
-        beat.entered,
-    )
+    process = (watch.rank, socket.gethostname(), watch.process, _read_state(watch.process))
+    last_sign = (beat.step, beat.doing or "starting", beat.time or time.time() - silent, silent)
+    progress = (beat.steps_begun, beat.number - beat.signs_before_step, beat.entered)
+    return HangingRank(*process, *last_sign, [], *progress)
 
 
 def _write_report(folder: Path, report: HangingRank) -> None:

@@ -101,17 +101,12 @@ def tune_matmuls(run: RunConfig, again: bool) -> dict[str, Any]:
 
 def layer_records(names: Mapping[str, MatmulSizes], layers: Mapping[MatmulSizes, TunedLayer]) -> list[dict[str, Any]]:
     """Return one record per matmul size, with the names of the layers that have this size."""
-    return [
-        {
-            "layers": [name for name, own in names.items() if own == sizes],
-            **sizes._asdict(),
-            "turned": tuned.layout.turned,
-            "gain": tuned.gain,
-            "other_order": tuned.other_order,
-            "products": {
-                matmul: {"copies": getattr(tuned.layout, matmul).describe(), **gain.model_dump()}
-                for matmul, gain in tuned.gains.items()
-            },
-        }
-        for sizes, tuned in layers.items()
-    ]
+    records: list[dict[str, Any]] = []
+    for sizes, tuned in layers.items():
+        record = {"layers": [name for name, own in names.items() if own == sizes], **sizes._asdict()}
+        record |= {"turned": tuned.layout.turned, "gain": tuned.gain, "other_order": tuned.other_order, "products": {}}
+        for matmul, gain in tuned.gains.items():
+            copies = getattr(tuned.layout, matmul).describe()
+            record["products"][matmul] = {"copies": copies, **gain.model_dump()}
+        records.append(record)
+    return records

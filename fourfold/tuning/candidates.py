@@ -92,14 +92,9 @@ def candidates_of(work: Workload, machine: Machine, constants: Constants) -> Can
     """Return the layouts in ``work``, which must be legal, as candidates with predictions."""
     needed = needed_bytes(peak_memory(work, machine), work, machine)
     needed = np.broadcast_to(needed, np.shape(work.layout.micro_batch_size))
-    return Candidates(work, machine, parts_of(work, machine, constants), needed)
-
-
-def parts_of(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
-    """Return the predicted seconds of a step by part [n, parts]."""
-    shape = np.shape(work.layout.micro_batch_size)
     parts = step_parts(work, machine, constants)
-    return np.stack([np.broadcast_to(parts[name], shape) for name in PARTS], axis=1)
+    seconds_by_part = np.stack([np.broadcast_to(parts[name], needed.shape) for name in PARTS], axis=1)
+    return Candidates(work, machine, seconds_by_part, needed)
 
 
 def search_candidates(

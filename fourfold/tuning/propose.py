@@ -116,10 +116,9 @@ def noise_between_runs(timed: Sequence[Trial]) -> float:
 def incumbent(belief: Posterior, timed: Sequence[Trial]) -> int:
     """Return the index of the layout with the lowest expected step time among the layouts with a finished trial. If no
     trial has finished, consider all layouts in ``timed``."""
-    done = sorted(
-        {trial.index for trial in timed if trial.result.outcome == "done"} or {trial.index for trial in timed}
-    )
-    return done[int(np.argmin(belief.mean[done]))]
+    done = [trial for trial in timed if trial.result.outcome == "done"] or timed
+    indices = sorted({trial.index for trial in done})
+    return indices[int(np.argmin(belief.mean[indices]))]
 
 
 def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:

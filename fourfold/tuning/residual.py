@@ -117,11 +117,8 @@ def _likeliest_scale(candidates: Candidates, index: np.ndarray, ratio: np.ndarra
     for scale in usual * SCALES:
         lower = np.linalg.cholesky(one + scale**2 * (both - one) + np.diag(noise**2))
         whitened = np.linalg.solve(lower, ratio)
-        log = (
-            -(whitened @ whitened) / 2
-            - np.log(lower.diagonal()).sum()
-            - (np.log(scale / usual) / SCALE_SPREAD) ** 2 / 2
-        )
+        penalty = (np.log(scale / usual) / SCALE_SPREAD) ** 2
+        log = -(whitened @ whitened) / 2 - np.log(lower.diagonal()).sum() - penalty / 2
         if log > best:
             best, found = log, float(scale)
     return found

@@ -93,10 +93,8 @@ def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
     fitted = fit_machine(metrics, base, search.folder.name)
     files = {"run file": search.folder / BEST_FILE, "machine file": search.folder / MACHINE_FILE}
     record = _record(search, trials, best, end, fitted, {name: str(path) for name, path in files.items()})
-    comment = (
-        f"# The fastest layout of a search: {record.best_seconds:.4g} s a step (trials: {len(trials)}, devices: "
-        f"{record.gpus}).\n"
-    )
+    effort = f"trials: {len(trials)}, devices: {record.gpus}"
+    comment = f"# The fastest layout of a search: {record.best_seconds:.4g} s a step ({effort}).\n"
     write_output(files["run file"], comment + to_toml(search.subject.run(best)))
     title = f"{base.name}, calibrated on {fitted.rows} trials of `fourfold tune`"
     write_output(files["machine file"], machine_toml(fitted.machine, title, base))
@@ -109,10 +107,8 @@ def _nothing_done(search: Search, trials: Sequence[Trial], end: Proposal) -> str
     if not counts:
         return f"no trial was made: {end.why}"
     (outcome, reason), times = counts.most_common(1)[0]
-    return (
-        f"none of {len(trials)} trials was done: {times} {outcome} ({reason}); their logs are in "
-        f"{search.folder / TRIALS}"
-    )
+    logs = search.folder / TRIALS
+    return f"none of {len(trials)} trials was done: {times} {outcome} ({reason}); their logs are in {logs}"
 
 
 def _record(
@@ -146,18 +142,13 @@ def _record(
 
 
 def _trial_records(search: Search, trials: Sequence[Trial]) -> list[TrialRecord]:
-    candidates = search.subject.candidates
-    return [
-        TrialRecord(
-            trial.number,
-            layout_of(candidates, trial.index),
-            {name: float(values[trial.index]) for name, values in candidates.knobs.items()},
-            float(candidates.seconds[trial.index]),
-            trial.result,
-            search.ledger.reason(trial.number),
-        )
-        for trial in trials
-    ]
+    candidates, records = search.subject.candidates, []
+    for trial in trials:
+        layout, why = layout_of(candidates, trial.index), search.ledger.reason(trial.number)
+        knobs = {name: float(values[trial.index]) for name, values in candidates.knobs.items()}
+        predicted = float(candidates.seconds[trial.index])
+        records.append(TrialRecord(trial.number, layout, knobs, predicted, trial.result, why))
+    return records
 
 
 def _median(done: Sequence[Trial], index: int) -> float | None:

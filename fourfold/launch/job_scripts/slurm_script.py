@@ -57,13 +57,8 @@ def render_slurm_script(run_file: str, run: RunConfig, site: Site, job: SlurmJob
     sbatch = placement | ({"gpus-per-node": str(tasks)} if on_gpus else {}) | site.sbatch
     chosen = {"time": job.time, "account": job.account, "partition": job.partition}
     sbatch |= {name: value for name, value in chosen.items() if value is not None}
-    sbatch |= {
-        "job-name": run.name,
-        "output": "%x-%j.out",
-        "open-mode": "append",
-        "signal": f"USR1@{job.save_seconds}",
-        "requeue": "",
-    } | _parse(job.sbatch, "--sbatch")
+    sbatch |= {"job-name": run.name, "output": "%x-%j.out", "open-mode": "append"}
+    sbatch |= {"signal": f"USR1@{job.save_seconds}", "requeue": ""} | _parse(job.sbatch, "--sbatch")
     srun = placement | site.srun | {"kill-on-bad-exit": "0", "wait": str(WAIT_SECONDS)} | _parse(job.srun, "--srun")
     words = ["fourfold", "train", one_line(run_file, "the run file's path")]
     command = shlex.join(words + [word for text in job.overrides for word in ("--set", one_line(text, "--set"))])
