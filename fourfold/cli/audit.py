@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Exit, Option, Typer
 
 from fourfold.cli.options import AsJson, Overrides, RunFile, TopK, TopP, show
 from fourfold.cli.usage import FirstUnlessNamed
@@ -19,55 +19,51 @@ class WithOptionsOfDocuments(FirstUnlessNamed):
     own_options = ()
 
 
-audit = typer.Typer(
+audit = Typer(
     cls=WithOptionsOfDocuments, no_args_is_help=True, help="Measure how much of its training data a model repeats."
 )
 
 
 @audit.command()
 def documents(
-    model: Annotated[str, typer.Option(metavar="CHECKPOINT|RUN|HF", help="The model to audit.", show_default=False)],
+    model: Annotated[str, Option(metavar="CHECKPOINT|RUN|HF", help="The model to audit.", show_default=False)],
     file: Annotated[
         Path,
-        typer.Option("--documents", metavar="FILE.jsonl", help='Documents to audit: "text" or "tokens" in each line.'),
+        Option("--documents", metavar="FILE.jsonl", help='Documents to audit: "text" or "tokens" in each line.'),
     ],
     control: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE.jsonl",
             help="More control documents, which the model was not trained on. Documents with a count of 0 are "
             "always controls.",
         ),
     ] = None,
-    suffix: Annotated[
-        int, typer.Option(help="Number of tokens at the end of a document that the model must repeat.")
-    ] = 50,
-    prefix: Annotated[int, typer.Option(help="Minimum number of tokens before the suffix.")] = 50,
+    suffix: Annotated[int, Option(help="Number of tokens at the end of a document that the model must repeat.")] = 50,
+    prefix: Annotated[int, Option(help="Minimum number of tokens before the suffix.")] = 50,
     offset: Annotated[
-        int, typer.Option(help="Number of tokens of unrelated documents before each document, as in a packed sequence.")
+        int, Option(help="Number of tokens of unrelated documents before each document, as in a packed sequence.")
     ] = 0,
     reference: Annotated[
         str | None,
-        typer.Option(
-            metavar="CHECKPOINT|RUN|HF", help="A model that was not trained on these documents, to compare with."
-        ),
+        Option(metavar="CHECKPOINT|RUN|HF", help="A model that was not trained on these documents, to compare with."),
     ] = None,
     run: Annotated[
-        Path | None, typer.Option(metavar="RUN.toml", help="Replay this run's goldfish mask. Default: the model's run.")
+        Path | None, Option(metavar="RUN.toml", help="Replay this run's goldfish mask. Default: the model's run.")
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
-    text_key: Annotated[str, typer.Option(help="The key that holds the text.")] = "text",
-    temperature: Annotated[float, typer.Option(help="Temperature of an attacker that draws tokens at random.")] = 1.0,
+    tokenizer: Annotated[str | None, Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
+    text_key: Annotated[str, Option(help="The key that holds the text.")] = "text",
+    temperature: Annotated[float, Option(help="Temperature of an attacker that draws tokens at random.")] = 1.0,
     top_k: TopK = None,
     top_p: TopP = None,
-    generate: Annotated[int, typer.Option(help="Continue this many trained documents, and as many controls.")] = 0,
+    generate: Annotated[int, Option(help="Continue this many trained documents, and as many controls.")] = 0,
     beams: Annotated[
-        int, typer.Option(help="Also search for near-verbatim continuations, with this many beams. Needs --generate.")
+        int, Option(help="Also search for near-verbatim continuations, with this many beams. Needs --generate.")
     ] = 0,
-    micro_batch_size: Annotated[int, typer.Option(help="Number of documents that one rank scores in a pass.")] = 8,
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write audit.json and audit.html there.")] = None,
+    micro_batch_size: Annotated[int, Option(help="Number of documents that one rank scores in a pass.")] = 8,
+    out: Annotated[Path | None, Option(metavar="FOLDER", help="Write audit.json and audit.html there.")] = None,
     max_exact_match: Annotated[
-        float | None, typer.Option(help="Exit with code 4 if more than this share of documents is repeated exactly.")
+        float | None, Option(help="Exit with code 4 if more than this share of documents is repeated exactly.")
     ] = None,
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006 (typer only reads it)
@@ -104,14 +100,14 @@ def documents(
         if not as_json:
             print(f"Report: {page}")
     if max_exact_match is not None and record["exact_match"] > max_exact_match:
-        raise typer.Exit(ABOVE_LIMIT)
+        raise Exit(ABOVE_LIMIT)
 
 
 @audit.command()
 def masks(
     run_file: RunFile,
-    samples: Annotated[int, typer.Option(min=0, max=1000, help="Number of training sequences to print.")] = 1,
-    tokens: Annotated[int, typer.Option(min=1, max=10**9, help="Number of tokens for the statistics.")] = 1_000_000,
+    samples: Annotated[int, Option(min=0, max=1000, help="Number of training sequences to print.")] = 1,
+    tokens: Annotated[int, Option(min=1, max=10**9, help="Number of tokens for the statistics.")] = 1_000_000,
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006 (typer only reads it)
 ) -> None:

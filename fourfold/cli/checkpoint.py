@@ -3,17 +3,17 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option, Typer, echo
 
 from fourfold.cli.options import AsJson, StoredDtype, show
 from fourfold.data.progress import working
 from fourfold.huggingface.architectures.families import FAMILIES
 
-checkpoint = typer.Typer(no_args_is_help=True, help="Check checkpoints, and convert them from and to Hugging Face.")
+checkpoint = Typer(no_args_is_help=True, help="Check checkpoints, and convert them from and to Hugging Face.")
 
 
 @checkpoint.command()
-def verify(folder: Annotated[Path, typer.Argument(help="A checkpoint, a folder of them, or a run's folder.")]) -> None:
+def verify(folder: Annotated[Path, Argument(help="A checkpoint, a folder of them, or a run's folder.")]) -> None:
     """Check that the files of checkpoints are unchanged since they were written. Exit code 1 if one is damaged."""
     from fourfold.checkpoints.find_checkpoints import STATE_FILE, checkpoints_at
     from fourfold.checkpoints.integrity import size_of
@@ -34,17 +34,17 @@ def verify(folder: Annotated[Path, typer.Argument(help="A checkpoint, a folder o
             if not path.exists():  # The run has removed this checkpoint since it was listed.
                 continue
             damaged += 1
-            typer.echo(sentence(damage))
+            echo(sentence(damage))
         else:
-            typer.echo(f"{path} is undamaged: {files} files, {format_bytes(size)}")
+            echo(f"{path} is undamaged: {files} files, {format_bytes(size)}")
     if damaged:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 @checkpoint.command("import-hf")
 def import_hf(
-    model: Annotated[str, typer.Argument(metavar="DIR", help="Folder of a Hugging Face model, or its id on the Hub.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint to write.")],
+    model: Annotated[str, Argument(metavar="DIR", help="Folder of a Hugging Face model, or its id on the Hub.")],
+    out: Annotated[Path, Argument(metavar="OUT", help="The checkpoint to write.")],
     as_json: AsJson = False,
 ) -> None:
     """Convert a Hugging Face model to a checkpoint that any grid can read.
@@ -62,25 +62,25 @@ def import_hf(
 
 @checkpoint.command("export-hf")
 def export_hf(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's folder.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's folder.")],
+    out: Annotated[Path, Argument(metavar="OUT", help="The folder to write.")],
     dtype: Annotated[
         StoredDtype,
-        typer.Option(help="Dtype of the weights. auto: the Hugging Face original's, or the checkpoint's if none."),
+        Option(help="Dtype of the weights. auto: the Hugging Face original's, or the checkpoint's if none."),
     ] = "auto",
     model_type: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="FAMILY",
             help="Write the model as this family, if the family computes the same (for example mistral for a "
             f"Llama without biases): one of {', '.join(FAMILIES)}.",
         ),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="PATH", help="A tokenizer.json. Default: the original's, or the corpus's.")
+        str | None, Option(metavar="PATH", help="A tokenizer.json. Default: the original's, or the corpus's.")
     ] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="LoRA: write the merged model, not the adapter.")] = False,
-    ema: Annotated[bool, typer.Option("--ema", help="Write the moving average of [ema], not the weights.")] = False,
+    merge: Annotated[bool, Option("--merge", help="LoRA: write the merged model, not the adapter.")] = False,
+    ema: Annotated[bool, Option("--ema", help="Write the moving average of [ema], not the weights.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Convert a checkpoint of any grid to a folder that transformers can open.
@@ -96,6 +96,4 @@ def export_hf(
         transferred = export_huggingface(checkpoint, out, dtype, model_type, tokenizer, merge, averaged=ema)
     show(transferred.record(), as_json, print_transferred)
     if not transferred.has_tokenizer:
-        typer.echo(
-            f"warning: {out} has no tokenizer: {NO_CORPORA}; export from there, or give --tokenizer PATH", err=True
-        )
+        echo(f"warning: {out} has no tokenizer: {NO_CORPORA}; export from there, or give --tokenizer PATH", err=True)

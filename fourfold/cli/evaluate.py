@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from fourfold.cli.options import TASK_LIST, AsJson, Overrides, TaskFolder, TaskLimit, show
 from fourfold.data.progress import working
@@ -11,27 +11,25 @@ from fourfold.errors import UserError
 
 
 def evaluate(
-    model: Annotated[str, typer.Option(metavar="CHECKPOINT|RUN|HF", help="The model to evaluate.", show_default=False)],
-    text: Annotated[list[Path], typer.Option(metavar="FILE", help="A text to predict. Repeatable.")] = [],  # noqa: B006
-    tasks: Annotated[
-        str, typer.Option(metavar="NAMES", help=f"Tasks of lm-eval, separated by commas; {TASK_LIST}")
-    ] = "",
+    model: Annotated[str, Option(metavar="CHECKPOINT|RUN|HF", help="The model to evaluate.", show_default=False)],
+    text: Annotated[list[Path], Option(metavar="FILE", help="A text to predict. Repeatable.")] = [],  # noqa: B006
+    tasks: Annotated[str, Option(metavar="NAMES", help=f"Tasks of lm-eval, separated by commas; {TASK_LIST}")] = "",
     include_path: TaskFolder = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(min=0, help="Number of examples in a task's prompt. Default: the task decides.")
+        int | None, Option(min=0, help="Number of examples in a task's prompt. Default: the task decides.")
     ] = None,
     limit: TaskLimit = None,
-    overlap: Annotated[int, typer.Option(min=1, help="Tokens that each window repeats from the previous one.")] = 1,
+    overlap: Annotated[int, Option(min=1, help="Tokens that each window repeats from the previous one.")] = 1,
     context: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=1,
             help="Length of a window in tokens. Default: the model's context, and for a Hugging Face model at "
             "most 2048.",
         ),
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
-    micro_batch_size: Annotated[int, typer.Option(min=1, help="Sequences that one rank scores at a time.")] = 8,
+    tokenizer: Annotated[str | None, Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
+    micro_batch_size: Annotated[int, Option(min=1, help="Sequences that one rank scores at a time.")] = 8,
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006 (typer only reads it)
 ) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from fourfold.cli import options
 from fourfold.cli.options import AsJson, show
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 def generate(
     model: options.ModelName,
-    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the text.")] = None,
+    prompt: Annotated[str | None, Option(help="Text to continue.")] = None,
+    prompt_file: Annotated[Path | None, Option(metavar="FILE", help="A file with the text.")] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Answer the text as a message of a chat. Without a text, chat until Ctrl-D.")
+        bool, Option("--chat", help="Answer the text as a message of a chat. Without a text, chat until Ctrl-D.")
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 100,
-    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
+    max_new_tokens: Annotated[int, Option(min=1, help="Largest number of tokens to add.")] = 100,
+    temperature: Annotated[float, Option(help="0: always the most likely token.")] = 0.0,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the random draws.")] = 0,
     basis: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="BASIS.safetensors",
             help="Use Loki attention with the basis in this file. `fourfold loki calibrate` writes the file.",
         ),

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option, Typer
 
 from fourfold.cli.options import MACHINES, SITES, Overrides, RunFile
 from fourfold.errors import UserError, given_as
@@ -15,42 +15,40 @@ from fourfold.errors import UserError, given_as
 if TYPE_CHECKING:
     from fourfold.config.run import RunConfig
 
-launch = typer.Typer(no_args_is_help=True, help="Write the script that starts a run on a cluster.")
+launch = Typer(no_args_is_help=True, help="Write the script that starts a run on a cluster.")
 
-Nodes = Annotated[int, typer.Option(min=1, help="Number of nodes. Together they must have as many GPUs as the grid.")]
+Nodes = Annotated[int, Option(min=1, help="Number of nodes. Together they must have as many GPUs as the grid.")]
 MACHINE_HELP = (
     "The planner's machine, for the checkpoint interval if the run file sets none. Default: metrics.machine, or the "
     f"site's machine. {MACHINES}"
 )
-Output = Annotated[
-    Path | None, typer.Option("--output", "--out", metavar="FILE", help="The file. Default: standard output.")
-]
-Setup = Annotated[Path | None, typer.Option(metavar="FILE", help="Shell file that loads your modules and environment.")]
+Output = Annotated[Path | None, Option("--output", "--out", metavar="FILE", help="The file. Default: standard output.")]
+Setup = Annotated[Path | None, Option(metavar="FILE", help="Shell file that loads your modules and environment.")]
 SaveSeconds = Annotated[
     int,
-    typer.Option(min=1, max=65535, help="Save this many seconds before the job ends. A step and a save must fit in."),
+    Option(min=1, max=65535, help="Save this many seconds before the job ends. A step and a save must fit in."),
 ]
 MaxCrashes = Annotated[
-    int, typer.Option(min=0, help="Maximum restarts in a row after crashes. Restarts after a save are not limited.")
+    int, Option(min=0, help="Maximum restarts in a row after crashes. Restarts after a save are not limited.")
 ]
 
 
 @launch.command()
 def slurm(
     run_file: RunFile,
-    site: Annotated[str, typer.Option(help=f"{SITES}.")],
+    site: Annotated[str, Option(help=f"{SITES}.")],
     nodes: Nodes,
-    time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="Wall time.")] = None,
-    machine: Annotated[str | None, typer.Option(help=MACHINE_HELP)] = None,
-    account: Annotated[str | None, typer.Option(help="Account or project that pays.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Partition (queue).")] = None,
+    time: Annotated[str | None, Option(metavar="HH:MM:SS", help="Wall time.")] = None,
+    machine: Annotated[str | None, Option(help=MACHINE_HELP)] = None,
+    account: Annotated[str | None, Option(help="Account or project that pays.")] = None,
+    partition: Annotated[str | None, Option(help="Partition (queue).")] = None,
     output: Output = None,
     setup: Setup = None,
     wrapper: Annotated[
-        str | None, typer.Option(metavar="WORDS", help="Words before `fourfold`, such as `singularity run image.sif`.")
+        str | None, Option(metavar="WORDS", help="Words before `fourfold`, such as `singularity run image.sif`.")
     ] = None,
-    sbatch: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of sbatch. Repeatable.")] = [],  # noqa: B006 (typer only reads it)
-    srun: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of srun. Repeatable.")] = [],  # noqa: B006
+    sbatch: Annotated[list[str], Option(metavar="NAME=VALUE", help="Option of sbatch. Repeatable.")] = [],  # noqa: B006 (typer only reads it)
+    srun: Annotated[list[str], Option(metavar="NAME=VALUE", help="Option of srun. Repeatable.")] = [],  # noqa: B006
     save_seconds: SaveSeconds = 300,
     max_crashes: MaxCrashes = 3,
     overrides: Overrides = [],  # noqa: B006

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option, Typer
 
 from fourfold.cli import options
 from fourfold.cli.options import TASK_LIST, AsJson, TaskFolder, TaskLimit, show
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
     from fourfold.data.transformers_tokenizer import AnyTokenizer
 
-loki = typer.Typer(
+loki = Typer(
     no_args_is_help=True,
     help="Long-context generation with low-rank keys: calibrate a model, and measure how much quality it loses.",
 )
 
-Texts = Annotated[list[Path], typer.Option("--text", metavar="FILE", help="Plain text. Repeatable.")]
+Texts = Annotated[list[Path], Option("--text", metavar="FILE", help="Plain text. Repeatable.")]
 WindowLength = Annotated[
     int | None,
-    typer.Option("--seq-len", min=1, help="Number of tokens per window. Default: the model's positions, at most 2048."),
+    Option("--seq-len", min=1, help="Number of tokens per window. Default: the model's positions, at most 2048."),
 ]
 DEFAULT_LENGTH = 2048
 
@@ -34,9 +34,9 @@ DEFAULT_LENGTH = 2048
 def calibrate(
     model: options.ModelName,
     text: Texts,
-    out: Annotated[Path, typer.Option(metavar="BASIS.safetensors", help="The file to write.")],
+    out: Annotated[Path, Option(metavar="BASIS.safetensors", help="The file to write.")],
     seq_len: WindowLength = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to read.")] = 100_000,
+    tokens: Annotated[int, Option(min=1, help="Largest number of tokens to read.")] = 100_000,
     tokenizer: options.TokenizerName = None,
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = None,
@@ -67,18 +67,14 @@ def calibrate(
 @loki.command()
 def evaluate(
     model: options.ModelName,
-    basis: Annotated[
-        Path, typer.Option(metavar="BASIS.safetensors", help="The file that `fourfold loki calibrate` wrote.")
-    ],
+    basis: Annotated[Path, Option(metavar="BASIS.safetensors", help="The file that `fourfold loki calibrate` wrote.")],
     text: Texts = [],  # noqa: B006 (typer only reads it)
     seq_len: WindowLength = None,
-    windows: Annotated[int, typer.Option(min=1, help="Largest number of windows of text to read.")] = 16,
+    windows: Annotated[int, Option(min=1, help="Largest number of windows of text to read.")] = 16,
     loki_values: options.LokiValues = [],  # noqa: B006
     tasks: Annotated[
         str,
-        typer.Option(
-            metavar="gsm8k,…", help=f"Tasks of lm-eval, to run with dense attention and with Loki; {TASK_LIST}"
-        ),
+        Option(metavar="gsm8k,…", help=f"Tasks of lm-eval, to run with dense attention and with Loki; {TASK_LIST}"),
     ] = "",
     limit: TaskLimit = None,
     include_path: TaskFolder = None,

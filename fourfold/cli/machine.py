@@ -7,13 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Exit, Option, Typer
 
 from fourfold.cli.options import MACHINES, AsJson, Overrides, RunFile, show
 from fourfold.data.progress import working
 from fourfold.errors import UserError, given_as
 
-machine = typer.Typer(no_args_is_help=True, help="Examine this machine before a run, and measure it.")
+machine = Typer(no_args_is_help=True, help="Examine this machine before a run, and measure it.")
 
 
 @machine.command()
@@ -44,24 +44,22 @@ def doctor(
     elif is_first:
         print(summary([finding.level for finding in findings]))
     if failed:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 @machine.command()
 def calibrate(
-    out: Annotated[Path, typer.Option(metavar="MACHINE.toml", help="The machine file to write.")],
+    out: Annotated[Path, Option(metavar="MACHINE.toml", help="The machine file to write.")],
     source: Annotated[
         list[Path],
-        typer.Option("--from", metavar="PATH", help="runs/NAME/metrics.jsonl, or a table of rows (.csv). Repeatable."),
+        Option("--from", metavar="PATH", help="runs/NAME/metrics.jsonl, or a table of rows (.csv). Repeatable."),
     ] = [],  # noqa: B006 (typer only reads it)
     machine: Annotated[
-        str, typer.Option(help=f"Copy the values that are not measured from this machine. {MACHINES}")
+        str, Option(help=f"Copy the values that are not measured from this machine. {MACHINES}")
     ] = "laptop",
     processes: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=256, help="Local processes of the microbenchmark. Default: one per GPU, or 2 without GPUs."
-        ),
+        Option(min=1, max=256, help="Local processes of the microbenchmark. Default: one per GPU, or 2 without GPUs."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -109,7 +107,7 @@ def calibrate(
 def tune_matmul(
     run_file: RunFile,
     again: Annotated[
-        bool, typer.Option("--again", help="Also measure sizes that are already in this machine's table.")
+        bool, Option("--again", help="Also measure sizes that are already in this machine's table.")
     ] = False,
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006 (typer only reads it)

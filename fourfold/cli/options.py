@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from fourfold.errors import UserError
 from fourfold.planning.machines.names import machine_names
@@ -15,19 +15,19 @@ from fourfold.planning.machines.names import machine_names
 if TYPE_CHECKING:
     from fourfold.inference.loki import LokiConfig
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")]
+RunFile = Annotated[Path, Argument(metavar="RUN.toml", help="The run file.")]
 Overrides = Annotated[
     list[str],
-    typer.Option(
+    Option(
         "--set",
         metavar="SECTION.KEY=VALUE",
         help="Override a key of the run file. Repeatable. docs/run-file.md lists all keys.",
     ),
 ]
 TASK_LIST = "`lm-eval ls tasks` lists them."
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-TaskLimit = Annotated[int | None, typer.Option("--limit", min=1, help="Documents per task. Default: all.")]
-TaskFolder = Annotated[Path | None, typer.Option("--include-path", help="A folder with your own tasks.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON and nothing else.")]
+TaskLimit = Annotated[int | None, Option("--limit", min=1, help="Documents per task. Default: all.")]
+TaskFolder = Annotated[Path | None, Option("--include-path", help="A folder with your own tasks.")]
 MACHINES = f"The path of a machine file (.toml), or one of {', '.join(machine_names())}."
 SITES = "frontier, perlmutter, alps, lumi, generic, or a file of your own (.toml)"
 KNOBS = (
@@ -39,18 +39,16 @@ KNOBS = (
 StoredDtype = Literal["auto", "fp32", "bf16", "fp16"]
 """Values of the options for the dtype of weights. auto keeps the stored dtype."""
 ModelName = Annotated[
-    str, typer.Option("--model", metavar="DIR|ID|RUN", help="A Hugging Face model, or a run or checkpoint of fourfold.")
+    str, Option("--model", metavar="DIR|ID|RUN", help="A Hugging Face model, or a run or checkpoint of fourfold.")
 ]
-TokenizerName = Annotated[str | None, typer.Option(metavar="DIR|ID|bytes", help="Default: the model's own.")]
-DtypeName = Annotated[StoredDtype, typer.Option(help="Dtype of the weights. auto is the stored dtype.")]
-DeviceName = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")]
-TopK = Annotated[int | None, typer.Option(help="Draw from this many of the most likely tokens.")]
-TopP = Annotated[
-    float | None, typer.Option(help="Draw from the most likely tokens that together have this probability.")
-]
+TokenizerName = Annotated[str | None, Option(metavar="DIR|ID|bytes", help="Default: the model's own.")]
+DtypeName = Annotated[StoredDtype, Option(help="Dtype of the weights. auto is the stored dtype.")]
+DeviceName = Annotated[str | None, Option(help="cpu or cuda. Default: a GPU if there is one.")]
+TopK = Annotated[int | None, Option(help="Draw from this many of the most likely tokens.")]
+TopP = Annotated[float | None, Option(help="Draw from the most likely tokens that together have this probability.")]
 LokiValues = Annotated[
     list[str],
-    typer.Option(
+    Option(
         "--loki",
         metavar="KEY=VALUE",
         help="Options of Loki (docs/loki.md): d=32 or d_f=0.25. k=2048 or k_f=0.03. min_k=256, "

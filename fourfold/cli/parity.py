@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-import typer
+from typer import Exit, Option
 
 from fourfold.cli.options import AsJson, Overrides, RunFile, show
 from fourfold.data.progress import working
@@ -10,10 +10,10 @@ from fourfold.data.progress import working
 
 def parity(
     run_file: RunFile,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps to compare.")] = 3,
+    steps: Annotated[int, Option(min=1, help="Training steps to compare.")] = 3,
     against: Annotated[
         Literal["plain", "transformers"],
-        typer.Option(help="The reference model: fourfold's own in plain PyTorch, or the transformers library's."),
+        Option(help="The reference model: fourfold's own in plain PyTorch, or the transformers library's."),
     ] = "plain",
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006 (typer only reads it)
@@ -42,4 +42,4 @@ def parity(
         return
     show(result.record(), as_json, lambda _: parity_table(result))
     if not result.ok:
-        raise typer.Exit(1)
+        raise Exit(1)

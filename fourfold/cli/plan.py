@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from typer import Argument, Option, Typer
 from typer.models import OptionInfo
 
 from fourfold.cli.options import KNOBS, MACHINES, AsJson, Overrides, show
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fourfold.planning.request import Request
 
 
-plan = typer.Typer(
+plan = Typer(
     cls=FirstUnlessNamed,
     no_args_is_help=True,
     help="Find the fastest layout of a model on a machine, and explain it: memory, seconds per step, days. "
@@ -36,24 +36,24 @@ EXPLAIN_HELP = "Show where a step's time goes, and how the time changes if you c
 ROWS_HELP = "A table of measured rows. Default: the published rows that come with fourfold."
 LEAVE_HELP = "Leave each row's source (or machine) out of the fit, and then predict the row. This takes minutes."
 SIZES_HELP = "Numbers of GPUs: a list (512,768), or doublings (512:32768)."
-LeaveOut = Annotated[Literal["source", "machine"] | None, typer.Option(help=LEAVE_HELP, show_default=False)]
-OwnRun = Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help=RUN_HELP, show_default=False)]
+LeaveOut = Annotated[Literal["source", "machine"] | None, Option(help=LEAVE_HELP, show_default=False)]
+OwnRun = Annotated[Path | None, Argument(metavar="[RUN.toml]", help=RUN_HELP, show_default=False)]
 TOKENS_HELP = "Tokens to train on. Needed for days, costs, and the steps of --write."
-Tokens = Annotated[float | None, typer.Option(help=TOKENS_HELP)]
-Explain = Annotated[bool, typer.Option("--explain", help=EXPLAIN_HELP)]
-Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
-MachineName = Annotated[str, typer.Option(help=MACHINES)]
-Seq = Annotated[int | None, typer.Option(help="Tokens per sequence. Default: the model's context, at most 8192.")]
+Tokens = Annotated[float | None, Option(help=TOKENS_HELP)]
+Explain = Annotated[bool, Option("--explain", help=EXPLAIN_HELP)]
+Model = Annotated[str | None, Option(help=MODEL_HELP)]
+MachineName = Annotated[str, Option(help=MACHINES)]
+Seq = Annotated[int | None, Option(help="Tokens per sequence. Default: the model's context, at most 8192.")]
 Batch = Annotated[
     int | None,
-    typer.Option("--global-batch", help="Sequences per step. Default: about 4M tokens, at least one per GPU."),
+    Option("--global-batch", help="Sequences per step. Default: about 4M tokens, at least one per GPU."),
 ]
 
 
 def _one_of(names: str, default: str) -> OptionInfo:
     """Return an option whose default is the run file's value, or ``default`` without a run file. ``names`` lists the
     possible values, separated by ``|``."""
-    option: OptionInfo = typer.Option(metavar=names, help=f"Default: the run file's, or {default}.")
+    option: OptionInfo = Option(metavar=names, help=f"Default: the run file's, or {default}.")
     return option
 
 
@@ -61,7 +61,7 @@ Precision = Annotated[str | None, _one_of("bf16|fp16|fp32|fp8", "bf16")]
 Optimizer = Annotated[str | None, _one_of("adamw|muon|lion", "adamw")]
 Limit = Annotated[
     list[str],
-    typer.Option(
+    Option(
         "--limit",
         metavar="NAME=VALUE|AXIS<=N",
         help=f"Search fewer layouts, such as pp=1, x<=8 or recompute=full; repeatable. {KNOBS}",
@@ -73,20 +73,20 @@ Limit = Annotated[
 def layout(
     run_file: OwnRun = None,
     model: Model = None,
-    machine: Annotated[str | None, typer.Option(help=f"{MACHINES} Default: dgx-h100. Needed with --from.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="Number of GPUs to plan for. Default: the run file's.")] = None,
-    other: Annotated[Path | None, typer.Option("--from", metavar="FILE", help=FROM_HELP)] = None,
-    measured: Annotated[float | None, typer.Option(min=1e-6, help=MEASURED_HELP)] = None,
+    machine: Annotated[str | None, Option(help=f"{MACHINES} Default: dgx-h100. Needed with --from.")] = None,
+    gpus: Annotated[int | None, Option(help="Number of GPUs to plan for. Default: the run file's.")] = None,
+    other: Annotated[Path | None, Option("--from", metavar="FILE", help=FROM_HELP)] = None,
+    measured: Annotated[float | None, Option(min=1e-6, help=MEASURED_HELP)] = None,
     seq: Seq = None,
     global_batch: Batch = None,
     tokens: Tokens = None,
     precision: Precision = None,
     optimizer: Optimizer = None,
-    top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 10,
+    top: Annotated[int, Option(min=1, help="How many layouts to show.")] = 10,
     as_json: AsJson = False,
     explain: Explain = False,
-    write: Annotated[Path | None, typer.Option(metavar="RUN.toml", help="Write the best layout as a run file.")] = None,
-    report: Annotated[Path | None, typer.Option(metavar="plan.html", help="Write the plan as an HTML page.")] = None,
+    write: Annotated[Path | None, Option(metavar="RUN.toml", help="Write the best layout as a run file.")] = None,
+    report: Annotated[Path | None, Option(metavar="plan.html", help="Write the plan as an HTML page.")] = None,
     limits: Limit = [],  # noqa: B006 (typer only reads it)
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
@@ -122,13 +122,13 @@ def layout(
 
 @plan.command()
 def validate(
-    file: Annotated[Path | None, typer.Argument(metavar="[FILE.csv]", help=ROWS_HELP, show_default=False)] = None,
+    file: Annotated[Path | None, Argument(metavar="[FILE.csv]", help=ROWS_HELP, show_default=False)] = None,
     calibrate_on: Annotated[
         list[Path],
-        typer.Option("--calibrate-on", metavar="CSV", help="Fit the constants to these rows first. Repeatable."),
+        Option("--calibrate-on", metavar="CSV", help="Fit the constants to these rows first. Repeatable."),
     ] = [],  # noqa: B006
     leave_out: LeaveOut = None,
-    rows: Annotated[bool, typer.Option("--rows", help="Print every row.")] = False,
+    rows: Annotated[bool, Option("--rows", help="Print every row.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare predictions with measured step times and memory.
@@ -146,14 +146,14 @@ def validate(
 
 @plan.command()
 def scaling(
-    model: Annotated[str, typer.Option(help=MODEL_HELP)],
+    model: Annotated[str, Option(help=MODEL_HELP)],
     machine: MachineName = "dgx-h100",
-    gpus: Annotated[str, typer.Option(metavar="FROM:TO|N,N", help=SIZES_HELP)] = "8:512",
+    gpus: Annotated[str, Option(metavar="FROM:TO|N,N", help=SIZES_HELP)] = "8:512",
     seq: Seq = None,
     global_batch: Batch = None,
     precision: Precision = None,
     optimizer: Optimizer = None,
-    weak: Annotated[bool, typer.Option("--weak/--strong", help="Scale the batch with the GPUs, or fix it.")] = True,
+    weak: Annotated[bool, Option("--weak/--strong", help="Scale the batch with the GPUs, or fix it.")] = True,
     as_json: AsJson = False,
     limits: Limit = [],  # noqa: B006
 ) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument, Context, Option, echo
 from typer._click.core import ParameterSource
 
 from fourfold.errors import UserError
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fourfold.data.prepare import PrepareSummary
 
 
-_of_text = partial(typer.Option, rich_help_panel="Options of --format text")
+_of_text = partial(Option, rich_help_panel="Options of --format text")
 """Define an option that applies only to --format text."""
 
 CANARY_OPTIONS = ("repeats", "canary_tokens", "canary_noise", "canary_shift", "canaries_from")
@@ -26,39 +26,37 @@ CONVERSATION_OPTIONS = ("chat_template", "ignore_key")
 
 
 def prepare(
-    command_line: typer.Context,
+    command_line: Context,
     inputs: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="INPUTS...",
             help="Files (.txt, .txt.gz, .jsonl, .jsonl.gz, .parquet), folders or globs of them, python-stdlib, or "
             "hf:NAME[:CONFIG][:SPLIT].",
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Prefix of the files to write: OUT.bin, OUT.idx, OUT.json.")],
+    out: Annotated[Path, Option(help="Prefix of the files to write: OUT.bin, OUT.idx, OUT.json.")],
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="PATH|bytes", help="A tokenizer.json, a folder with one, or bytes.")
+        str | None, Option(metavar="PATH|bytes", help="A tokenizer.json, a folder with one, or bytes.")
     ] = None,
     train_tokenizer: Annotated[
         int | None, _of_text(metavar="VOCAB", help="Train a byte-level BPE tokenizer of this size on the input.")
     ] = None,
     format: Annotated[
         Literal["text", "sft", "preferences"],
-        typer.Option(
+        Option(
             help="sft: conversations (messages, ShareGPT, Alpaca, prompt and completion). preferences: rows of prompt, "
             "chosen and rejected."
         ),
     ] = "text",
     chat_template: Annotated[
         Path | None,
-        typer.Option(help="A Jinja file, for sft and preferences. Default: the one in the tokenizer's folder."),
+        Option(help="A Jinja file, for sft and preferences. Default: the one in the tokenizer's folder."),
     ] = None,
     ignore_key: Annotated[
         list[str] | None,
-        typer.Option(
-            help="With sft and preferences: a key of rows or messages to drop. Any other unused key is refused."
-        ),
+        Option(help="With sft and preferences: a key of rows or messages to drop. Any other unused key is refused."),
     ] = None,
     text_key: Annotated[
         str, _of_text(help="The key, or column, that holds the text. You can give several, separated by commas.")
@@ -66,17 +64,13 @@ def prepare(
     workers: Annotated[int | None, _of_text(help="Processes. Default: one per core. No effect on the result.")] = None,
     eos_token: Annotated[
         str | None,
-        typer.Option(metavar="TOKEN", help="The special token that ends documents. Default: the tokenizer's own."),
+        Option(metavar="TOKEN", help="The special token that ends documents. Default: the tokenizer's own."),
     ] = None,
     bos_token: Annotated[
         str | None,
-        typer.Option(
-            metavar="TOKEN|auto", help="Begin documents with this special token. auto is the tokenizer's own."
-        ),
+        Option(metavar="TOKEN|auto", help="Begin documents with this special token. auto is the tokenizer's own."),
     ] = None,
-    validation_fraction: Annotated[
-        float, typer.Option(help="Share of the documents to hold out into OUT-validation.")
-    ] = 0.0,
+    validation_fraction: Annotated[float, Option(help="Share of the documents to hold out into OUT-validation.")] = 0.0,
     canaries: Annotated[
         int | None, _of_text(help="Number of canaries (documents for an audit) to plant for each number in --repeats.")
     ] = None,
@@ -140,7 +134,7 @@ def prepare(
     _show(summary)
 
 
-def _given(command_line: typer.Context, names: Sequence[str]) -> list[str]:
+def _given(command_line: Context, names: Sequence[str]) -> list[str]:
     """Return the options out of `names` that the user has given, such as --text-key."""
     given = [name for name in names if command_line.get_parameter_source(name) is not ParameterSource.DEFAULT]
     return [f"--{name.replace('_', '-')}" for name in given]
@@ -148,18 +142,18 @@ def _given(command_line: typer.Context, names: Sequence[str]) -> list[str]:
 
 def _show(summary: PrepareSummary) -> None:
     if summary.reused:
-        typer.echo("Already prepared from the same files in the same way; --force builds it again.")
+        echo("Already prepared from the same files in the same way; --force builds it again.")
     for manifest in filter(None, (summary.train, summary.validation)):
         what = f"{manifest.split}: {counted(manifest.documents, 'document')}, {manifest.tokens:,} tokens"
         if manifest.trained_tokens is None:
             what += f", {manifest.bytes:,} bytes, {manifest.bytes / manifest.tokens:.2f} bytes/token"
         else:
             what += f", {manifest.trained_tokens / manifest.tokens:.1%} of them trained"
-        typer.echo(what)
-    typer.echo(f"tokenizer: {summary.train.vocab_size:,} ids, stored as {summary.train.dtype}")
+        echo(what)
+    echo(f"tokenizer: {summary.train.vocab_size:,} ids, stored as {summary.train.dtype}")
     for note in summary.notes:
-        typer.echo(note)
-    typer.echo(f"{summary.seconds:.1f} s: {', '.join(map(str, summary.files))}")
+        echo(note)
+    echo(f"{summary.seconds:.1f} s: {', '.join(map(str, summary.files))}")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

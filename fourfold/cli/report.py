@@ -3,16 +3,16 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option, echo
 
 
 def report(
     run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs, finished or still training: runs/NAME.")
+        list[Path], Argument(metavar="RUN_DIR...", help="Folders of runs, finished or still training: runs/NAME.")
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="PAGE.html", help="Page of several runs. Default: comparison.html in the first folder."),
+        Option(metavar="PAGE.html", help="Page of several runs. Default: comparison.html in the first folder."),
     ] = None,
 ) -> None:
     """Write RUN_DIR/report.html: one page with curves, facts, run file, and sample. The page needs no network.
@@ -27,8 +27,8 @@ def report(
     if len(run_dirs) == 1:
         if out is not None:
             raise UserError(f"--out {out} is for the page of several runs; leave it out for {run_dirs[0]}/report.html")
-        typer.echo(write_run_report(run_dirs[0]))
+        echo(write_run_report(run_dirs[0]))
         return
     page = out or run_dirs[0] / "comparison.html"
     write_comparison(run_dirs, page)
-    typer.echo(page)
+    echo(page)

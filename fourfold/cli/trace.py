@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from fourfold.cli.options import MACHINES, AsJson, Overrides, RunFile, show
 from fourfold.data.progress import working
@@ -12,7 +12,7 @@ def trace(
     run_file: RunFile,
     as_json: AsJson = False,
     machine: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE.toml", help=f"Print seconds too, on this machine. {MACHINES}")
+        str | None, Option(metavar="NAME|FILE.toml", help=f"Print seconds too, on this machine. {MACHINES}")
     ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer only reads it)
 ) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from fourfold.cli.options import Overrides
 from fourfold.errors import UserError
@@ -19,7 +19,7 @@ from fourfold.processes import lossy_output
 if TYPE_CHECKING:
     from fourfold.config.run import RunConfig
 
-_instead = partial(typer.Option, rich_help_panel="Options instead of a run file")
+_instead = partial(Option, rich_help_panel="Options instead of a run file")
 """Define an option that replaces a part of the run file."""
 
 
@@ -31,7 +31,7 @@ STEPS_HELP = "Number of steps. Default: up to 4 passes over the data, or 1 for a
 
 @lossy_output(any_error=True)
 def train(
-    run_file: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="The run file.")] = None,
+    run_file: Annotated[Path | None, Argument(metavar="[RUN.toml]", help="The run file.")] = None,
     model: Annotated[str | None, _instead(metavar="PRESET|DIR|ID", help=MODEL_HELP)] = None,
     data: Annotated[str | None, _instead(metavar="INPUT|CORPUS", help=DATA_HELP)] = None,
     processes: Annotated[int | None, _instead(min=1, max=4096, help=PROCESSES_HELP)] = None,
@@ -39,7 +39,7 @@ def train(
     overrides: Overrides = [],  # noqa: B006 (typer only reads it)
     profile: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--profile",
             help="Record steps 3 to 5 after the start. Writes a trace of each process for ui.perfetto.dev, and prints "
             "how long the collectives of each axis took, and how much of this time computation hid.",
@@ -74,7 +74,7 @@ def train(
             print(f"\nStopped. {where_it_continues(run)}", file=sys.stderr)
         if isinstance(end, SystemExit):
             raise
-        raise typer.Exit(ended_by(signal.SIGINT)) from None
+        raise Exit(ended_by(signal.SIGINT)) from None
     if outcome.is_first_process:
         from fourfold.reports.profile_tables import profile_tables
         from fourfold.reports.run_report import write_run_report
@@ -89,7 +89,7 @@ def train(
     if outcome.stopped:
         if outcome.is_first_process:
             print(f"Stopped. {where_it_continues(run)}")
-        raise typer.Exit(STOPPED)
+        raise Exit(STOPPED)
 
 
 def _run_to_train(run_file: Path | None, instead: dict[str, Any], overrides: list[str]) -> RunConfig:

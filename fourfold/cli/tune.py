@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Exit, Option, echo
 
 from fourfold.cli.options import KNOBS, MACHINES, SITES, AsJson, Overrides, RunFile, show
 from fourfold.data.progress import working
@@ -18,38 +18,36 @@ from fourfold.exit_codes import ended_by
 def tune(
     run_file: RunFile,
     trials: Annotated[
-        int, typer.Option(min=1, help="Number of trials in total, including trials of an interrupted search.")
+        int, Option(min=1, help="Number of trials in total, including trials of an interrupted search.")
     ] = 20,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="The search's folder. Default: tune-NAME.", show_default=False)
+        Path | None, Option(metavar="FOLDER", help="The search's folder. Default: tune-NAME.", show_default=False)
     ] = None,
-    budget: Annotated[float | None, typer.Option(metavar="MINUTES", help="Start no new trial after this time.")] = None,
+    budget: Annotated[float | None, Option(metavar="MINUTES", help="Start no new trial after this time.")] = None,
     space: Annotated[
         list[str],
-        typer.Option(
+        Option(
             metavar="KNOB=VALUE,…", help=f"Values of a knob, as `pp=1,2` or `x<=4`; repeatable. Default: all. {KNOBS}"
         ),
     ] = [],  # noqa: B006 (typer only reads it)
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="Number of devices per trial. Default: the run file's.")
-    ] = None,
+    nproc: Annotated[int | None, Option(min=1, help="Number of devices per trial. Default: the run file's.")] = None,
     machine: Annotated[
-        str | None, typer.Option(help=f"The planner's machine. Default: metrics.machine, or laptop (CPU). {MACHINES}")
+        str | None, Option(help=f"The planner's machine. Default: metrics.machine, or laptop (CPU). {MACHINES}")
     ] = None,
-    steps: Annotated[int, typer.Option(min=2, help="Measured steps per trial, after three warm-up steps.")] = 8,
-    timeout: Annotated[float, typer.Option(min=1, help="A trial counts as hung after this many seconds.")] = 600,
+    steps: Annotated[int, Option(min=2, help="Measured steps per trial, after three warm-up steps.")] = 8,
+    timeout: Annotated[float, Option(min=1, help="A trial counts as hung after this many seconds.")] = 600,
     memory_limit: Annotated[
-        float | None, typer.Option(metavar="GB", min=0.001, help="Limit per device, or per process on a CPU.")
+        float | None, Option(metavar="GB", min=0.001, help="Limit per device, or per process on a CPU.")
     ] = None,
     at_once: Annotated[
-        int | None, typer.Option(min=1, help="Concurrent trials. Default: as many as the machine's GPUs allow.")
+        int | None, Option(min=1, help="Concurrent trials. Default: as many as the machine's GPUs allow.")
     ] = None,
-    slurm: Annotated[str | None, typer.Option(metavar="SITE", help=f"Run trials as SLURM jobs on: {SITES}.")] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="With --slurm: nodes per job.")] = 1,
-    time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="With --slurm: wall time per job.")] = None,
-    sbatch: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of sbatch. Repeatable.")] = [],  # noqa: B006
-    setup: Annotated[Path | None, typer.Option(metavar="FILE", help="With --slurm: file that loads modules.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the search's random choices.")] = 0,
+    slurm: Annotated[str | None, Option(metavar="SITE", help=f"Run trials as SLURM jobs on: {SITES}.")] = None,
+    nodes: Annotated[int, Option(min=1, help="With --slurm: nodes per job.")] = 1,
+    time: Annotated[str | None, Option(metavar="HH:MM:SS", help="With --slurm: wall time per job.")] = None,
+    sbatch: Annotated[list[str], Option(metavar="NAME=VALUE", help="Option of sbatch. Repeatable.")] = [],  # noqa: B006
+    setup: Annotated[Path | None, Option(metavar="FILE", help="With --slurm: file that loads modules.")] = None,
+    seed: Annotated[int, Option(help="Seed of the search's random choices.")] = 0,
     overrides: Overrides = [],  # noqa: B006
     as_json: AsJson = False,
 ) -> None:
@@ -90,7 +88,7 @@ def tune(
         with working("Trying layouts"):
             end = search.run()
     except KeyboardInterrupt:
-        typer.echo(f"\nStopped. The trials are in {search.folder}; the same command continues.", err=True)
-        raise typer.Exit(ended_by(signal.SIGINT)) from None
+        echo(f"\nStopped. The trials are in {search.folder}; the same command continues.", err=True)
+        raise Exit(ended_by(signal.SIGINT)) from None
     result = finish(search, base, end)
     show(asdict(result), as_json, lambda _: tune_tables(result))
