@@ -121,7 +121,10 @@ class Loader:
         documents = np.ascontiguousarray(windows.documents[:, :-1])
         is_data = None if windows.is_data is None else np.ascontiguousarray(windows.is_data[:, :-1])
         ahead = [shifted(each, documents, self.depths) for each in (tokens, labels)] if self.depths else []
-        whole = MicroBatch(tokens, labels, positions_of(documents), None, windows.reference, is_data, *ahead)
+        positions = positions_of(documents)
+        whole: MicroBatch[NDArray[Any]] = MicroBatch(
+            tokens, labels, positions, None, windows.reference, is_data, *ahead
+        )
         rows = [slice(begin, begin + self.micro_batch_size) for begin in range(0, len(tokens), self.micro_batch_size)]
         return [replace(whole.map(itemgetter(row)), document_ends=document_ends(documents[row])) for row in rows]
 
