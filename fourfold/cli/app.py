@@ -1,15 +1,14 @@
 """Build the command line from one file per command, and print a user's mistake as one sentence."""
 
-from __future__ import annotations
-
 import errno
 import os
 import reprlib
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import typer
+from typer._click import Context
 from typer._click.exceptions import ClickException, NoArgsIsHelpError
 from typer.core import TyperGroup
 
@@ -33,9 +32,6 @@ from fourfold.errors import UserError, sentence
 from fourfold.exit_codes import CRASH, HANG, REFUSED
 from fourfold.launch.local_workers import JobHung, WorkerFailed
 from fourfold.processes import lossy_output
-
-if TYPE_CHECKING:
-    from typer._click import Context
 
 PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Plan": {"plan": plan, "trace": trace, "tune": tune},

@@ -77,8 +77,9 @@ def continuations(
     edits = list(map(edit_distance, written, true))
     generation = {name: text_likeness(written[side], true[side], edits[side]) for name, side in sides.items()}
     passages = []
-    for n in sorted(range(len(members)), key=edits.__getitem__)[:SHOWN] if tokenizer is not None else []:
-        passages.append(passage(documents[chosen[n]].tokens[:-suffix], true[n], written[n], tokenizer))
+    if tokenizer is not None:
+        for n in sorted(range(len(members)), key=edits.__getitem__)[:SHOWN]:
+            passages.append(passage(documents[chosen[n]].tokens[:-suffix], true[n], written[n], tokenizer))
     return {
         "generation": {**generation, "agrees_with_one_pass": float(np.mean(agree))},
         "near_verbatim": _near_verbatim({name: found[side] for name, side in sides.items()}, suffix) if found else None,

@@ -1,6 +1,8 @@
 """Find and open the model to score, with its tokenizer and its context length. The model is a checkpoint, which runs on
 a grid, or a Hugging Face model."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,16 +1,10 @@
 """Define the columns that describe the layouts of a plan, for the terminal's table and the table of the HTML page."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from fourfold.planning.search.plan import GRID
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.search.plan import GRID, Prediction
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Workload
-
-if TYPE_CHECKING:
-    from fourfold.planning.machines.machine import Machine
-    from fourfold.planning.search.plan import Prediction
 
 CHOICES = (*GRID, "ep", "zero", "recompute", "micro batch", "also")
 """Headers of the columns with the choices of a layout. The column ``also`` has rare choices."""

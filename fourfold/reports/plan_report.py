@@ -1,12 +1,12 @@
 """Write a plan as an HTML page, one self-contained file."""
 
-from __future__ import annotations
-
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fourfold.data.atomic_files import write_output
+from fourfold.planning.plan_record import PlanRecord
+from fourfold.planning.search.plan import Prediction
 from fourfold.reports import html
 from fourfold.reports.basic_charts import stacked_bars
 from fourfold.reports.layout_columns import choices, figures, predicted
@@ -19,10 +19,6 @@ from fourfold.reports.plan_terminal import (
     slower_by,
     tune_command,
 )
-
-if TYPE_CHECKING:
-    from fourfold.planning.plan_record import PlanRecord
-    from fourfold.planning.search.plan import Prediction
 
 FASTEST = 200
 """Largest number of layouts in the page's table."""

@@ -1,23 +1,18 @@
 """Print the result of ``fourfold tune`` in the terminal: a table of the trials, and a summary."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from fourfold.reports.numbers import counted
 from fourfold.reports.tables import print_table
-
-if TYPE_CHECKING:
-    from fourfold.tuning.tune_record import TrialRecord, TuneRecord
+from fourfold.tuning.tune_record import TrialRecord, TuneRecord
 
 COLUMNS = ("trial", "layout", "result", "s/step", "predicted", "GB")
 
 
 def tune_tables(result: TuneRecord) -> None:
     """Print the trials, fastest first, the summary, and the paths of the written files."""
-    from rich.console import Console
-
     order = sorted(result.trials, key=lambda trial: (trial.result.seconds is None, trial.result.seconds or 0))
     title = f"{result.name} on {counted(result.gpus, 'device')} of {result.machine}"
     print_table(title, COLUMNS, [_row(trial) for trial in order], words=("layout", "result"))
