@@ -66,7 +66,7 @@ PRIVATE_TORCH = {
         "torch._subclasses.fake_tensor.FakeTensorMode", "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.distributed.pipelining._schedule_visualizer.get_schedule_ops", "torch.utils._pytree.tree_iter",
         "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
-        "_get_backend", "_init_backend", "_non_persistent_buffers_set",
+        "_get_backend", "_init_backend", "_non_persistent_buffers_set", "_timeout",
     },
 }  # fmt: skip
 """Private names of torch that each file uses, except operators. A new version of torch may change them. So before you

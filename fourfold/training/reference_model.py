@@ -68,7 +68,7 @@ def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Pat
 
 
 @torch.no_grad()
-def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[LossMask, ...]) -> NDArray[np.float32]:
+def reference_log_probabilities(job: Job, source: PreferencePairs, masks: Sequence[LossMask]) -> NDArray[np.float32]:
     """Return the log-probability of each document of a corpus of pairs. Documents of skipped pairs have NaN."""
     batch, batch_size = job.grid.batch, job.run.training.global_batch_size
     loader = make_loader(job.run, source, batch, masks, prefetch=False)
