@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,6 +133,13 @@ class HFTokenizer:
         self.special_ids = tuple(sorted({self.eod_id, *self._special_names()}))
         self._digest = hashlib.sha256(content)
         self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
+
+    def as_usual(self) -> Self:
+        """Begin documents with the beginning-of-text token if the tokenizer's file adds this token by default, and not
+        otherwise. Return this tokenizer."""
+        self.begins_documents = self.usually_begins
+        self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
+        return self
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens. Uses all cores unless TOKENIZERS_PARALLELISM=false is

@@ -13,7 +13,7 @@ from fourfold.checkpoints.find_checkpoints import STATE_FILE, newest_checkpoint
 from fourfold.checkpoints.saved_state import read_state
 from fourfold.config.run import RunConfig
 from fourfold.data.run_data import open_run_tokenizer
-from fourfold.data.tokenizer import OWN, HFTokenizer, load_tokenizer
+from fourfold.data.tokenizer import HFTokenizer, load_tokenizer
 from fourfold.data.transformers_tokenizer import AnyTokenizer, TransformersTokenizer
 from fourfold.errors import UserError, given_as
 from fourfold.huggingface.model_folder import SOURCE_FOLDER, TOKENIZER_FILE
@@ -153,7 +153,7 @@ def find_tokenizer(request: ScoringRequest, model: ScoredModel, special_tokens: 
         imported = model.checkpoint / SOURCE_FOLDER / TOKENIZER_FILE
         if not imported.is_file():
             return None
-        return HFTokenizer(imported, bos=OWN if HFTokenizer(imported).usually_begins else None)
+        return HFTokenizer(imported).as_usual()
     return open_run_tokenizer(model.run)
 
 
