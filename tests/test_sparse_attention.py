@@ -19,6 +19,7 @@ from benchmarks.sparse_attention.rivals.exact import Dense, ExactTopK, RandomKey
 from benchmarks.sparse_attention.rivals.interface import Prompt, Rival, Step, weights_of
 from benchmarks.sparse_attention.rivals.loki import Loki, LokiSharedBudget, PaperLoki
 from benchmarks.sparse_attention.rivals.quest import Quest
+from benchmarks.sparse_attention.rivals.reuse import ReusingLoki
 from benchmarks.sparse_attention.rivals.sparq import SparQ
 from benchmarks.sparse_attention.rivals.tidal import TidalDecode
 from benchmarks.sparse_attention.rivals.top_p import ScoreRecorder, TopP, threshold_for
@@ -251,6 +252,39 @@ def orthonormal(d: int) -> Tensor:
     return torch.linalg.qr(torch.randn(KV_HEADS, HEAD_DIM, HEAD_DIM, generator=torch.Generator().manual_seed(5))).Q[
         ..., :d
     ].contiguous()  # fmt: skip
+
+
+def test_loki_reuses_the_choice_of_the_layer_before_it() -> None:
+    config = LokiConfig(d=4, k=12, min_seq=0)
+    encoder = encoder_of(orthonormal(4))
+    usual, reusing = Loki([encoder] * 3, config), ReusingLoki([encoder] * 3, config, "layers")
+    reusing.start([prompt_of(random_step())] * 3)
+    chooser = random_step(0, layer=0)
+    torch.testing.assert_close(reusing.decode(chooser), usual.decode(chooser))
+    assert reusing.read == usual.read
+    before, reuser = reusing.read, random_step(1, layer=1)
+    out = reusing.decode(reuser)
+    assert reusing.read - before == 2 * 12 * HEAD_DIM
+    chosen_BKS = usual.select(chooser, usual.score(chooser))
+    torch.testing.assert_close(out, torch.matmul(weights_of(reuser, chosen_BKS), reuser.value_BKSD))
+    third = random_step(2, layer=2)
+    torch.testing.assert_close(reusing.decode(third), usual.decode(third))
+
+
+def test_loki_reuses_the_choice_of_the_step_before_it_and_keeps_the_last_keys() -> None:
+    config = LokiConfig(d=4, k=12, min_seq=0)
+    encoder = encoder_of(orthonormal(4))
+    usual, reusing = Loki([encoder], config), ReusingLoki([encoder], config, "steps")
+    reusing.start([prompt_of(random_step())])
+    first, second = random_step(0), random_step(1, length=LENGTH + 1)
+    torch.testing.assert_close(reusing.decode(first), usual.decode(first))
+    chosen_BKS = torch.zeros(BATCH, KV_HEADS, LENGTH + 1, dtype=torch.bool)
+    chosen_BKS[..., :LENGTH] = usual.select(first, usual.score(first))
+    chosen_BKS[..., -3:] = True  # the last k / 4 = 3 keys
+    expected = torch.matmul(weights_of(second, chosen_BKS), second.value_BKSD)
+    torch.testing.assert_close(reusing.decode(second), expected)
+    third = random_step(2, length=LENGTH + 2)
+    torch.testing.assert_close(reusing.decode(third), usual.decode(third))
 
 
 def test_loki_is_the_decoding_step_of_fourfold() -> None:

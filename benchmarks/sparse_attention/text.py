@@ -85,7 +85,7 @@ def text_table(
                 cells[name].append("–")
                 continue
             lost, share = found[name]
-            rise = _rise(lost - dense)
+            rise = rise_of(lost - dense)
             perplexity = lost.mean().exp().item()
             over = " (over)" if share > TOLERANCE * budget else ""
             cells[name].append(f"{perplexity:.3f} ({rise.low:+.1%} to {rise.high:+.1%}), {share:.1%}{over}")
@@ -113,7 +113,7 @@ def losses(decoder: Decoder, texts: Sequence[Sequence[int]], rivals: Mapping[str
     return found
 
 
-def _rise(more: Tensor) -> Estimate:
+def rise_of(more: Tensor) -> Estimate:
     """Return the relative increase in perplexity, with an interval from a bootstrap over blocks of tokens."""
     blocks = more[:, : more.shape[1] // BLOCK * BLOCK].unflatten(1, (-1, BLOCK)).mean(-1)
     found = estimate(blocks.flatten()[None].double().numpy())

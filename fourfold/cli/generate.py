@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -99,6 +100,9 @@ def generate(
                 ranked_by = LokiBasis.load(basis)
             capacity = len(encode_prompt(opened, text, prompt)) + max_new_tokens
             enable_loki(opened, ranked_by, config, capacity=capacity)
+            if ranked_by.gate is not None and not loki_values:
+                used = ranked_by.filled(config)
+                print(f"note: calibration chose d_f = {used.d_f:g} and k_f = {used.k_f:g}", file=sys.stderr)
         done = continue_text(opened, text, prompt, max_new_tokens, sampling, write)
     show(asdict(done), as_json, lambda record: print(f"\n\n{generation_line(record)}"))
 

@@ -28,6 +28,8 @@ WindowLength = Annotated[
     Option("--seq-len", min=1, help="Number of tokens per window. Default: the model's positions, at most 2048."),
 ]
 DEFAULT_LENGTH = 2048
+HELD_OUT_EVERY = 10
+"""`calibrate` holds out one of this many windows, to choose settings."""
 
 
 @loki.command()
@@ -37,31 +39,41 @@ def calibrate(
     out: Annotated[Path, Option(metavar="BASIS.safetensors", help="The file to write.")],
     seq_len: WindowLength = None,
     tokens: Annotated[int, Option(min=1, help="Largest number of tokens to read.")] = 100_000,
+    tolerance: Annotated[
+        float, Option(min=0, help="Largest relative increase of the perplexity that the chosen settings may cause.")
+    ] = 0.01,
     tokenizer: options.TokenizerName = None,
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute the principal components of a model's keys, and save them as a basis for Loki.
+    """Compute the principal components of a model's keys, choose Loki's settings, and save both as a basis for Loki.
 
-    Prints how many components explain 90 % of the variance in each layer. Calibrate on text of the kind and length that
-    you will generate from. A few tens of thousands of tokens are enough.
+    The command holds out every tenth window of text. On these windows, it looks for the cheapest settings that keep the
+    perplexity close to dense attention. `fourfold generate --basis` uses these settings by default.
+
+    Prints how many components explain 90 % of the variance in each layer, and the quality of the settings. Calibrate on
+    text of the kind and length that you will generate from. A few tens of thousands of tokens are enough.
 
     Example: fourfold loki calibrate --model exported --text book.txt --out basis.safetensors
     """
     from fourfold.data.atomic_files import check_writable
     from fourfold.huggingface.export_model import as_huggingface
     from fourfold.inference.loki import calibrate as find_basis
-    from fourfold.reports.loki_report import rank_table
+    from fourfold.inference.loki import choose_settings
+    from fourfold.reports.loki_report import calibration_tables
 
     check_writable(out, "--out", "basis.safetensors")
     with as_huggingface(model) as names:
         opened, _, windows = _open(names, tokenizer, dtype, device, text, seq_len, tokens)
+        # Count from the end, so that at least the last window is held out.
+        held_out = range(len(windows))[::-HELD_OUT_EVERY]
         with working("Calibrating"):
-            found = find_basis(opened, windows)
+            found = find_basis(opened, [window for number, window in enumerate(windows) if number not in held_out])
+            found = choose_settings(opened, [windows[number] for number in held_out], found, tolerance)
     found.save(out)
     record = {"basis": str(out), "model": model, **found.record()}
-    show(record, as_json, rank_table)
+    show(record, as_json, calibration_tables)
 
 
 @loki.command()

@@ -13,6 +13,7 @@ Record = Mapping[str, Any]
 TITLES = {"pre": "pre-rotary", "post": "post-rotary", "scores": "scores"}
 VARIANTS = {"loki": "Loki", "oracle": "exact top-k", "random": "random basis"}
 PERPLEXITY_HEADER = ("attention", "attended keys", "ranking dims", "perplexity", "recall", "captured mass")
+TRIAL_HEADER = ("d_f", "k_f", "keys", "bytes", "dense perplexity", "perplexity", "change", "at most", "same token")
 LAYER_COLUMNS = (
     ("recall", "loki", "recall"), ("random", "random", "recall"),
     ("mass", "loki", "mass"), ("exact top-k", "oracle", "mass"), ("random", "random", "mass"),
@@ -39,6 +40,44 @@ def rank_table(record: Record) -> None:
     for kind, mean in record["mean_rank"].items():
         console.print(f"mean of all heads, {TITLES[kind]}: {mean:.1f}")
     console.print(f"{record['tokens']:,} tokens in windows of {record['seq_length']:,}. Written: {record['basis']}")
+
+
+def calibration_tables(record: Record) -> None:
+    """Print the result of a calibration, the quality of the settings that were tried, and which settings to use."""
+    rank_table(record)
+    gate = record["gate"]
+    title = f"Quality on {gate['windows']} held-out windows of {gate['seq_length']:,} tokens"
+    print_table(title, TRIAL_HEADER, [_trial_row(trial) for trial in gate["trials"]])
+    Console().print(verdict(gate))
+
+
+def verdict(gate: Record) -> str:
+    """Return which settings to use, and how much quality they lose.
+
+    Args:
+        gate: ``LokiBasis.gate``.
+    """
+    last = gate["trials"][-1]
+    if not gate["chosen"]:
+        return (
+            f"No settings pass: with all of them, the perplexity may be more than {100 * gate['tolerance']:g}% above "
+            "dense attention. Use dense attention, give more text, or set --loki d_f=… and --loki k_f=… yourself."
+        )
+    return (
+        f"Use d_f = {last['d_f']:g} and k_f = {last['k_f']:g}: {last['bytes']:.1%} of the bytes of dense attention. "
+        f"The perplexity changes by {last['increase']:+z.1%} (at most {last['increase_bound']:+z.1%}). `fourfold "
+        f"generate --basis` uses these settings by default. Contexts longer than {gate['seq_length']:,} tokens were "
+        "not measured."
+    )
+
+
+def _trial_row(trial: Record) -> list[str]:
+    """Return the row of settings that were tried. The last cell is how often Loki and dense attention agree on the most
+    likely token."""
+    settings = [f"{trial['d_f']:g}", f"{trial['k_f']:g}", str(trial["k"]), f"{trial['bytes']:.1%}"]
+    perplexities = [f"{trial[name]:.4f}" for name in ("dense_perplexity", "perplexity")]
+    changes = [f"{trial[name]:+z.1%}" for name in ("increase", "increase_bound")]
+    return [*settings, *perplexities, *changes, f"{trial['same_token']:.1%}"]
 
 
 def loki_tables(record: Record) -> None:

@@ -194,7 +194,7 @@ def test_files_that_are_no_basis(llama: tuple[Any, LokiBasis], tmp_path: Path) -
 
 def test_too_little_text(llama: tuple[Any, LokiBasis]) -> None:
     model, _ = llama
-    with pytest.raises(UserError, match="at least two windows of text; give more text or --tokens"):
+    with pytest.raises(UserError, match="too few windows of text to calibrate; give more text or --tokens"):
         calibrate(model, windows(1))
     with pytest.raises(UserError, match="cannot tell 8 directions apart"):
         calibrate(model, windows(2, 8))

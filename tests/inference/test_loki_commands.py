@@ -63,7 +63,12 @@ def test_calibrate(cli: Cli, model: Path, text: Path, tmp_path: Path) -> None:
     assert (code, errors) == (0, "")
     assert "mean of all heads, post-rotary" in output
     assert f"Written: {out}" in output.replace("\n", "")
+    assert "Use d_f =" in output and "Contexts longer than 64 tokens were not measured." in output.replace("\n", " ")
     record = json.loads(cli(*arguments, "--tokens", 1000, "--json")[1])
+    assert (record["tokens"], record["gate"]["windows"]) == (
+        12 * 64,
+        2,
+    )  # 2 of the 15 windows choose settings, 1 a kind
     assert list(record["ranks"]) == ["pre", "post", "scores"]
     assert all(1 <= rank <= 8 for heads in record["ranks"]["post"] for rank in heads)
 
@@ -111,6 +116,27 @@ def test_generate(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
     drawn = [cli(*begin, "--prompt", "grid", "--temperature", 1, "--seed", seed, "--json")[1] for seed in (1, 1, 2)]
     texts = [json.loads(each)["text"] for each in drawn]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_generate_with_the_settings_of_the_calibration(
+    cli: Cli, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fourfold.inference.loki import quality_gate
+
+    monkeypatch.setattr(quality_gate, "GRID", ((0.5, 0.25),))
+    basis = tmp_path / "basis.safetensors"
+    calibrate = ("loki", "calibrate", "--model", model, "--text", text, "--out", basis, "--seq-len", 64)
+    generate = ("generate", "--model", model, "--prompt", "grid axis tile", "--max-new-tokens", 8, "--basis", basis)
+    assert cli(*calibrate, "--tolerance", 10)[0] == 0
+    code, _, errors = cli(*generate)
+    assert (code, errors) == (0, "note: calibration chose d_f = 0.5 and k_f = 0.25\n")
+    assert cli(*generate, "--loki", "k=5")[2] == ""
+    code, output, _ = cli(*calibrate, "--tolerance", 0)
+    assert code == 0 and "No settings pass" in output
+    assert "all settings lost too much quality in the calibration; choose d_f and k_f yourself" in refused(
+        cli(*generate)
+    )
+    assert cli(*generate, "--loki", "k_f=0.5")[0] == 0
 
 
 @pytest.mark.slow

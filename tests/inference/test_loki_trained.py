@@ -11,7 +11,7 @@ from babyllama import babyllama, needs_babyllama, stories
 
 pytest.importorskip("transformers")
 
-from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
+from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, choose_settings, disable_loki, enable_loki
 from fourfold.inference.loki.quality import measure_quality
 
 Trained = tuple[Any, LokiBasis, list[list[int]]]
@@ -83,3 +83,26 @@ def test_the_defaults_lose_little_of_stories(trained: Trained) -> None:
     record = measure_quality(model, held, basis, LokiConfig(k_f=0.125, d_f=0.25, min_k=1))
     assert record["perplexity"]["loki"] < 1.02 * record["perplexity"]["dense"]
     assert record["all"]["random"]["recall"] < record["all"]["loki"]["recall"] < 1
+
+
+def test_the_cheapest_settings_within_the_tolerance_are_chosen(trained: Trained) -> None:
+    model, basis, held = trained
+    gate = choose_settings(model, held, basis, 0.05).gate
+    assert gate is not None
+    assert gate["chosen"] == {"d_f": 0.25, "k_f": 0.06}
+    tried = gate["trials"]
+    assert [(each["d_f"], each["k_f"]) for each in tried] == [(0.25, 0.03), (0.5, 0.03), (0.25, 0.06)]
+    assert [each["k"] for each in tried] == [8, 8, 16]
+    assert [each["bytes"] for each in tried] == pytest.approx([0.045625, 0.06125, 0.075625])
+    assert all(each["increase_bound"] > 0.05 for each in tried[:-1])
+    assert tried[0]["increase"] > 0.5 and tried[0]["same_token"] < 0.8
+    assert 0 < tried[-1]["increase"] < tried[-1]["increase_bound"] <= 0.05
+
+
+def test_no_settings_are_chosen_if_all_lose_too_much(trained: Trained) -> None:
+    model, basis, held = trained
+    gate = choose_settings(model, held, basis, -0.1).gate
+    assert gate is not None
+    assert (gate["chosen"], len(gate["trials"])) == ({}, 8)
+    shares = [each["bytes"] for each in gate["trials"]]
+    assert shares == sorted(shares)

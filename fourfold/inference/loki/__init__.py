@@ -13,6 +13,7 @@ from fourfold.inference.loki.basis import LokiBasis  # noqa: E402
 from fourfold.inference.loki.cache_size import cache_bytes  # noqa: E402
 from fourfold.inference.loki.enable import disable_loki, enable_loki  # noqa: E402
 from fourfold.inference.loki.principal_components import calibrate  # noqa: E402
+from fourfold.inference.loki.quality_gate import choose_settings  # noqa: E402
 from fourfold.inference.loki.settings import LokiConfig  # noqa: E402
 
-__all__ = ["LokiBasis", "LokiConfig", "cache_bytes", "calibrate", "disable_loki", "enable_loki"]
+__all__ = ["LokiBasis", "LokiConfig", "cache_bytes", "calibrate", "choose_settings", "disable_loki", "enable_loki"]

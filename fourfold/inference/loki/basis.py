@@ -79,11 +79,26 @@ class LokiBasis:
     """Recall of each layer, by kind: how well the components rank held-out keys. A ranking with the default number of
     components chooses the default share of the keys. The recall is the fraction of the truly best keys that this
     ranking chooses. Empty for a random basis."""
+    gate: dict[str, Any] | None = None
+    """The result of ``choose_settings`` as JSON values, or None if the quality was not measured. ``gate["chosen"]`` has
+    the chosen ``d_f`` and ``k_f``. It is empty if no settings passed."""
 
     @property
     def head_dim(self) -> int:
         """Return the size of a head."""
         return next(iter(self.components.values())).vectors_LKDD.shape[-1]
+
+    def filled(self, config: LokiConfig) -> LokiConfig:
+        """Return the settings with explicit numbers of components and keys. Numbers that the settings do not set are
+        the chosen numbers of ``gate``, or Loki's defaults.
+
+        Args:
+            config: Loki's settings.
+        """
+        chosen = (self.gate or {}).get("chosen") or {"d_f": config.d_f, "k_f": config.k_f}
+        given = config.model_fields_set
+        update = {name: value for name, value in chosen.items() if not given & {name, name.removesuffix("_f")}}
+        return config.model_copy(update=update)
 
     def of_layer(self, layer: int, config: LokiConfig) -> Encoder:
         """Return the encoder of one layer. The settings select the kind of components and their number d.
@@ -91,8 +106,15 @@ class LokiBasis:
         Args:
             layer: Index of the layer.
             config: Loki's settings.
+
+        Raises:
+            UserError: The basis does not have this kind of components.
         """
         kind = self.best[layer] if config.basis == "best" else config.basis
+        if kind not in self.components:
+            raise UserError(
+                f"loki: the file has no {kind} components; set basis to best or {' or '.join(self.components)}"
+            )
         queries_KDd, keys_KDd = self.components[kind].sides(layer, config.dim_count(self.head_dim))
         return Encoder.of(queries_KDd, keys_KDd, self.mean_LKD[layer], self.covariance_LKDD[layer])
 
@@ -126,6 +148,7 @@ class LokiBasis:
             "rope": self.fingerprint.rope,
             "best": json.dumps(self.best),
             "recall": json.dumps(self.recall),
+            "gate": json.dumps(self.gate),
             "seq_length": str(self.seq_length),
             "tokens": str(self.tokens),
         }
@@ -133,7 +156,7 @@ class LokiBasis:
 
     @classmethod
     def load(cls, path: str | Path) -> LokiBasis:
-        """Return the basis in a file that ``save`` has written for a calibrated basis.
+        """Return the basis in a file that ``save`` has written.
 
         Args:
             path: Path of the file.
@@ -148,9 +171,10 @@ class LokiBasis:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if about.get("format") != FORMAT or "fingerprint" not in tensors:
             raise UserError(f"{path} is not a basis of this version; {AGAIN}")
+        kinds = [kind for kind in KINDS if f"{kind}.vectors" in tensors]
         try:
             basis = cls(
-                {kind: Components(*(tensors[f"{kind}.{part}"].float() for part in PARTS[kind])) for kind in KINDS},
+                {kind: Components(*(tensors[f"{kind}.{part}"].float() for part in PARTS[kind])) for kind in kinds},
                 tuple(str(kind) for kind in parse_json(about["best"])),
                 tensors["mean"].float(),
                 tensors["covariance"].float(),
@@ -158,17 +182,18 @@ class LokiBasis:
                 int(about["seq_length"]),
                 int(about["tokens"]),
                 parse_json(about["recall"]),
+                _parsed_gate(about.get("gate", "null")),
             )
-        except (KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError, UserError) as error:
             raise UserError(f"{path} is damaged ({error}); {AGAIN}") from None
         for kind, each in basis.components.items():
             _check(each, f"{path}: {kind}")
-        sizes, statistics = basis.components["post"].vectors_LKDD.shape, (basis.mean_LKD, basis.covariance_LKDD)
+        if not kinds or not set(basis.best) <= set(kinds) or len(basis.best) != len(basis.mean_LKD):
+            raise UserError(f"{path} is damaged: it has {kinds} components, not {set(basis.best)}; {AGAIN}")
+        sizes, statistics = basis.components[kinds[0]].vectors_LKDD.shape, (basis.mean_LKD, basis.covariance_LKDD)
         are_finite = all(each.isfinite().all() for each in statistics)
         if [each.shape for each in statistics] != [sizes[:3], sizes] or not are_finite:
             raise UserError(f"{path}: the mean or the covariance of the keys is damaged; {AGAIN}")
-        if not set(basis.best) <= set(KINDS) or len(basis.best) != sizes[0]:
-            raise UserError(f"{path} is damaged: kinds of components are {KINDS}, not {set(basis.best)}; {AGAIN}")
         return basis
 
     def record(self) -> dict[str, Any]:
@@ -183,7 +208,17 @@ class LokiBasis:
             "mean_rank": {kind: float(of_kind.double().mean()) for kind, of_kind in ranks.items()},
             "recall": self.recall,
             "best": list(self.best),
+            "gate": self.gate,
         }
+
+
+def _parsed_gate(text: str) -> dict[str, Any] | None:
+    """Return a basis file's ``gate``. Raise an error if its chosen settings are impossible."""
+    gate: dict[str, Any] | None = parse_json(text)
+    if gate is not None:
+        checked = LokiConfig(**gate["chosen"])
+        gate["chosen"] = {name: getattr(checked, name) for name in gate["chosen"]}
+    return gate
 
 
 def _check(components: Components, where: str) -> None:

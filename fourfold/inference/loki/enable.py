@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fourfold.loki")
 
+BATCHING = "init_continuous_batching"
+"""The method of transformers' models that all kinds of continuous batching call first."""
+
 
 def enable_loki(
     model: PreTrainedModel, basis: LokiBasis, config: LokiConfig | None = None, *, capacity: int = 0
@@ -42,7 +45,8 @@ def enable_loki(
     Args:
         model: A transformers model.
         basis: The result of ``calibrate`` for this model.
-        config: Loki's settings (default: ``LokiConfig()``).
+        config: Loki's settings (default: ``LokiConfig()``). If they set neither ``d`` nor ``d_f``, or neither ``k`` nor
+            ``k_f``, the missing values are the values that ``choose_settings`` has stored in the basis.
         capacity: Number of tokens to allocate memory for at the start, if the final length is known. 0 lets the cache
             grow.
 
@@ -51,11 +55,15 @@ def enable_loki(
 
     Raises:
         UserError: The basis belongs to another model, the architecture is not supported, the configuration does not fit
-            the model, or the configured kernels cannot run.
+            the model, or the configured kernels cannot run. Or no settings passed ``choose_settings``, and ``config``
+            sets none of ``d``, ``d_f``, ``k``, and ``k_f``.
     """
-    config = config or LokiConfig()
     attentions = attentions_of(model)
     basis.fingerprint.check(Fingerprint.of(text_config(model), attentions))
+    given = config or LokiConfig()
+    if basis.gate is not None and not basis.gate["chosen"] and not given.model_fields_set & {"d", "d_f", "k", "k_f"}:
+        raise UserError("loki: all settings lost too much quality in the calibration; choose d_f and k_f yourself")
+    config = basis.filled(given)
     recipes = _recipes(attentions, basis, config, capacity)
     parameter = next(model.parameters())
     if config.kernels_for(parameter.device, parameter.dtype) == "numba":
@@ -63,6 +71,9 @@ def enable_loki(
 
         compile_for(parameter.dtype)
     disable_loki(model)
+    for module in model.modules():
+        if hasattr(type(module), BATCHING):
+            vars(module)[BATCHING] = _refuse_batching
     # Register a mask function under the same name. Otherwise transformers would pass no mask, and queries would attend
     # to padding and to later tokens.
     AttentionInterface.register(NAME, loki_attention)
@@ -88,6 +99,7 @@ def disable_loki(model: PreTrainedModel) -> PreTrainedModel:
     """
     before = None
     for module in model.modules():
+        vars(module).pop(BATCHING, None)
         state = state_of(module)
         if state is not None:
             before = state.before
@@ -98,6 +110,15 @@ def disable_loki(model: PreTrainedModel) -> PreTrainedModel:
     if before is not None and text_config(model)._attn_implementation == NAME:
         model.set_attn_implementation(before)
     return model
+
+
+def _refuse_batching(*arguments: Any, **keywords: Any) -> NoReturn:
+    """Take the place of a model's ``init_continuous_batching``. transformers itself would use dense attention if it
+    found FlashAttention."""
+    raise UserError(
+        "loki: continuous batching (generate_batch) is not supported; use model.generate with a padded batch, or call "
+        "disable_loki(model) first"
+    )
 
 
 def _recipes(

@@ -15,7 +15,7 @@ from fourfold.inference.loki.basis import KINDS, Components, LokiBasis
 from fourfold.inference.loki.fingerprint import Fingerprint
 from fourfold.inference.loki.key_hooks import KeyObserver, observe_keys
 from fourfold.inference.loki.settings import LokiConfig
-from fourfold.inference.loki.simulate import Probe, simulate
+from fourfold.inference.loki.simulate import Probe, choices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -108,7 +108,7 @@ def calibrate(model: PreTrainedModel, windows: Sequence[Sequence[int]]) -> LokiB
     count_held = max(1, round(HELD_OUT * len(windows)))
     if len(windows) < 2:
         raise UserError(
-            "calibration needs at least two windows of text; give more text or --tokens, or a smaller --seq-len"
+            "there are too few windows of text to calibrate; give more text or --tokens, or a smaller --seq-len"
         )
     summed, held = windows[: len(windows) - count_held], windows[len(windows) - count_held :]
     moments = {kind: [Moments.zero(heads, head_dim) for _ in attentions] for kind in ("pre", "post")}
@@ -168,7 +168,8 @@ def _compare(
         key = keys["post"][:, :, :ROWS_COMPARED]
         for kind, config in configs.items():
             encoder = encoders[kind][number].to(key.device)
-            simulate(query[:, :, :ROWS_COMPARED], key, key, encoder, config, scaling, None, probes[kind][number])
+            for _ in choices(query[:, :, :ROWS_COMPARED], key, encoder, config, scaling, None, probes[kind][number]):
+                pass  # The probe records the choices.
 
     _observe(model, attentions, held, rank)
     return {kind: [float(torch.cat(probe.recall).mean()) for probe in each] for kind, each in probes.items()}

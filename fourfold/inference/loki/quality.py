@@ -7,9 +7,9 @@ a lower perplexity. The control is Loki with random directions. A calibrated bas
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,16 @@ CHUNK_LOGITS = 1 << 25
 TokenLists = Sequence[Sequence[int]]
 
 
+@dataclass(frozen=True)
+class Predictions:
+    """The predictions of a model in windows of text. Each list has one tensor per window, [S - 1]."""
+
+    losses: list[Tensor]
+    """The loss of each token except the first token of the window."""
+    best: list[Tensor]
+    """The most likely next token after each token except the last token of the window."""
+
+
 @torch.no_grad()
 def measure_quality(
     model: PreTrainedModel, windows: TokenLists, basis: LokiBasis, config: LokiConfig
@@ -59,7 +69,7 @@ def measure_quality(
         UserError: ``enable_loki`` refuses the model, or the longest window has no more than k keys.
     """
     length = max(map(len, windows))
-    config = config.model_copy(update={"prefill": "simulate", "min_seq": 0})
+    config = basis.filled(config).model_copy(update={"prefill": "simulate", "min_seq": 0})
     k = config.key_count(length)
     if k >= length:
         raise UserError(
@@ -123,7 +133,7 @@ def compare_tasks(
     disable_loki(model)
     for name in ("full", "loki"):
         if name == "loki":
-            enable_loki(model, basis, config)
+            enable_loki(model, basis, basis.filled(config))
         try:
             results = run_tasks(wrap_model(model, tokenizer), tasks, folder, limit)
         finally:
@@ -149,21 +159,22 @@ def _probed(model: PreTrainedModel, basis: LokiBasis, config: LokiConfig, *, is_
         disable_loki(model)
 
 
-def _perplexity(model: PreTrainedModel, windows: TokenLists) -> float:
-    """Return exp of the mean loss over all tokens except the first token of each window."""
-    total, count = 0.0, 0
+def predict(model: PreTrainedModel, windows: TokenLists) -> Predictions:
+    """Return the model's predictions in windows of text, with its current attention."""
+    losses, best = [], []
     for window in windows:
         tokens = torch.tensor(window, device=model.device)[None]
         logits_SV = model(input_ids=tokens, use_cache=False).logits[0, :-1]
-        total += _loss(logits_SV, tokens[0, 1:])
-        count += tokens.shape[1] - 1
-    return math.exp(total / count)
+        rows = max(1, CHUNK_LOGITS // logits_SV.shape[1])
+        pairs = zip(logits_SV.split(rows), tokens[0, 1:].split(rows), strict=True)
+        losses.append(torch.cat([cross_entropy(logits.float(), each, reduction="none") for logits, each in pairs]))
+        best.append(logits_SV.argmax(-1))
+    return Predictions(losses, best)
 
 
-def _loss(logits_SV: Tensor, targets_S: Tensor) -> float:
-    rows = max(1, CHUNK_LOGITS // logits_SV.shape[1])
-    pairs = zip(logits_SV.split(rows), targets_S.split(rows), strict=True)
-    return sum(cross_entropy(logits.float(), targets, reduction="sum").item() for logits, targets in pairs)
+def _perplexity(model: PreTrainedModel, windows: TokenLists) -> float:
+    """Return exp of the mean loss over all tokens except the first token of each window."""
+    return torch.cat(predict(model, windows).losses).double().mean().exp().item()
 
 
 def _summary(probe: Probe) -> dict[str, float] | None:

@@ -10,6 +10,7 @@ components.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -61,29 +62,9 @@ def simulate(
         probe: Records the quality of the choices.
         sinks_N: The sink of each query head, if the model has sinks.
     """
-    query_BKGQD = query_BNQD.unflatten(1, (key_BKSD.shape[1], -1))
-    query_BKGQd, key_BKSd = query_BKGQD.float(), key_BKSD.float()
-    if encoder is not None:
-        query_BKGQd = encoder.project_queries(query_BKGQD.flatten(2, 3)).unflatten(2, query_BKGQD.shape[2:4])
-        is_coded = config.bits == BITS
-        key_BKSd = decoded(encoder.encode(key_BKSD), torch.float32) if is_coded else encoder.project_keys(key_BKSD)
-    length = key_BKSD.shape[2]
-    rows = max(1, CHUNK_SCORES // (query_BNQD.shape[0] * query_BNQD.shape[1] * length))
-    k_B = None if mask_B1QS is None else keys_per_sequence(mask_B1QS[:, 0].sum(-1).amax(-1), config)
-    k = config.key_count(length) if k_B is None else config.largest_key_count(length)
     out = []
-    for first in range(0, length, rows):
-        chunk = slice(first, min(first + rows, length))
-        visible_B1QS = _causal(chunk, length, key_BKSD.device) if mask_B1QS is None else mask_B1QS[:, :, chunk]
-        ranking_BKGQS = torch.matmul(query_BKGQd[:, :, :, chunk] * scaling, key_BKSd.transpose(-1, -2)[:, :, None])
-        chosen_BKQS = _best(ranking_BKGQS, k, config, visible_B1QS, k_B)
-        scores_BKGQS = torch.matmul(query_BKGQD[:, :, :, chunk], key_BKSD.transpose(-1, -2)[:, :, None])
-        scores_BKGQS = scores_BKGQS.float() * scaling
-        if probe is not None:
-            best_BKQS = _best(scores_BKGQS, k, only_by_score(config), visible_B1QS, k_B)
-            weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~visible_B1QS[:, :, None], NEVER), -1)
-            is_sparse_B1Q = visible_B1QS.sum(-1) > (k if k_B is None else k_B[:, None, None])
-            probe.add(chosen_BKQS, best_BKQS, weights_BKGQS, is_sparse_B1Q.expand(best_BKQS.shape[:3]))
+    rows = choices(query_BNQD, key_BKSD, encoder, config, scaling, mask_B1QS, probe)
+    for visible_B1QS, ranking_BKGQS, scores_BKGQS, chosen_BKQS in rows:
         weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~chosen_BKQS[:, :, None], NEVER), -1)
         weights_BKGQS = weights_BKGQS.masked_fill(~visible_B1QS.any(-1, keepdim=True)[:, :, None], 0.0)
         # Without codes, there is no rest, as in the paper.
@@ -97,6 +78,45 @@ def simulate(
             weights_BKGQS = weights_BKGQS * torch.sigmoid(lse_BKGQ1 - sinks_N.view(*lse_BKGQ1.shape[1:3], 1, 1))
         out.append(torch.matmul(weights_BKGQS.to(value_BKSD.dtype), value_BKSD[:, :, None]))
     return torch.cat(out, dim=3).flatten(1, 2)
+
+
+def choices(
+    query_BNQD: Tensor,
+    key_BKSD: Tensor,
+    encoder: Encoder | None,
+    config: LokiConfig,
+    scaling: float,
+    mask_B1QS: Tensor | None = None,
+    probe: Probe | None = None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Choose the keys of each token of a prompt. The arguments are those of ``simulate``.
+
+    Yield, for some rows at a time: the keys that they see, the scores that rank the keys, the exact scores, and the
+    chosen keys.
+    """
+    query_BKGQD = query_BNQD.unflatten(1, (key_BKSD.shape[1], -1))
+    query_BKGQd, key_BKSd = query_BKGQD.float(), key_BKSD.float()
+    if encoder is not None:
+        query_BKGQd = encoder.project_queries(query_BKGQD.flatten(2, 3)).unflatten(2, query_BKGQD.shape[2:4])
+        is_coded = config.bits == BITS
+        key_BKSd = decoded(encoder.encode(key_BKSD), torch.float32) if is_coded else encoder.project_keys(key_BKSD)
+    length = key_BKSD.shape[2]
+    rows = max(1, CHUNK_SCORES // (query_BNQD.shape[0] * query_BNQD.shape[1] * length))
+    k_B = None if mask_B1QS is None else keys_per_sequence(mask_B1QS[:, 0].sum(-1).amax(-1), config)
+    k = config.key_count(length) if k_B is None else config.largest_key_count(length)
+    for first in range(0, length, rows):
+        chunk = slice(first, min(first + rows, length))
+        visible_B1QS = _causal(chunk, length, key_BKSD.device) if mask_B1QS is None else mask_B1QS[:, :, chunk]
+        ranking_BKGQS = torch.matmul(query_BKGQd[:, :, :, chunk] * scaling, key_BKSd.transpose(-1, -2)[:, :, None])
+        chosen_BKQS = _best(ranking_BKGQS, k, config, visible_B1QS, k_B)
+        scores_BKGQS = torch.matmul(query_BKGQD[:, :, :, chunk], key_BKSD.transpose(-1, -2)[:, :, None])
+        scores_BKGQS = scores_BKGQS.float() * scaling
+        if probe is not None:
+            best_BKQS = _best(scores_BKGQS, k, only_by_score(config), visible_B1QS, k_B)
+            weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~visible_B1QS[:, :, None], NEVER), -1)
+            is_sparse_B1Q = visible_B1QS.sum(-1) > (k if k_B is None else k_B[:, None, None])
+            probe.add(chosen_BKQS, best_BKQS, weights_BKGQS, is_sparse_B1Q.expand(best_BKQS.shape[:3]))
+        yield visible_B1QS, ranking_BKGQS, scores_BKGQS, chosen_BKQS
 
 
 def only_by_score(config: LokiConfig) -> LokiConfig:
