@@ -47,15 +47,17 @@ def facts(values: Mapping[str, str | int | float | None]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
-    """Return a table of texts, which scrolls sideways if the page is narrow.
+    """Return a table of texts. If the page is narrow, the reader can scroll the table sideways, also with the keyboard.
 
     With ``words``, all columns are left-aligned. Otherwise, all columns except the first are right-aligned.
     """
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     kind = "words" if words else "rows"
+    label = escape(f"Table: {', '.join(cell for cell in header if cell)}")
     return (
-        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{label}">'
+        f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
@@ -76,9 +78,14 @@ def text_block(heading: str, text: str) -> str:
     return f'<h2>{escape(heading)}</h2>\n<pre class="wrap">{escape(text)}</pre>'
 
 
+def code(text: str) -> str:
+    """Return a text, shown verbatim. The reader can scroll long lines sideways, also with the keyboard."""
+    return f'<pre tabindex="0">{escape(text)}</pre>'
+
+
 def folded(heading: str, text: str) -> str:
     """Return a text, shown verbatim, that the reader unfolds with a click on its heading."""
-    return f"<details><summary><h2>{escape(heading)}</h2></summary>\n<pre>{escape(text)}</pre></details>"
+    return f"<details><summary><h2>{escape(heading)}</h2></summary>\n{code(text)}</details>"
 
 
 def comparison(before: str, sides: Mapping[str, Sequence[tuple[str, bool]]]) -> str:

@@ -34,7 +34,7 @@ def write_plan_report(path: Path, result: PlanRecord) -> None:
     wide.append(stacked_bars("Memory of the fullest rank of each stage", _stages(best), x_label="GB"))
     in_doubt = [f"<p>{escape(sentence)}</p>" for sentence in doubts(result)]
     if command := tune_command(result):
-        in_doubt.append(f"<pre>{escape(command)}</pre>")
+        in_doubt.append(html.code(command))
     headline = {**predicted(best, None), "layouts evaluated": f"{plan.found.evaluated:,}"}
     sections = [html.facts(headline), *_layouts(result), *in_doubt, html.charts([], wide)]
     if result.own is not None and not result.is_own_drawn:

@@ -12,6 +12,7 @@ from report_pages import WINDOWS, chart_specs, check_looks, opened, points
 
 from fourfold.planning.plan_record import PlanRecord, plan_request
 from fourfold.planning.request import request_from_options
+from fourfold.reports import html
 from fourfold.reports.plan_report import FASTEST, write_plan_report
 from fourfold.reports.plan_terminal import PARTS_NAMED, slower_by, tune_command
 
@@ -55,7 +56,7 @@ def test_the_waterfall_names_seven_parts_and_loses_none(result: PlanRecord, page
 
 
 def test_the_page_gives_the_command_of_the_trials(result: PlanRecord, page_file: Path) -> None:
-    assert f"<pre>{escape(tune_command(result))}</pre>" in page_file.read_text(encoding="utf-8")
+    assert html.code(tune_command(result)) in page_file.read_text(encoding="utf-8")
 
 
 def test_a_neighbor_is_slower_or_faster_or_the_same() -> None:

@@ -276,6 +276,15 @@ def test_the_page_can_be_read_without_seeing_the_charts(tmp_path):
     assert '<th scope="col">run</th>' in (tmp_path / "page.html").read_text()
 
 
+def test_everything_that_scrolls_can_be_reached_with_the_keyboard(tmp_path):
+    write_comparison([make_run(tmp_path, [record(1)])], tmp_path / "page.html")
+    for html in (write_run_report(tmp_path).read_text(), (tmp_path / "page.html").read_text()):
+        assert html.count("<main>") == html.count("</main>") == 1
+        scrolling = re.findall(r'<div class="scroll[^>]*>|<pre(?! class="wrap")[^>]*>', html)
+        assert scrolling
+        assert [tag for tag in scrolling if 'tabindex="0"' not in tag] == []
+
+
 def test_scores_that_are_not_numbers_are_gaps(tmp_path):
     tasks = [{"step": 1, "tasks": {"arc": {"acc": "N/A"}}}, {"step": 2, "tasks": {"arc": {"acc": 0.5}}}]
     canaries = [{"step": 1, "by_count": {"4": {}}}, {"step": 2, "by_count": {"4": {"exact_match": 0.5, "loss": None}}}]
