@@ -1,7 +1,5 @@
 """Export LoRA adapters in peft's format, or merged into their base model."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

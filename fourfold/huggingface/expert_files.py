@@ -1,8 +1,6 @@
 """Convert experts between transformers' modules and files on the Hub. In a module, one parameter holds all experts of a
 layer. In files, each expert has its own matrices."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Export checkpoints as a folder that transformers opens, or as an adapter that peft opens."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Describe how each family's files name and store the decoder's parameters. The tables are in ``file_formats.toml``."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ DeepSeek-V3's files store its linear layers like this (arXiv 2412.19437, section
 ``weight_scale_inv``, although the values are multiplied by the factors.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Import Hugging Face models as a checkpoint, or straight into the shards of a run."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

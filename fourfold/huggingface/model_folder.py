@@ -1,7 +1,5 @@
 """Handle the folder of a Hugging Face model: its small files, and the record of an import or export."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ The format is the OCP Microscaling Formats specification, version 1.0. GPT-OSS's
 [out, in].
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Find out whether a model computes packed documents separately."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Read and write the weights and checkpoints of a parallelized model. All processes call these functions together."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

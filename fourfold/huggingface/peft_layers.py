@@ -1,7 +1,5 @@
 """Convert the LoRA layers of the peft library to layers that the grid can split."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

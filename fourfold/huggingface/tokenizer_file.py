@@ -1,7 +1,5 @@
 """Check a Hugging Face model's tokenizer.json against a model and a corpus, and write it with an export."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

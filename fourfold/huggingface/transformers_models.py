@@ -1,7 +1,5 @@
 """Open models of the transformers library for inference."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Map every parameter of the decoder to the tensors in a Hugging Face model's files, with the tables of
 ``file_formats``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

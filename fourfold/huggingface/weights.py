@@ -1,8 +1,6 @@
 """Read a Hugging Face model's weights under fourfold's parameter names. Only the requested slice of a parameter is
 read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

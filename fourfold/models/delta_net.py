@@ -5,8 +5,6 @@ Shapes: B sequences, S tokens, H hidden size, N value heads, D width of a key he
 Each sequence has n chunks of c tokens.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -3,8 +3,6 @@
 Shapes: N rows, E groups, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 

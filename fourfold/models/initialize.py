@@ -5,8 +5,6 @@ A process draws only the blocks that contain its rows, and keeps its part of the
 for a full parameter.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -4,8 +4,6 @@ Shapes: B sequences, S tokens, H hidden size, N heads, c latent width, v width o
 n channels without rotary embeddings and r channels with rotary embeddings.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

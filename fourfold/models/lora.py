@@ -1,7 +1,5 @@
 """LoRA: freeze a decoder, and train small adapters on its linear layers (Hu et al. 2021, arXiv 2106.09685)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@ Each token is sent to K experts, so it becomes K *rows*: one per chosen expert. 
 per token, N = T·K rows, H hidden size, F inner width of an expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple, Self
 

@@ -1,7 +1,5 @@
 """The MLP of a decoder's layer in plain PyTorch."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Activation checkpointing: a method keeps only its inputs, and runs again in the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar

@@ -1,8 +1,6 @@
 """Rotary position embeddings, in Hugging Face's half-split layout, with the usual scaling methods for longer
 contexts."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Soft caps for attention scores and logits."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ A folder has either one file, model.safetensors, or several files and model.safe
 file has which tensor.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

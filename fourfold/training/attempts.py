@@ -1,7 +1,5 @@
 """Record when each attempt of a run starts and ends. This reveals a step that fails in every attempt."""
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import suppress

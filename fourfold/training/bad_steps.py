@@ -1,7 +1,5 @@
 """Read and write bad_steps.jsonl in a run's folder. This file tells a resumed run which batches to leave out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

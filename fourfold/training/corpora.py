@@ -1,7 +1,5 @@
 """Open the training and validation data of a run, and copy this process's micro-batches to its device."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Count and weight the losses of the layers that predict further tokens (``model.num_nextn_predict_layers``)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

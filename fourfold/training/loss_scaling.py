@@ -1,7 +1,5 @@
 """Scale the loss so that small gradients do not underflow in fp16 (Micikevicius et al. 2017, arXiv 1710.03740)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fourfold.config.during_training import LossScalingConfig

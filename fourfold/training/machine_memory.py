@@ -1,7 +1,5 @@
 """Check before a run starts that this machine's memory can hold the model."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

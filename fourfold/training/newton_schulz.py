@@ -5,8 +5,6 @@ bring all but tiny singular values of a normalized matrix into the range from 0.
 as singular values of exactly 1.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

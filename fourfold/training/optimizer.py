@@ -1,8 +1,6 @@
 """Update local shards with AdamW, Lion, or Muon, and compute the learning rate. Before each update, ``parallel.state``
 clips the gradients."""
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import math

@@ -1,8 +1,6 @@
 """The outcome of a training job. This module must not import torch, because the process that starts local workers runs
 without torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Compare the planner's prediction for a run with measurements of its first steps."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -5,8 +5,6 @@ the answer's log-probability. These numbers are computed once, before the first 
 model takes memory, and a resumed run reads the same numbers on any grid.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

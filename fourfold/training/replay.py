@@ -1,7 +1,5 @@
 """Detect silent data corruption: compute some steps twice, and compare the replicas of the weights."""
 
-from __future__ import annotations
-
 import platform
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Warn if a resumed run differs from the run that wrote its checkpoint."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Mapping

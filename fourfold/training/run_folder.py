@@ -1,7 +1,5 @@
 """Open and lock the folder of a run, and tell the user how to continue a stopped run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

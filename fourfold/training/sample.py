@@ -1,7 +1,5 @@
 """Sample text from a model on the grid. Every process takes part, and no process holds the full model."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,8 +1,6 @@
 """Find steps with a bad loss or gradient norm before the weights are updated, and decide what to do about them. The run
 file's section [checks] sets the rules."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

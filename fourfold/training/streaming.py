@@ -1,7 +1,5 @@
 """Save and restore the position in a streamed dataset."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Send metrics to TensorBoard and Weights & Biases. A tracker that fails never stops the run."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,8 +1,6 @@
 """Compute the validation loss, remember the lowest one, and decide whether training ends because the loss no longer
 improves."""
 
-from __future__ import annotations
-
 import math
 
 from fourfold.checkpoints.saved_state import BestValidation

@@ -1,7 +1,5 @@
 """Keep a moving average of the weights, sharded like the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

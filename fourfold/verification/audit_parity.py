@@ -1,7 +1,5 @@
 """Check the memorization audit: score random documents on the grid and on one process, and compare the scores."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Draw random token sequences for verification. Documents have random lengths, and the loss skips some tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray

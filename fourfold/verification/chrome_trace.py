@@ -1,7 +1,5 @@
 """Read computation and collectives from a trace that torch's profiler wrote. Times are in µs."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """Find the axis, operation, and purpose of a collective from its process group. FSDP2's collectives are included."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from fourfold.parallel.grid.communicate import PURPOSE

@@ -1,7 +1,5 @@
 """Compare the results of a job on its grid with the results of one process, step by step."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ flight. With the 1F1B schedule, a stage holds one more micro-batch for each stag
 ``tests/verification/test_trace.py`` checks that the extrapolation is exact.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

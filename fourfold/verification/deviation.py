@@ -4,8 +4,6 @@ process in float64.
 The grid's gathered results are on the CPU. The results of the references are on the job's device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

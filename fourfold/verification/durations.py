@@ -1,7 +1,5 @@
 """Compute how long each matmul and each collective of a step takes on a machine. The formulas are the planner's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise

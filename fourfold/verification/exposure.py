@@ -1,7 +1,5 @@
 """Find the collectives of a step that no computation hides."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Run code that was written for float32 in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

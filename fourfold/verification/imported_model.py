@@ -1,8 +1,6 @@
 """Compare a model that fourfold has imported with the same model in the transformers library. Both libraries open the
 same folder, so the comparison tests how fourfold reads config.json, the weights, and the tokenizer."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Check that initial weights come from the distributions that the documentation names."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

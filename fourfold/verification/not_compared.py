@@ -1,7 +1,5 @@
 """List the parts of a run file that parity replaces or ignores. Nothing here imports torch."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from fourfold.config.run import RunConfig

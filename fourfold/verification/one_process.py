@@ -5,8 +5,6 @@ parameter groups are implemented a second time. The trainer and this file share 
 samples and, for the reference ``plain``, the code of the decoder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping

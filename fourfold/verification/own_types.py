@@ -6,8 +6,6 @@ should be similar on the grid and on one process. The grid's error may be 50 % l
 partial sums.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 

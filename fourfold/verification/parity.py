@@ -6,8 +6,6 @@ their differences from the float64 result. For each tensor, the grid's error may
 the float32 reference.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

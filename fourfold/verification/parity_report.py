@@ -1,8 +1,6 @@
 """Hold the result of parity. This module does not import torch, so the process that starts local workers can receive
 the report without torch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Write small corpora of random tokens in the format of a run, for the trainer to read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

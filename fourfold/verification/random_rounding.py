@@ -6,8 +6,6 @@ run computes in float64, and each operation's result changes by up to one unit i
 arithmetic, Denis et al. 2015, arXiv 1509.01347).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

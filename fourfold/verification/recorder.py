@@ -1,7 +1,5 @@
 """Record every operation of a step: collectives by axis and purpose, and live memory by category."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 """Compute labels and masks from the documents, token by token. This is a second implementation that shares no code with
 the loader."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

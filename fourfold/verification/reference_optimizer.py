@@ -4,8 +4,6 @@ This module shares no code with ``training.optimizer``. ``tests/training/test_op
 modules with torch's Muon.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import re

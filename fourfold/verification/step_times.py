@@ -1,7 +1,5 @@
 """Split the time of a step into computation, exposed collectives, and hidden collectives. Spans are in µs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Check that stochastic rounding of stored weights is random and has no bias."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Trace a few steps of each process for ``fourfold train --profile``, and split the time of a step by axis."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -5,8 +5,6 @@ tensors are fake too: they have shapes, but no memory. A large run is traced at 
 ``continuation``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace

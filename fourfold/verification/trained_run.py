@@ -5,8 +5,6 @@ and the log-probabilities of the DPO reference model. Parity's own reference rea
 without a loader and without resuming.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math

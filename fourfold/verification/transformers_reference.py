@@ -1,8 +1,6 @@
 """Use a model of the transformers library as the reference of parity. Its code is independent of fourfold, except that
 fourfold maps the names of the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

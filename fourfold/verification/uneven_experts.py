@@ -1,7 +1,5 @@
 """In each layer, give one expert every token and another expert no token, to test uneven loads."""
 
-from __future__ import annotations
-
 import torch
 
 from fourfold.models.mixture import is_router_bias

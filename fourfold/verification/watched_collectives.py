@@ -1,8 +1,6 @@
 """Watch the collectives of a running process: when each was issued, when it finished, and how long the process
 waited for it."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Keys that transformers ignores are ignored here too. A missing key gets transformers' default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

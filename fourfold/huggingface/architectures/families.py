@@ -1,8 +1,6 @@
 """The transformers architectures that the decoder can compute. ``families.toml`` describes them, most of them by their
 differences from another architecture."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable, Mapping
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """Read how the layers of a Hugging Face config.json differ: which have experts, windows, or rotary embeddings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Read the rotary embeddings of a Hugging Face config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Write a Hugging Face config.json for a model of fourfold."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
