@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from fourfold.config.run import ParallelConfig
 from fourfold.config.stages import stages_per_rank
-from fourfold.parallel.pipeline.schedule import Op, needs_of, simulate
+from fourfold.parallel.pipeline.schedule import Op, alternatives_of, simulate
 
 
 class Span(NamedTuple):
@@ -29,7 +30,8 @@ def timeline(ops: Sequence[Sequence[Op]], grid: ParallelConfig, backward: float 
 
     def run(rank: int, op: Op) -> None:
         free = spans[rank][-1].end if spans[rank] else 0.0
-        begin = max([free, *(ends[needed] for needed in needs_of(op, grid) if needed in ends)])
+        needed = itertools.chain(*alternatives_of(op, grid))
+        begin = max([free, *(ends[each] for each in needed if each in ends)])
         ends[op] = begin + seconds[op.kind] / chunks
         spans[rank].append(Span(op, begin, ends[op]))
 
