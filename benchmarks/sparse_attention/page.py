@@ -28,6 +28,7 @@ def write_page(results: Results, setup: Setup, lengths: Sequence[int], budgets: 
     solved = {length: results.solved(length, TASKS) for length in lengths}
     hardest = max(lengths, key=lambda length: (len(solved[length]), length))
     parts = {
+        "contexts": str(max(map(len, results.by_context.values()))),
         "dense": dense_table(results, lengths),
         "means": "\n\n".join(mean_table(results, length, solved[length], budgets) for length in lengths),
         "verdicts": "\n".join(

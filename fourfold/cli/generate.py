@@ -100,9 +100,8 @@ def generate(
                 ranked_by = LokiBasis.load(basis)
             capacity = len(encode_prompt(opened, text, prompt)) + max_new_tokens
             enable_loki(opened, ranked_by, config, capacity=capacity)
-            if ranked_by.gate is not None and not loki_values:
-                used = ranked_by.filled(config)
-                print(f"note: calibration chose d_f = {used.d_f:g} and k_f = {used.k_f:g}", file=sys.stderr)
+            if used := [f"{name} = {value:g}" for name, value in ranked_by.missing(config).items()]:
+                print(f"note: calibration chose {' and '.join(used)}", file=sys.stderr)
         done = continue_text(opened, text, prompt, max_new_tokens, sampling, write)
     show(asdict(done), as_json, lambda record: print(f"\n\n{generation_line(record)}"))
 

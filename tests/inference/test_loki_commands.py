@@ -130,7 +130,10 @@ def test_generate_with_the_settings_of_the_calibration(
     assert cli(*calibrate, "--tolerance", 10)[0] == 0
     code, _, errors = cli(*generate)
     assert (code, errors) == (0, "note: calibration chose d_f = 0.5 and k_f = 0.25\n")
-    assert cli(*generate, "--loki", "k=5")[2] == ""
+    assert cli(*generate, "--loki", "min_seq=0")[2] == "note: calibration chose d_f = 0.5 and k_f = 0.25\n"
+    assert cli(*generate, "--loki", "k=5")[2] == "note: calibration chose d_f = 0.5\n"
+    assert cli(*generate, "--loki", "d=4")[2] == "note: calibration chose k_f = 0.25\n"
+    assert cli(*generate, "--loki", "k=5", "--loki", "d_f=0.5")[2] == ""
     code, output, _ = cli(*calibrate, "--tolerance", 0)
     assert code == 0 and "No settings pass" in output
     assert "all settings lost too much quality in the calibration; choose d_f and k_f yourself" in refused(

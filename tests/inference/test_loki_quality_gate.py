@@ -15,7 +15,15 @@ from tiny_loki import SPARSE, loki_model, windows
 pytest.importorskip("transformers")
 
 from fourfold.errors import UserError
-from fourfold.inference.loki import LokiBasis, LokiConfig, choose_settings, disable_loki, enable_loki, quality_gate
+from fourfold.inference.loki import (
+    LokiBasis,
+    LokiConfig,
+    calibrate,
+    choose_settings,
+    disable_loki,
+    enable_loki,
+    quality_gate,
+)
 from fourfold.inference.loki.quality import measure_quality
 from fourfold.reports.loki_report import verdict
 
@@ -162,6 +170,27 @@ def test_a_file_with_impossible_settings_is_refused(chosen: Calibrated, tmp_path
     assert LokiBasis.load(bad).gate is None
 
 
+@pytest.mark.parametrize("lengths", [[], [1], [2], [3], [2, 2]])
+def test_windows_that_are_too_short_to_measure_settings_are_refused(llama: Calibrated, lengths: list[int]) -> None:
+    model, basis = llama
+    with pytest.raises(UserError, match="too few tokens to choose settings; give more or longer windows"):
+        choose_settings(model, [[1, 2, 3][:length] for length in lengths], basis)
+
+
+def test_a_random_basis_has_no_settings_of_the_calibration(chosen: Calibrated, nothing_passed: Calibrated) -> None:
+    for model, basis in (chosen, nothing_passed):
+        assert basis.random().gate is None
+        enable_loki(model, basis.random())
+        assert (settings_of(model).d_f, settings_of(model).k_f) == (0.25, 0.03)
+
+
+def test_a_model_gets_one_warning_about_its_sliding_windows(caplog: pytest.LogCaptureFixture) -> None:
+    model = loki_model("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    basis = calibrate(model, windows(2))
+    assert len((choose_settings(model, HELD_OUT, basis, -0.9).gate or {})["trials"]) == len(quality_gate.GRID)
+    assert caplog.text.count("have a sliding window and stay dense") == 1
+
+
 def test_a_random_basis_can_be_saved(llama: Calibrated, tmp_path: Path) -> None:
     model, basis = llama
     random = basis.random()
@@ -176,7 +205,7 @@ def test_a_random_basis_can_be_saved(llama: Calibrated, tmp_path: Path) -> None:
 
 def test_a_calibration_computes_no_attention_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibration only needs the keys that Loki chooses."""
-    from fourfold.inference.loki import calibrate, simulate
+    from fourfold.inference.loki import simulate
 
     monkeypatch.delattr(simulate, "share_of_chosen")
     assert calibrate(loki_model(), windows(3)).recall["scores"]

@@ -88,6 +88,14 @@ class LokiBasis:
         """Return the size of a head."""
         return next(iter(self.components.values())).vectors_LKDD.shape[-1]
 
+    def missing(self, config: LokiConfig) -> dict[str, float]:
+        """Return the chosen numbers of ``gate`` that the settings do not set themselves, by name.
+
+        Args:
+            config: Loki's settings.
+        """
+        return _not_given(config, (self.gate or {}).get("chosen", {}))
+
     def filled(self, config: LokiConfig) -> LokiConfig:
         """Return the settings with explicit numbers of components and keys. Numbers that the settings do not set are
         the chosen numbers of ``gate``, or Loki's defaults.
@@ -95,10 +103,8 @@ class LokiBasis:
         Args:
             config: Loki's settings.
         """
-        chosen = (self.gate or {}).get("chosen") or {"d_f": config.d_f, "k_f": config.k_f}
-        given = config.model_fields_set
-        update = {name: value for name, value in chosen.items() if not given & {name, name.removesuffix("_f")}}
-        return config.model_copy(update=update)
+        defaults = _not_given(config, {"d_f": config.d_f, "k_f": config.k_f})
+        return config.model_copy(update=defaults | self.missing(config))
 
     def of_layer(self, layer: int, config: LokiConfig) -> Encoder:
         """Return the encoder of one layer. The settings select the kind of components and their number d.
@@ -127,7 +133,8 @@ class LokiBasis:
         shape = self.covariance_LKDD.shape
         normal = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         components = Components(torch.linalg.qr(normal).Q.float(), torch.ones(shape[:-1]))
-        return replace(self, components={"post": components}, best=("post",) * len(self.best), recall={})
+        best = ("post",) * len(self.best)
+        return replace(self, components={"post": components}, best=best, recall={}, gate=None)
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file, completely or not at all.
@@ -210,6 +217,12 @@ class LokiBasis:
             "best": list(self.best),
             "gate": self.gate,
         }
+
+
+def _not_given(config: LokiConfig, values: dict[str, float]) -> dict[str, float]:
+    """Return the values that the settings do not set, neither as a share, such as ``d_f``, nor as a number (``d``)."""
+    given = config.model_fields_set
+    return {name: value for name, value in values.items() if not given & {name, name.removesuffix("_f")}}
 
 
 def _parsed_gate(text: str) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakSet
 
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fourfold.loki")
 
+_warned_models: WeakSet[PreTrainedModel] = WeakSet()
+"""Models with a warning about sliding windows. Calibration and evaluation enable Loki several times for a model."""
+
 BATCHING = "init_continuous_batching"
 """The method of transformers' models that all kinds of continuous batching call first."""
 
@@ -40,7 +44,7 @@ def enable_loki(
 
     ``model.generate`` and ``model(...)`` work as before, with any transformers cache. The next forward pass replaces
     the layers of the cache with Loki's layers. If you call this function again, the model gets the new basis and the
-    new settings. Layers with a sliding window stay dense, and a warning says so.
+    new settings. Layers with a sliding window stay dense, and a warning says so once for each model.
 
     Args:
         model: A transformers model.
@@ -64,7 +68,7 @@ def enable_loki(
     if basis.gate is not None and not basis.gate["chosen"] and not given.model_fields_set & {"d", "d_f", "k", "k_f"}:
         raise UserError("loki: all settings lost too much quality in the calibration; choose d_f and k_f yourself")
     config = basis.filled(given)
-    recipes = _recipes(attentions, basis, config, capacity)
+    recipes = _recipes(model, attentions, basis, config, capacity)
     parameter = next(model.parameters())
     if config.kernels_for(parameter.device, parameter.dtype) == "numba":
         from fourfold.inference.loki.numba_kernels import compile_for
@@ -122,7 +126,11 @@ def _refuse_batching(*arguments: Any, **keywords: Any) -> NoReturn:
 
 
 def _recipes(
-    attentions: Sequence[AttentionModule], basis: LokiBasis, config: LokiConfig, capacity: int
+    model: PreTrainedModel,
+    attentions: Sequence[AttentionModule],
+    basis: LokiBasis,
+    config: LokiConfig,
+    capacity: int,
 ) -> list[LayerRecipe]:
     unknown = [number for number in config.skip_layers if not 0 <= number < len(attentions)]
     if unknown:
@@ -145,6 +153,7 @@ def _recipes(
             f"loki: every layer of this model sees only the last {max(windows.values())} tokens (sliding_window); use "
             "dense attention, which reads only these tokens"
         )
-    if windows:
+    if windows and model not in _warned_models:
+        _warned_models.add(model)
         log.warning("layers %s have a sliding window and stay dense", ", ".join(map(str, windows)))
     return recipes

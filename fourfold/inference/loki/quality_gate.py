@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fourfold.errors import UserError
 from fourfold.inference.loki.basis import LokiBasis
 from fourfold.inference.loki.codes import BITS
 from fourfold.inference.loki.enable import disable_loki, enable_loki
@@ -25,6 +26,9 @@ whether Loki finds a single fact in a long context, so we never choose to read l
 
 STANDARD_ERRORS = 2
 """The bound on the increase of the perplexity is this many standard errors above the measured increase."""
+
+LEAST_TOKENS = 2
+"""Smallest number of losses from which a standard error can be computed."""
 
 VALUE_BITS = 16
 
@@ -48,8 +52,10 @@ def choose_settings(
         passed, ``gate["chosen"]`` is empty.
 
     Raises:
-        UserError: ``enable_loki`` refuses the model.
+        UserError: ``enable_loki`` refuses the model, or the windows are too short to measure settings.
     """
+    if sum(max(0, len(window) - 1 - _largest_k(len(window))) for window in windows) < LEAST_TOKENS:
+        raise UserError("loki: there are too few tokens to choose settings; give more or longer windows of text")
     disable_loki(model)
     dense = predict(model, windows)
     trials: list[dict[str, Any]] = []
@@ -74,6 +80,11 @@ def choose_settings(
         "chosen": chosen,
     }
     return replace(basis, gate=gate)
+
+
+def _largest_k(length: int) -> int:
+    """Return the number of keys with the settings that read the most."""
+    return LokiConfig(k_f=max(k_f for _, k_f in GRID), min_k=1).key_count(length)
 
 
 def _measured(config: LokiConfig, head_dim: int, dense: Predictions, sparse: Predictions) -> dict[str, Any]:
