@@ -64,7 +64,7 @@ def main() -> int:
     arguments = _arguments()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print(
-            "benchmarks.train_gpu needs a GPU, and torch sees none here; --device cpu --tiny tries the script itself."
+            "benchmarks.train_gpu needs a GPU, but torch sees none here; --device cpu --tiny tries the script itself."
         )
         return 2
     warnings.filterwarnings("ignore")

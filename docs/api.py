@@ -54,7 +54,7 @@ def fields_of(found: type) -> dict[str, str]:
 
 def _field_list(found: type) -> str:
     """Return a Markdown list of a dataclass's fields and their docstrings."""
-    lines = [f"- `{name}`: {text}" for name, text in fields_of(found).items() if text]
+    lines = [f"- `{name}`: {text.replace('``', '`')}" for name, text in fields_of(found).items() if text]
     return "\n".join([*lines, ""]) if lines else ""
 
 

@@ -53,7 +53,7 @@ def require_extra(module: str, extra: str, purpose: str) -> None:
 
 
 def drop_harmless_warnings() -> None:
-    """Suppress the warnings listed in this module, and no others."""
+    """Suppress only the warnings that this module lists."""
     warnings.filterwarnings("ignore", RENAMED, category=FutureWarning)
     for name in HARMLESS:
         logging.getLogger(name).addFilter(_is_worth_printing)

@@ -20,7 +20,7 @@ def train_with_callbacks(place: Place, run: RunConfig, profile: bool) -> Outcome
     Returns:
         The outcome of this process.
     """
-    callbacks: list[CallbackMaker] = []  # Import the other callbacks only if they are needed.
+    callbacks: list[CallbackMaker] = []  # Import callbacks only if the run needs them.
     if run.audit.interval:
         from fourfold.memorization.in_training import CanaryAudit
 
@@ -33,5 +33,5 @@ def train_with_callbacks(place: Place, run: RunConfig, profile: bool) -> Outcome
         from fourfold.verification.timeline import Timeline
 
         callbacks.append(Timeline)
-    callbacks.append(LiveReport)  # After the callbacks whose results it shows.
+    callbacks.append(LiveReport)  # The report shows the results of the callbacks before it.
     return train(place, run, callbacks)

@@ -86,7 +86,9 @@ def check_model_folder(folder: Path) -> None:
                 continue
             target = Path(os.path.realpath(file))
             if not any(target.is_relative_to(place) for place in allowed):
-                raise UserError(f"{file} is a link to {target}, outside the model's folder; put the file in its place")
+                raise UserError(
+                    f"{file} is a link to {target}, outside the model's folder; replace the link with the file"
+                )
             check_regular(file)
             if file.name.endswith(".index.json"):
                 _check_index(file)

@@ -118,7 +118,7 @@ class Clock:
         return self.now
 
 
-def test_a_part_that_fails_or_hangs_leaves_the_others(
+def test_a_part_that_fails_or_hangs_does_not_stop_later_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A hanging part ends at its time limit. A part does not begin after the budget is spent. The file keeps the

@@ -137,7 +137,7 @@ def test_attention_to_the_chosen_keys_is_exact() -> None:
             torch.testing.assert_close(out_BKGD[batch, head, number], expected)
 
 
-def test_sparq_adds_the_mean_with_the_rest_of_the_attention() -> None:
+def test_sparq_weights_the_mean_with_the_remaining_attention() -> None:
     step, rival = random_step(), SparQ(7, 3, 2, adds_mean=True)
     chosen_BKS = rival.select(step, rival.score(step))
     out_BKGD, sparse_BKGD = rival.attend(step, chosen_BKS), SparQ(7, 3, 2).attend(step, chosen_BKS)
@@ -303,7 +303,7 @@ def test_the_papers_loki_with_all_dims_is_exact_top_k() -> None:
     torch.testing.assert_close(rival.decode(step), ExactTopK(9).decode(step))
 
 
-def test_a_shared_budget_reads_as_many_keys_and_the_best_of_all_heads() -> None:
+def test_a_shared_budget_reads_the_same_number_of_keys_and_the_best_of_all_heads() -> None:
     step, encoder = random_step(), encoder_of(orthonormal(HEAD_DIM))
     rival = LokiSharedBudget([encoder], LokiConfig(k=9, sink=2, recent=3, min_seq=0))
     worth_BKS = rival.score(step)

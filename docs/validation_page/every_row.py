@@ -38,7 +38,7 @@ def rows_section(skipped: dict[str, list[str]]) -> list[str]:
         "",
         *table(
             ("source", "rows", "title", "where", "license", "how it was read"),
-            [(name, f"{counts[name]}", entry["title"], entry["where"], entry["licence"], entry["read"])
+            [(name, f"{counts[name]}", entry["title"], entry["where"], entry["license"], entry["read"])
              for name, entry in bibliography.items()],
         ),
         "",

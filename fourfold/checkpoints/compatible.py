@@ -20,7 +20,8 @@ def changed(path: Path, was: str, now: str) -> UserError:
         now: What the run file has.
     """
     return UserError(
-        f"the checkpoint {path} {was}, but the run file has {now}; set it back, or set checkpoint.resume = 'never'"
+        f"the checkpoint {path} {was}, but the run file has {now}; restore the old value, or set checkpoint.resume = "
+        "'never'"
     )
 
 

@@ -252,7 +252,7 @@ def read_layout(folder: Path) -> CheckpointTensors:
     try:
         return CheckpointTensors.model_validate_json(file.read_bytes())
     except ValueError:
-        raise damaged(file, "it is not a layout") from None
+        raise damaged(file, "it is not a valid layout") from None
 
 
 def intersection(some: Box, other: Box) -> Box:

@@ -78,5 +78,5 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
     checkpoint = newest_checkpoint(Path(resume))
     if checkpoint is None:
         known = f"there is no checkpoint (a folder with {STATE_FILE})"
-        raise UserError(f"checkpoint.resume = '{resume}': {known}; give the path of one, or 'auto'")
+        raise UserError(f"checkpoint.resume = '{resume}': {known}; give the path of a checkpoint, or 'auto'")
     return checkpoint

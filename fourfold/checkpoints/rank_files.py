@@ -37,7 +37,7 @@ def entries_of(parts: PartsByName, layout: CheckpointTensors, copies: CopyStream
     entries = []
     for name, box in layout.held_by(dist.get_rank()).items():
         shard, local = parts[name]
-        assert box == shard.slices, f"{name}: the layout says {box}, and this process holds {shard.slices}"
+        assert box == shard.slices, f"{name}: the layout says {box}, but this process holds {shard.slices}"
         make: Callable[[], Tensor] = partial(_announce, local)
         if copies is not None:
             copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda, requires_grad=False)

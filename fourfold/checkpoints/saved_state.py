@@ -212,8 +212,8 @@ def read_state(path: Path) -> CheckpointState:
         known = parse_json(text)
         if isinstance(known, dict) and isinstance(known.get("format"), int) and known["format"] != FORMAT:
             raise UserError(
-                f"{path} has checkpoint format {known['format']}; this version of fourfold reads {FORMAT}; use "
-                "the version that wrote it"
+                f"{path} has checkpoint format {known['format']}; this version of fourfold reads {FORMAT}; use the "
+                "version that wrote the checkpoint"
             )
         state = CheckpointState.model_validate_json(text)
     except OSError as error:
@@ -221,7 +221,7 @@ def read_state(path: Path) -> CheckpointState:
     except UserError:
         raise
     except ValueError:  # The file is not UTF-8, not JSON, or not a valid state.
-        raise damaged(file, "it is not a state") from None
+        raise damaged(file, "it is not a valid state") from None
     if is_step_name(path.name) and step_of(path) != state.step:
         raise damaged(path, f"it has the content of step {state.step}")
     return state

@@ -32,7 +32,7 @@ class SavedWeights:
         self.model = ModelConfig(**self.state.model)
         self.shapes = saved_shapes(self.model, self.state.lora)
         if averaged and not self.state.has_averages:
-            raise UserError(f"{path} has no moving average of its weights; train with ema.decay to get one")
+            raise UserError(f"{path} has no moving average of its weights; a run with ema.decay above 0 saves one")
         in_layout = self._layout.tensors if averaged else {}
         self._stored = {
             name: f"{AVERAGE}.{name}" if f"{AVERAGE}.{name}" in in_layout else f"model.{name}" for name in self.shapes

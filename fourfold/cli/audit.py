@@ -29,7 +29,7 @@ def documents(
     model: Annotated[str, Option(metavar="CHECKPOINT|RUN|HF", help="The model to audit.", show_default=False)],
     file: Annotated[
         Path,
-        Option("--documents", metavar="FILE.jsonl", help='Documents to audit: "text" or "tokens" in each line.'),
+        Option("--documents", metavar="FILE.jsonl", help='Documents to audit. Each line has "text" or "tokens".'),
     ],
     control: Annotated[
         Path | None,
@@ -61,7 +61,9 @@ def documents(
         int, Option(help="Also search for near-verbatim continuations, with this many beams. Needs --generate.")
     ] = 0,
     micro_batch_size: Annotated[int, Option(help="Number of documents that one rank scores in a pass.")] = 8,
-    out: Annotated[Path | None, Option(metavar="FOLDER", help="Write audit.json and audit.html there.")] = None,
+    out: Annotated[
+        Path | None, Option(metavar="FOLDER", help="Write audit.json and audit.html into this folder.")
+    ] = None,
     max_exact_match: Annotated[
         float | None, Option(help="Exit with code 4 if more than this share of documents is repeated exactly.")
     ] = None,

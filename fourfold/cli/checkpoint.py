@@ -13,8 +13,9 @@ checkpoint = Typer(no_args_is_help=True, help="Check checkpoints, and convert th
 
 
 @checkpoint.command()
-def verify(folder: Annotated[Path, Argument(help="A checkpoint, a folder of them, or a run's folder.")]) -> None:
-    """Check that the files of checkpoints are unchanged since they were written. Exit code 1 if one is damaged."""
+def verify(folder: Annotated[Path, Argument(help="A checkpoint, a folder of checkpoints, or a run's folder.")]) -> None:
+    """Check that the files of checkpoints are unchanged since they were written. The exit code is 1 if a checkpoint is
+    damaged."""
     from fourfold.checkpoints.find_checkpoints import STATE_FILE, checkpoints_at
     from fourfold.checkpoints.integrity import size_of
     from fourfold.checkpoints.verify import verify
@@ -23,7 +24,9 @@ def verify(folder: Annotated[Path, Argument(help="A checkpoint, a folder of them
 
     found = checkpoints_at(folder)
     if not found:
-        raise UserError(f"{folder} is not a checkpoint (a folder with {STATE_FILE}) and has none; give a run's folder")
+        raise UserError(
+            f"{folder} is not a checkpoint (a folder with {STATE_FILE}) and contains no checkpoint; give a run's folder"
+        )
     damaged = 0
     for path in found:
         try:
@@ -66,7 +69,9 @@ def export_hf(
     out: Annotated[Path, Argument(metavar="OUT", help="The folder to write.")],
     dtype: Annotated[
         StoredDtype,
-        Option(help="Dtype of the weights. auto: the Hugging Face original's, or the checkpoint's if none."),
+        Option(
+            help="Dtype of the weights. auto: the dtype of the original Hugging Face model, or else of the checkpoint."
+        ),
     ] = "auto",
     model_type: Annotated[
         str | None,
@@ -77,7 +82,11 @@ def export_hf(
         ),
     ] = None,
     tokenizer: Annotated[
-        str | None, Option(metavar="PATH", help="A tokenizer.json. Default: the original's, or the corpus's.")
+        str | None,
+        Option(
+            metavar="PATH",
+            help="A tokenizer.json. Default: the tokenizer of the original model, or else of the corpus.",
+        ),
     ] = None,
     merge: Annotated[bool, Option("--merge", help="LoRA: write the merged model, not the adapter.")] = False,
     ema: Annotated[bool, Option("--ema", help="Write the moving average of [ema], not the weights.")] = False,

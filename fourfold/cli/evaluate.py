@@ -19,7 +19,7 @@ def evaluate(
         int | None, Option(min=0, help="Number of examples in a task's prompt. Default: the task decides.")
     ] = None,
     limit: TaskLimit = None,
-    overlap: Annotated[int, Option(min=1, help="Tokens that each window repeats from the previous one.")] = 1,
+    overlap: Annotated[int, Option(min=1, help="Tokens that each window repeats from the previous window.")] = 1,
     context: Annotated[
         int | None,
         Option(

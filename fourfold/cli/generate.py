@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def generate(
     model: options.ModelName,
     prompt: Annotated[str | None, Option(help="Text to continue.")] = None,
-    prompt_file: Annotated[Path | None, Option(metavar="FILE", help="A file with the text.")] = None,
+    prompt_file: Annotated[Path | None, Option(metavar="FILE", help="A file with the text to continue.")] = None,
     chat: Annotated[
         bool, Option("--chat", help="Answer the text as a message of a chat. Without a text, chat until Ctrl-D.")
     ] = False,
@@ -59,7 +59,7 @@ def generate(
     """
     talks = chat and prompt is None and prompt_file is None
     if (prompt is None) == (prompt_file is None) and not talks:
-        raise UserError("give --prompt or --prompt-file, such as --prompt Once, and not both")
+        raise UserError("give either --prompt or --prompt-file, such as --prompt Once")
     if talks and (as_json or basis is not None):
         raise UserError(f"{'--json' if as_json else '--basis'} needs a single message; add --prompt TEXT to --chat")
     if loki_values and basis is None:
@@ -82,7 +82,7 @@ def generate(
         text = load_any_tokenizer(tokenizer or own_tokenizer)
         if chat:
             if not (isinstance(text, TransformersTokenizer) and text.tokenizer.chat_template):
-                raise UserError(f"--chat needs a chat template, and {model} has none; leave out --chat")
+                raise UserError(f"--chat needs a chat template, but {model} has none; leave out --chat")
             prompt = None if prompt is None else text.chat_prompt([prompt])
         with importing(), working("Loading the model"):  # ``load_model`` imports transformers, which is slow.
             opened = load_model(folder, dtype, device)

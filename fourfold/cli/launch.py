@@ -22,11 +22,15 @@ MACHINE_HELP = (
     "The planner's machine, for the checkpoint interval if the run file sets none. Default: metrics.machine, or the "
     f"site's machine. {MACHINES}"
 )
-Output = Annotated[Path | None, Option("--output", "--out", metavar="FILE", help="The file. Default: standard output.")]
+Output = Annotated[
+    Path | None, Option("--output", "--out", metavar="FILE", help="The file to write. Default: standard output.")
+]
 Setup = Annotated[Path | None, Option(metavar="FILE", help="Shell file that loads your modules and environment.")]
 SaveSeconds = Annotated[
     int,
-    Option(min=1, max=65535, help="Save this many seconds before the job ends. A step and a save must fit in."),
+    Option(
+        min=1, max=65535, help="Save this many seconds before the job ends. A step and a save must fit into this time."
+    ),
 ]
 MaxCrashes = Annotated[
     int, Option(min=0, help="Maximum restarts in a row after crashes. Restarts after a save are not limited.")
@@ -40,7 +44,7 @@ def slurm(
     nodes: Nodes,
     time: Annotated[str | None, Option(metavar="HH:MM:SS", help="Wall time.")] = None,
     machine: Annotated[str | None, Option(help=MACHINE_HELP)] = None,
-    account: Annotated[str | None, Option(help="Account or project that pays.")] = None,
+    account: Annotated[str | None, Option(help="Account or project to charge.")] = None,
     partition: Annotated[str | None, Option(help="Partition (queue).")] = None,
     output: Output = None,
     setup: Setup = None,
@@ -100,9 +104,9 @@ def _planned_interval(run: RunConfig, machine: str | None, time: str | None) -> 
             notes.append(f"note: the planner cannot predict how long a step takes: {error}")
     if not plan.steps:
         notes.append(
-            "warning: checkpoint.interval = 0 saves only when the run ends or is stopped, and a crash loses all steps "
-            "since then; give --machine, and the planner chooses an interval, or set for example "
-            f"--set checkpoint.interval={max(1, run.training.train_steps // 20)}"
+            "warning: checkpoint.interval = 0 saves only when the run ends or is stopped, so a crash loses all "
+            "steps; give --machine to let the planner choose an interval, or give for example --set "
+            f"checkpoint.interval={max(1, run.training.train_steps // 20)}"
         )
         return [], notes
     between = f"{counted(plan.steps, 'step')} (about {duration(plan.seconds)})"

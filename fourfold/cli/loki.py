@@ -104,7 +104,7 @@ def evaluate(
     Example: fourfold loki evaluate --model exported --basis basis.safetensors --text held_out.txt --loki d=32
     """
     if not text and not tasks:
-        raise UserError("--text and --tasks are missing; give one, such as --text held_out.txt")
+        raise UserError("--text and --tasks are missing; give one of them, such as --text held_out.txt")
     on_text, in_tasks = options.loki_config(loki_values, min_k=1, min_seq=0), options.loki_config(loki_values)
     from fourfold.huggingface.export_model import as_huggingface
     from fourfold.inference.lm_eval_tasks import checked_tokenizer, task_names
@@ -147,7 +147,9 @@ def _open(
     positions = positions_of(model)
     length = length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
     if positions is not None and length > positions:
-        raise UserError(f"--seq-len {length} is more than the model's positions; --seq-len {positions} works")
+        raise UserError(
+            f"--seq-len {length} is longer than the model's {positions} positions; --seq-len {positions} works"
+        )
     windows = token_windows(text, files, length, max_tokens) if files else []
     for window in windows:
         checked_ids(model, window)

@@ -100,7 +100,7 @@ def layout(
     from fourfold.reports.plan_terminal import plan_tables
 
     if (measured is not None and other is None) or (other is not None and (run_file is not None or overrides)):
-        raise UserError("--measured needs --from FILE, and --from needs neither a run file nor --set")
+        raise UserError("--measured needs --from FILE, and --from takes neither a run file nor --set")
     given = {"machine": machine, "gpus": gpus, "seq_len": seq, "global_batch": global_batch,
              "precision": precision, "optimizer": optimizer, "step_seconds": measured}  # fmt: skip
     options = (model, run_file, overrides, gpus, seq, global_batch, precision, optimizer)
@@ -153,7 +153,9 @@ def scaling(
     global_batch: Batch = None,
     precision: Precision = None,
     optimizer: Optimizer = None,
-    weak: Annotated[bool, Option("--weak/--strong", help="Scale the batch with the GPUs, or fix it.")] = True,
+    weak: Annotated[
+        bool, Option("--weak/--strong", help="Grow the batch with the number of GPUs, or keep it fixed.")
+    ] = True,
     as_json: AsJson = False,
     limits: Limit = [],  # noqa: B006
 ) -> None:

@@ -59,7 +59,7 @@ def prepare(
         Option(help="With sft and preferences: a key of rows or messages to drop. Any other unused key is refused."),
     ] = None,
     text_key: Annotated[
-        str, _of_text(help="The key, or column, that holds the text. You can give several, separated by commas.")
+        str, _of_text(help="The key, or column, that holds the text. You can give several keys, separated by commas.")
     ] = "text",
     workers: Annotated[int | None, _of_text(help="Processes. Default: one per core. No effect on the result.")] = None,
     eos_token: Annotated[
@@ -129,7 +129,7 @@ def prepare(
             **common,
         )
     except WriteFailed as error:
-        kept = f"; what is finished stays in {out}.parts for the next attempt" if Path(f"{out}.parts").exists() else ""
+        kept = f"; finished parts stay in {out}.parts for the next attempt" if Path(f"{out}.parts").exists() else ""
         raise UserError(f"{error}{kept}") from error
     _show(summary)
 

@@ -26,7 +26,9 @@ def report(
 
     if len(run_dirs) == 1:
         if out is not None:
-            raise UserError(f"--out {out} is for the page of several runs; leave it out for {run_dirs[0]}/report.html")
+            raise UserError(
+                f"--out {out} is for the page of several runs; leave --out out to write {run_dirs[0]}/report.html"
+            )
         echo(write_run_report(run_dirs[0]))
         return
     page = out or run_dirs[0] / "comparison.html"

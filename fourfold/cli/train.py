@@ -23,7 +23,7 @@ _instead = partial(Option, rich_help_panel="Options instead of a run file")
 """Define an option that replaces a part of the run file."""
 
 
-MODEL_HELP = "A preset, such as llama-12m, or a Hugging Face model to tune."
+MODEL_HELP = "A preset, such as llama-12m, or a Hugging Face model to fine-tune."
 DATA_HELP = "A folder, a file, or another input of `fourfold prepare`. Or a prepared corpus."
 PROCESSES_HELP = "Number of processes. Default: one for each GPU, or one on a CPU."
 STEPS_HELP = "Number of steps. Default: up to 4 passes over the data, or 1 for a Hugging Face model."

@@ -66,7 +66,7 @@ def usage_sentence(error: ClickException) -> str:
         known = sorted(o for p in context.command.params for o in p.opts) if context is not None else []
         close = difflib.get_close_matches(error.option_name, known, 1, 0.5)
         return f"no option {error.option_name}{where}; " + (
-            f"did you mean {close[0]}?" if close else f"{more} lists them"
+            f"did you mean {close[0]}?" if close else f"{more} lists all options"
         )
     if isinstance(error, MissingParameter) and error.param is not None:
         return f"{_given(error)} is missing{where}; {_example(context) or f'{more} describes it'}"

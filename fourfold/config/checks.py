@@ -30,4 +30,5 @@ class ChecksConfig(Strict):
     """Largest number of consecutive bad steps that are skipped or rolled back. One more bad step ends the run."""
     replay_interval: int = Field(0, ge=0)
     """Number of steps between checks for [silent corruption](reliability.md#silent-corruption). A check computes the
-    gradients twice, compares the two results bit for bit, and compares all replicas of the weights. 0 disables this."""
+    gradients twice, compares the two results bit for bit, and compares all replicas of the weights. 0 disables these
+    checks."""

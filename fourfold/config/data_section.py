@@ -8,7 +8,7 @@ from fourfold.config.strict import PathText, Strict
 
 
 class Corpus(Strict):
-    """A tokenized corpus. If the list has several corpora, each sample comes from one of them."""
+    """A tokenized corpus. If `train` or `validation` lists several corpora, each sample comes from one of them."""
 
     path: PathText = Field(examples=["data/corpus"])
     """Path of the corpus without extension. The corpus has the files PATH.bin and PATH.idx."""
@@ -21,7 +21,7 @@ class DataConfig(Strict):
     If a key's description begins with *hf:*, the key is only for streamed datasets."""
 
     format: Literal["text", "sft", "preferences"] = "text"
-    """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`. The loss covers only the
+    """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`, and the loss covers only the
     answers. A sequence holds several complete conversations, which do not attend to each other. `preferences` is pairs
     of a better and a worse answer from `fourfold prepare --format preferences`, and needs [dpo](#dpo)."""
 

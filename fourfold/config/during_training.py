@@ -25,7 +25,7 @@ class ValidationConfig(Strict):
     patience: int = Field(0, ge=0)
     """End the run after this many consecutive validations without a new lowest loss. 0 disables this."""
     min_improvement: float = Field(0.0, ge=0)
-    """A loss counts as a new lowest loss if it is lower than all earlier losses by more than this."""
+    """A loss counts as a new lowest loss only if it is lower than all earlier losses by more than this value."""
 
     @model_validator(mode="after")
     def _there_are_validations(self) -> ValidationConfig:
@@ -76,16 +76,16 @@ class DPOConfig(Strict):
 
 class AuditConfig(Strict):
     """Audits during training, which measure how well the model reproduces canaries
-    ([memorization.md](memorization.md#canaries)). The results are written to memorization.jsonl. `fourfold audit`
-    measures more."""
+    ([memorization.md](memorization.md#canaries)). The results are written to memorization.jsonl. To audit a saved
+    checkpoint, use `fourfold audit`."""
 
     interval: int = Field(0, ge=0)
     """Number of steps between audits. If it is above 0, the audit also runs after the last step. 0 disables audits."""
     documents: PathText | None = None
     """A .jsonl file with the documents to audit, such as the list of canaries that `fourfold prepare` wrote."""
     suffix: int = Field(50, ge=1)
-    """Number of tokens at the end of each document. The audit checks whether the model reproduces them, given the
-    tokens before them."""
+    """Number of tokens in a document's suffix (its end). The audit gives the model the tokens before the suffix, and
+    checks whether the model reproduces the suffix."""
 
     @model_validator(mode="after")
     def _documents_given(self) -> AuditConfig:

@@ -89,7 +89,7 @@ def mistake(error: ErrorDetails, schema: type[BaseModel]) -> str:
             is_key = reason.partition(" ")[0] in section.model_fields
             return f"{key.place}.{reason}" if key.place and is_key else reason
     elif error["type"] == PATTERN:
-        reason = "must be letters, digits, '.', '_' and '-', and not begin with '.'"
+        reason = "must consist of letters, digits, '.', '_', and '-', and must not begin with '.'"
     example = key.example(None if error["type"] == "missing" else error["input"])
     if example is not None and not reason.startswith("must be '") and "true or false" not in reason:
         reason += f", such as {shown(example)}"

@@ -12,19 +12,20 @@ class FaultToleranceConfig(Strict):
     """Hangs, restarts, and time limits ([reliability.md](reliability.md#hangs))."""
 
     timeout: float = Field(600, ge=0)
-    """If the job makes no progress for this many seconds, it counts as hung and is stopped. 0 disables this."""
+    """If the job makes no progress for this many seconds, it counts as hung and is stopped. 0 turns the watchdog
+    off."""
     startup_timeout: float = Field(1800, gt=0)
     """Replaces `timeout` until the first step is done, because the first step may include compilation."""
     grace_period: float = Field(0, ge=0)
     """Number of seconds that the job has to save a checkpoint after a stop signal. 0 sets no limit."""
     max_restarts: int = Field(2, ge=0)
-    """How often to restart the job from its newest checkpoint if the same step fails again and again. Restarts by
-    torchrun or SLURM count too."""
+    """Largest number of restarts from the newest checkpoint if the same step keeps failing. Restarts by torchrun or
+    SLURM count too."""
     failing_step: Literal["stop", "skip"] = "stop"
     """What to do if a step fails more than `max_restarts` times. `stop` ends the job and names the step. `skip` leaves
     the step's batch out and continues."""
     max_wall_time: float = Field(0, ge=0)
-    """Save and stop after this many minutes, as after a stop signal. 0 sets no limit."""
+    """Save a checkpoint and stop after this many minutes, as after a stop signal. 0 sets no limit."""
 
     @property
     def group_timeout(self) -> timedelta:

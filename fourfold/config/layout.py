@@ -13,7 +13,7 @@ ContextMethod = Literal["ring", "ulysses"]
 
 CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
 """Number of logits that one rank computes at once, by device type. On a CPU, this many logits fit into the cache. On a
-GPU, they are enough to use all tensor cores."""
+GPU, this many logits are enough to use all tensor cores."""
 
 LINEAR_CHUNK = 64
 """Number of tokens that linear attention processes at once. Larger chunks make larger matmuls, but need more FLOPs per

@@ -17,7 +17,7 @@ from fourfold.config.stages import balanced
 
 
 class Rule(NamedTuple):
-    """A reason that makes a layout illegal."""
+    """A rule that legal layouts obey, and the reason to give if a layout breaks it."""
 
     reason: str
     """A short text without numbers, such as "x does not divide the heads". The planner's search counts how many layouts
@@ -130,7 +130,7 @@ RULES: tuple[Divides | Rule, ...] = (
         "2 · cp does not divide the sequence",
         lambda s: (s.cp > 1) & (s.seq % (2 * s.cp) != 0),
         lambda run, s: (
-            f"training.seq_length = {s.seq} must be a multiple of 2·cp = {2 * s.cp}, as every rank of cp has two "
+            f"training.seq_length = {s.seq} must be a multiple of 2·cp = {2 * s.cp}, because every rank of cp has two "
             f"chunks of the sequence; seq_length = {round_to_multiple(s.seq, 2 * s.cp)} works"
         ),
     ),
@@ -185,12 +185,12 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "shards_per_node neither divides the ranks of a shard group nor is a multiple of them",
+        "shards_per_node neither divides the size of a shard group nor is a multiple of it",
         lambda s: s.uneven_nodes,
         lambda run, s: (
-            f"overlap.shards_per_node = {s.shards_per_node} must divide the ranks of a shard group (z = {s.z}"
+            f"overlap.shards_per_node = {s.shards_per_node} must divide the size of a shard group (z = {s.z}"
             + (f", dp·cp·z = {s.dp * s.cp * s.z}" if s.zero else "")
-            + ") or be a multiple of them, so that all nodes have equally many ranks; shards_per_node = "
+            + ") or be a multiple of it, so that every node has the same number of ranks; shards_per_node = "
             f"{_largest_divisor(s.z, s.shards_per_node)} works"
         ),
     ),
@@ -206,7 +206,7 @@ RULES: tuple[Divides | Rule, ...] = (
         "more stages (pp · stages_per_rank) than layers",
         lambda s: s.stages > s.layers,
         lambda run, s: (
-            f"parallel.pp = {s.pp} with schedule '{run.parallel.schedule}' makes {s.stages} stages, and the model has "
+            f"parallel.pp = {s.pp} with schedule '{run.parallel.schedule}' makes {s.stages} stages, but the model has "
             f"{s.layers} layers; pp = {max(1, s.layers * s.pp // s.stages)} works, and so does num_hidden_layers = "
             f"{s.stages}"
         ),
@@ -215,9 +215,9 @@ RULES: tuple[Divides | Rule, ...] = (
         "interleaved schedule: pp does not divide the micro-batches of a step",
         lambda s: s.in_rounds & (s.micro_batches % s.rounds != 0),
         lambda run, s: (
-            f"parallel.schedule = '{run.parallel.schedule}' runs micro-batches in rounds of pp = {s.pp}, and a step "
-            f"has {s.micro_batches}; global_batch_size = {round_to_multiple(s.micro_batches, s.pp) * s.at_once} works, "
-            "and so does schedule = '1F1B'"
+            f"parallel.schedule = '{run.parallel.schedule}' runs micro-batches in rounds of pp = {s.pp}, but a step "
+            f"has {s.micro_batches} micro-batches; global_batch_size = "
+            f"{round_to_multiple(s.micro_batches, s.pp) * s.at_once} works, and so does schedule = '1F1B'"
         ),
     ),
     Rule(
@@ -225,7 +225,7 @@ RULES: tuple[Divides | Rule, ...] = (
         lambda s: s.split_backward & ((s.z > 1) | (s.zero > 1)),
         lambda run, s: (
             f"parallel.schedule = '{run.parallel.schedule}' computes weight gradients later, from weights that stay "
-            f"whole until the step ends; it allows z = 1 with zero 0 or 1, and this grid has z = {s.z} and zero = "
+            f"whole until the step ends; it allows z = 1 with zero 0 or 1, but this grid has z = {s.z} and zero = "
             f"{s.zero}; schedule = '1F1B' or 'Interleaved1F1B' works"
         ),
     ),
@@ -233,7 +233,7 @@ RULES: tuple[Divides | Rule, ...] = (
         "DualPipeV: a step has fewer than 2 · pp micro-batches",
         lambda s: s.dual_pipe_v & (s.micro_batches < 2 * s.pp),
         lambda run, s: (
-            f"parallel.schedule = 'DualPipeV' needs at least 2·pp = {2 * s.pp} micro-batches in a step, and there are "
+            f"parallel.schedule = 'DualPipeV' needs at least 2·pp = {2 * s.pp} micro-batches in a step, but there are "
             f"{s.micro_batches}; schedule = 'ZBVZeroBubble' or '1F1B' works"
         ),
     ),
@@ -249,7 +249,7 @@ RULES: tuple[Divides | Rule, ...] = (
     Rule(
         "ep splits experts, and the model has none",
         lambda s: (s.ep > 1) & (s.experts == 0),
-        lambda run, s: f"parallel.ep = {s.ep} splits experts, and model.num_experts is 0; ep = 1 works",
+        lambda run, s: f"parallel.ep = {s.ep} splits experts, but model.num_experts is 0; ep = 1 works",
     ),
     Divides(("ep",), "the experts", "experts", EXPERTS, "model.num_experts"),
     Divides(("x",), "the experts' width", "expert_inner", EXPERTS, "model.moe_intermediate_size"),
@@ -300,8 +300,8 @@ RULES: tuple[Divides | Rule, ...] = (
         "the sequence is longer than the position table",
         lambda s: (s.positions > 0) & (s.seq > s.positions),
         lambda run, s: (
-            f"training.seq_length = {s.seq} is longer than the position table: model.max_position_embeddings = "
-            f"{s.positions} is the most; seq_length = {s.positions} works"
+            f"training.seq_length = {s.seq} is longer than the position table, which has "
+            f"model.max_position_embeddings = {s.positions} entries; seq_length = {s.positions} works"
         ),
     ),
     Rule(

@@ -10,8 +10,8 @@ Strategy = Literal["none", "hash", "hash-table", "static", "random"]
 
 
 class GoldfishConfig(Strict):
-    """The goldfish loss: about one token in k is masked (left out of the loss), so that the model does not learn long
-    passages word for word.
+    """The goldfish loss masks about one token in k. The loss does not include masked tokens, which keeps the model from
+    memorizing long passages word for word.
 
     Validation does not use this mask. [memorization.md](memorization.md) explains how to choose k and h.
     """

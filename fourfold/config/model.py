@@ -19,8 +19,8 @@ DERIVED = {"num_key_value_heads", "head_dim", "intermediate_size", "moe_intermed
 
 
 class ModelConfig(ModelKeys):
-    """The model, a decoder. The same keys describe models of the families GPT-2/3, GPT-NeoX, GPT-OSS, Llama, Mistral,
-    Qwen, OLMo, Gemma, Granite, DeepSeek, and others ([huggingface-models.md](huggingface-models.md))."""
+    """The model, a decoder. These keys describe models of the families GPT-2/3, GPT-NeoX, GPT-OSS, Llama, Mistral,
+    Qwen, OLMo, Gemma, Granite, DeepSeek, and [more families](huggingface-models.md)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -48,7 +48,7 @@ class ModelConfig(ModelKeys):
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads = "
-                    f"{self.num_attention_heads}, and there is no head_dim; hidden_size = "
+                    f"{self.num_attention_heads}, and head_dim is not set; hidden_size = "
                     f"{round_to_multiple(self.hidden_size, self.num_attention_heads)} works"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
@@ -82,7 +82,7 @@ class ModelConfig(ModelKeys):
         return self
 
     def _fill_layer_types(self) -> None:
-        """Bring the settings of single layers into one normal form, so that equal models have equal settings.
+        """Normalize the settings of single layers, so that equal models have equal settings.
 
         Shorten lists with one entry per layer to the pattern that repeats. Reset settings that have no effect to their
         defaults.

@@ -10,17 +10,17 @@ from fourfold.config.expected_values import shown
 from fourfold.config.model_keys import UNSET, ModelKeys
 
 IDLE_KEYS = tomllib.loads((files("fourfold.config") / "idle_keys.toml").read_text(encoding="utf-8"))
-"""Keys of [model] that must have their defaults, because another key makes them idle."""
+"""Keys of [model] that must have their defaults, because they have no effect with another key's value."""
 
 
 def check_effects(keys: ModelKeys) -> None:
-    """Refuse values of keys that have no effect (the rules of ``IDLE_KEYS``)."""
+    """Refuse values for keys that have no effect (``IDLE_KEYS``)."""
     for rule in IDLE_KEYS["rules"]:
         other, value = rule["if"], rule["is"]
         for key in rule["idle"] if getattr(keys, other) == value else ():
             if getattr(keys, key) != _default(key):
                 raise ValueError(
-                    f"{key} = {shown(getattr(keys, key))} has no meaning with model.{other} = {shown(value)}; leave "
+                    f"{key} = {shown(getattr(keys, key))} has no effect with model.{other} = {shown(value)}; leave "
                     f"{key} out"
                 )
 
@@ -59,7 +59,7 @@ def check_linear_attention(keys: ModelKeys) -> None:
         if is_used and value == 0:
             raise ValueError(f"layer_types = {keys.layer_types} needs {key}; {key} = 16 works")
         if value and not is_used:
-            raise ValueError(f"{key} = {value} has no meaning without a linear_attention layer; leave {key} out")
+            raise ValueError(f"{key} = {value} has no effect without a linear_attention layer; leave {key} out")
     if is_used and keys.linear_num_value_heads % keys.linear_num_key_heads:
         raise ValueError(
             f"linear_num_key_heads = {keys.linear_num_key_heads} does not divide linear_num_value_heads = "
@@ -83,13 +83,14 @@ def check_experts(keys: ModelKeys) -> None:
         )
     if keys.first_k_dense_replace >= keys.num_hidden_layers:
         raise ValueError(
-            f"first_k_dense_replace = {keys.first_k_dense_replace} leaves none of num_hidden_layers = "
-            f"{keys.num_hidden_layers} with experts; first_k_dense_replace = 0 works"
+            f"first_k_dense_replace = {keys.first_k_dense_replace} leaves no layer with experts, because "
+            f"num_hidden_layers = {keys.num_hidden_layers}; first_k_dense_replace = 0 works"
         )
     few = 2 if keys.router_score == "sigmoid" and keys.n_group > 1 else 1
     if keys.num_experts % (few * keys.n_group):
         raise ValueError(
-            f"n_group = {keys.n_group} must split num_experts = {keys.num_experts} into groups of ≥ {few}; 1 works"
+            f"n_group = {keys.n_group} must split num_experts = {keys.num_experts} into groups of at least {few}; 1 "
+            "works"
         )
     fewest = math.ceil(keys.num_experts_per_tok * keys.n_group / keys.num_experts)
     if not fewest <= keys.topk_group <= keys.n_group:
@@ -99,6 +100,6 @@ def check_experts(keys: ModelKeys) -> None:
         )
     if keys.shared_expert_gate and not keys.shared_expert_intermediate_size:
         raise ValueError(
-            "shared_expert_gate = true gates a shared expert, and shared_expert_intermediate_size = 0 makes none; "
-            f"shared_expert_intermediate_size = {keys.moe_intermediate_size} works"
+            "shared_expert_gate = true needs a shared expert, but shared_expert_intermediate_size = 0 means that "
+            f"there is none; shared_expert_intermediate_size = {keys.moe_intermediate_size} works"
         )

@@ -123,7 +123,8 @@ class ModelKeys(Strict):
     linear_num_key_heads: int = Field(0, ge=0)
     """Number of query and key heads of a linear_attention layer."""
     linear_num_value_heads: int = Field(0, ge=0)
-    """Number of value heads of a linear_attention layer, a multiple of linear_num_key_heads. Each has its own state."""
+    """Number of value heads of a linear_attention layer, a multiple of linear_num_key_heads. Each value head has its
+    own state."""
     linear_key_head_dim: int = Field(0, ge=0)
     """Width of a query or key head of a linear_attention layer."""
     linear_value_head_dim: int = Field(0, ge=0)

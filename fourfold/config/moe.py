@@ -15,10 +15,10 @@ class MoEConfig(Strict):
     does not count. 0 (default) sets no limit. Validation, audits, evaluation, and exported models never have a
     limit."""
     load_balancing_loss: float = Field(0.0, ge=0)
-    """Coefficient of the [load-balancing loss](moe.md#load-balancing-loss), which is larger if some experts get more
-    tokens than others. Raise it if a few experts get most tokens."""
+    """Coefficient of the [load-balancing loss](moe.md#load-balancing-loss). This loss is larger if the tokens are
+    spread unevenly over the experts. Raise the coefficient if a few experts get most tokens."""
     z_loss: float = Field(0.0, ge=0)
-    """Coefficient of the router's z-loss, logsumexp(logits)², per token. It keeps router logits small."""
+    """Coefficient of the router's z-loss, logsumexp(logits)², per token. The z-loss keeps router logits small."""
     bias_update_rate: float = Field(0.0, ge=0)
     """With model.router_bias, each step changes each expert's bias by this amount: up if the expert gets too few
     tokens, and down if it gets too many."""

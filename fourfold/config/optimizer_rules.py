@@ -37,7 +37,8 @@ class ParameterGroup(Strict):
     def _says_something(self) -> Self:
         if self.lr_ratio == 1 and self.weight_decay is None:
             raise ValueError(
-                f"parameters = {self.parameters} have neither lr_ratio nor weight_decay; lr_ratio = 0.1 works"
+                f"the group of parameters = {self.parameters} sets neither lr_ratio nor weight_decay; lr_ratio = 0.1 "
+                "works"
             )
         return self
 
@@ -54,8 +55,8 @@ class OptimizerConfig(Strict):
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate, after the warm-up."""
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
-    """AdamW: decay rates of the running means of the gradient and of its square. Lion: β1 and β2, for which Lion's
-    authors use [0.95, 0.98] in language models."""
+    """AdamW: decay rates of the running means of the gradient and of its square. Lion: β1 and β2. Lion's authors use
+    [0.95, 0.98] for language models."""
     eps: float = Field(1e-8, gt=0)
     """AdamW adds eps to the denominator of its update. Lion updates with the sign of its interpolated momentum u, or
     with u / eps if u is between -eps and eps."""

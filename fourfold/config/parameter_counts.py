@@ -11,8 +11,8 @@ def check_countable(model: ModelConfig) -> None:
     """Raise ``UserError`` if the model has more than ``MOST_PARAMETERS`` parameters."""
     if num_parameters(model) > MOST_PARAMETERS:
         raise UserError(
-            f"a model of {num_parameters(model):.2g} parameters is beyond any machine; make model.hidden_size = "
-            f"{model.hidden_size} or model.num_hidden_layers = {model.num_hidden_layers} smaller"
+            f"a model with {num_parameters(model):.2g} parameters is too large for any machine; make "
+            f"model.hidden_size = {model.hidden_size} or model.num_hidden_layers = {model.num_hidden_layers} smaller"
         )
 
 

@@ -10,8 +10,8 @@ from fourfold.config.strict import Strict
 
 
 class RopeScaling(Strict):
-    """Scale the rotary frequencies, so that the model works in contexts that are longer than in its training. The keys
-    have the same names as in Hugging Face's config.json."""
+    """Scale the rotary frequencies, so that the model can read longer contexts than in its training. The keys have the
+    same names as in Hugging Face's config.json."""
 
     rope_type: Literal["linear", "llama3", "yarn"]
     """Method that scales the frequencies. If a key's description begins with the name of a method, the key is only for
@@ -30,8 +30,8 @@ class RopeScaling(Strict):
     beta_slow: float = Field(1.0, gt=0)
     """yarn: channels that make fewer full turns than this within the original context are scaled by the full factor."""
     truncate: bool = True
-    """yarn: whether the channel numbers at which the scaling begins and ends are rounded to integers. GPT-OSS does not
-    round them."""
+    """yarn: the scaling begins at one channel number and ends at another. With true, both numbers are rounded to
+    integers. GPT-OSS does not round them."""
     attention_factor: float | None = Field(None, gt=0)
     """yarn: factor on the cosines and sines of the rotary embedding. Default: 0.1 ln(factor) + 1."""
     mscale: float | None = Field(None, gt=0)
@@ -46,7 +46,7 @@ class RopeScaling(Strict):
         if self.rope_type != "linear" and self.original_max_position_embeddings is None:
             raise ValueError(f"rope_type = '{self.rope_type}' needs original_max_position_embeddings, for example 8192")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            # YaRN allows equal numbers (Kimi K2). Then no channels lie between the stretched and the unchanged ones.
+            # YaRN allows equal numbers (Kimi K2). Then every channel is either fully scaled or unchanged.
             is_step = low == "beta_slow" and self.beta_slow == self.beta_fast
             if getattr(self, low) >= getattr(self, high) and not is_step:
                 raise ValueError(
@@ -72,7 +72,7 @@ def no_pairs(head_dim: int, is_derived: bool, share: float, channels: int) -> st
     """
     of = " (hidden_size / num_attention_heads)" if is_derived else ""
     return (
-        f"head_dim = {head_dim}{of}{'' if share == 1 else f' × partial_rotary_factor = {share}'} gives "
-        f"{channels} channels, and rotary embeddings rotate pairs of them; head_dim = "
+        f"head_dim = {head_dim}{of}{'' if share == 1 else f' × partial_rotary_factor = {share}'} gives {channels} "
+        "channels, but rotary embeddings rotate pairs of channels; head_dim = "
         f"{2 * max(1, round(head_dim / 2))}{'' if share == 1 else ' with partial_rotary_factor = 1'} works"
     )

@@ -29,7 +29,7 @@ from fourfold.config.optimizer_rules import OptimizerConfig
 from fourfold.config.strict import PathText, Size, Strict
 
 AXES = ("pp", "dp", "cp", "z", "y", "x")
-"""The axes of the grid, outermost first. The ranks of x are neighbors, so that x stays inside a node."""
+"""The axes of the grid, outermost first. x is innermost, so its ranks are neighbors and stay inside a node."""
 
 AxisSize = Annotated[int, Field(ge=1, le=2**20)]
 
@@ -46,7 +46,7 @@ class ParallelConfig(Strict):
     This axis communicates the most, so keep it inside a node."""
     y: AxisSize = 1
     """Second tensor-parallel axis: split the input features of q, k, v, up, and gate, and the channels of the residual
-    stream. Use y if x would become too large otherwise."""
+    stream. Use y if x alone would become too large."""
     z: AxisSize = 1
     """Split the batch, and shard weights, gradients, and optimizer states (FSDP)."""
     dp: AxisSize = 1
@@ -130,7 +130,7 @@ class TrainingConfig(Strict):
     """Run the blocks' matmuls in float8 with this torchao recipe. Needs precision = 'bf16' and a GPU with float8."""
     tuned_products: Literal["off", "cached", "measured"] = "off"
     """Memory layouts of the blocks' matmuls. `cached` uses the fastest layouts that `fourfold machine tune-matmul`
-    found on this machine. `measured` also measures matmul sizes that have no result yet, when the run starts."""
+    found on this machine. When the run starts, `measured` also measures matmul sizes that have no result yet."""
     compile: bool = False
     """Compile each block with torch.compile."""
     mtp_loss_weight: float = Field(0.1, gt=0)
@@ -145,7 +145,7 @@ class TrainingConfig(Strict):
     def _types_fit(self) -> TrainingConfig:
         if self.master_weights not in ("fp32", self.precision):
             raise ValueError(
-                f"master_weights = '{self.master_weights}' needs training.precision = 'bf16', and it is "
+                f"master_weights = '{self.master_weights}' needs training.precision = 'bf16', but it is "
                 f"'{self.precision}'; master_weights = 'fp32' works"
             )
         if self.reduce_dtype not in ("fp32", self.precision):
@@ -155,8 +155,8 @@ class TrainingConfig(Strict):
             )
         if self.float8 != "none" and self.precision != "bf16":
             raise ValueError(
-                f"float8 = '{self.float8}' needs training.precision = 'bf16', and it is '{self.precision}'; "
-                "float8 = 'none' works"
+                f"float8 = '{self.float8}' needs training.precision = 'bf16', but it is '{self.precision}'; float8 = "
+                "'none' works"
             )
         return self
 
@@ -252,7 +252,7 @@ def _conflicts(run: RunConfig) -> Iterator[str]:
     training, moe = run.training, run.moe
     if run.optimizer.stochastic_rounding and training.master_weights != "bf16":
         yield (
-            "optimizer.stochastic_rounding = true needs training.master_weights = 'bf16', and it is 'fp32'; "
+            "optimizer.stochastic_rounding = true needs training.master_weights = 'bf16', but it is 'fp32'; "
             "stochastic_rounding = false works"
         )
     if training.global_batch_size % run.data.streams:
@@ -264,8 +264,8 @@ def _conflicts(run: RunConfig) -> Iterator[str]:
     given = [key for key in MoEConfig.model_fields if getattr(moe, key)]
     if given and not run.model.num_experts:
         yield (
-            f"moe.{given[0]} = {getattr(moe, given[0])} is for MoE models, and model.num_experts = 0; "
-            f"moe.{given[0]} = 0 works"
+            f"moe.{given[0]} = {getattr(moe, given[0])} is for MoE models, but model.num_experts = 0; moe.{given[0]} "
+            "= 0 works"
         )
     if moe.bias_update_rate and not run.model.router_bias:
         yield (
@@ -282,7 +282,7 @@ def _conflicts(run: RunConfig) -> Iterator[str]:
     if run.dpo.beta:
         yield from _conflicts_of_pairs(run)
     elif run.data.format == "preferences":
-        yield "data.format = 'preferences' is for [dpo], and dpo.beta = 0; dpo.beta = 0.1 works"
+        yield "data.format = 'preferences' is for [dpo], but dpo.beta = 0; dpo.beta = 0.1 works"
     unpredicted = {"lora": run.lora.rank, "dpo": run.dpo.beta}
     for section in (name for name, given in unpredicted.items() if given and run.metrics.machine is not None):
         yield (
@@ -292,7 +292,7 @@ def _conflicts(run: RunConfig) -> Iterator[str]:
     for key in ("non_finite", "spike"):
         if getattr(run.checks, key) == "roll_back" and not run.checkpoint.interval:
             yield (
-                f"checks.{key} = 'roll_back' returns to a checkpoint, and checkpoint.interval = 0 saves none before "
+                f"checks.{key} = 'roll_back' returns to a checkpoint, but checkpoint.interval = 0 saves none before "
                 "the end; checkpoint.interval = 100 works"
             )
 
@@ -307,13 +307,13 @@ def _conflicts_of_adapters(run: RunConfig) -> Iterator[str]:
         )
     if run.training.float8 != "none":
         yield (
-            f"lora.rank = {rank} keeps frozen weights in bf16, and training.float8 = '{run.training.float8}'; set "
+            f"lora.rank = {rank} keeps frozen weights in bf16, but training.float8 = '{run.training.float8}'; set "
             "training.float8 = 'none'"
         )
     if run.moe.bias_update_rate:
         yield (
-            f"lora.rank = {rank} freezes the biases of routers, and moe.bias_update_rate = "
-            f"{run.moe.bias_update_rate} moves them; moe.bias_update_rate = 0 works"
+            f"lora.rank = {rank} freezes the biases of routers, but moe.bias_update_rate = {run.moe.bias_update_rate} "
+            "changes them; moe.bias_update_rate = 0 works"
         )
 
 
@@ -322,7 +322,7 @@ def _conflicts_of_pairs(run: RunConfig) -> Iterator[str]:
     beta, micro_batch_size, strategy = run.dpo.beta, run.training.micro_batch_size, run.masks.goldfish.strategy
     if run.data.format != "preferences":
         yield (
-            f"dpo.beta = {beta} compares answers in pairs, and data.format = '{run.data.format}' has none; "
+            f"dpo.beta = {beta} compares answers in pairs, but data.format = '{run.data.format}' has none; "
             "data.format = 'preferences' works, or dpo.beta = 0"
         )
     if micro_batch_size % 2:
@@ -332,11 +332,11 @@ def _conflicts_of_pairs(run: RunConfig) -> Iterator[str]:
         )
     if strategy != "none":
         yield (
-            f"dpo.beta = {beta} compares whole answers, and masks.goldfish.strategy = '{strategy}' leaves tokens out; "
+            f"dpo.beta = {beta} compares whole answers, but masks.goldfish.strategy = '{strategy}' leaves tokens out; "
             "strategy = 'none' works"
         )
     if run.moe.capacity_factor:
         yield (
-            f"moe.capacity_factor = {run.moe.capacity_factor} drops rows in training, and dpo compares with a "
+            f"moe.capacity_factor = {run.moe.capacity_factor} drops tokens in training, but dpo compares with a "
             "reference that drops none; set moe.capacity_factor = 0"
         )

@@ -73,7 +73,7 @@ def check_writable(path: Path, option: str, name: str) -> None:
     if path.is_dir():
         raise UserError(f"{option} {path} is a folder; add a file name, such as {option} {path / name}")
     if not os.access(path.parent, os.W_OK):
-        raise UserError(f"{option} {path}: there is no folder {path.parent}, or it is read-only; choose another")
+        raise UserError(f"{option} {path}: there is no folder {path.parent}, or it is read-only; choose another folder")
 
 
 def write_output(path: Path, content: str | bytes) -> None:

@@ -56,7 +56,7 @@ class Canaries:
         if not self.repeats or min(self.repeats) < 0 or len(set(self.repeats)) < len(self.repeats):
             raise UserError(f"--repeats {list(self.repeats)} must be different numbers ≥ 0, such as 0,1,4,16")
         if self.length < 2:
-            raise UserError(f"--canary-tokens is {self.length}; a canary needs at least 2")
+            raise UserError(f"--canary-tokens is {self.length}; a canary needs at least 2 tokens")
         if not 0 <= self.noise < 1:
             raise UserError(f"--canary-noise is {self.noise}; it must be at least 0 and below 1")
         if not 0 <= self.shift <= self.length - 2:

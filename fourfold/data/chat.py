@@ -165,7 +165,7 @@ class ChatTemplate:
         remedy = "remove it, or drop it with --ignore-key"
         for key in options:
             if key == "tools" and self._try_to_render(messages, {**options, key: None}) == text:
-                raise ValueError(f"the chat template does not use the tools of the row; {remedy} tools")
+                raise ValueError(f"the row has tools, but the chat template does not use it; {remedy} tools")
             if not re.search(rf"\b{re.escape(key)}\b", template):
                 raise ValueError(f"the chat template has no variable {key}; {remedy} chat_template_kwargs")
         given = (key for message in messages for key, value in message.items() if value not in ("", [], {}))

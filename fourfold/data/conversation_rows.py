@@ -87,7 +87,7 @@ def read_row(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Conv
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
         found = _make_conversation(row, turns, used=["instruction", "input", "output", "text", "system"])
     else:
-        raise ValueError(f"a row needs {_FORMS}; this one has {_list_keys(row)}")
+        raise ValueError(f"a row needs {_FORMS}; this row has {_list_keys(row)}")
     return [found]
 
 
@@ -116,7 +116,7 @@ def read_pair(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Con
         return [Completion(prompt, str(answer)) for answer in answers]
     lists = [answer for answer in answers if isinstance(answer, list)]
     if len(lists) < 2 or not isinstance(prompt or [], list):
-        raise ValueError(f"a row needs {_PAIRS}; this one has {_list_keys(row)}")
+        raise ValueError(f"a row needs {_PAIRS}; this row has {_list_keys(row)}")
     lists = [[*(prompt or []), *answer] for answer in lists]
     # If the row has no prompt, the prompt consists of the messages that both conversations begin with. If one
     # conversation is the beginning of the other conversation, there is no prompt.

@@ -114,7 +114,8 @@ class PackedConversations(ConversationCorpus):
         kept = np.flatnonzero(fits)
         if len(kept) == 0:
             raise UserError(
-                f"no conversation of {prefix}.bin has an answer within training.seq_length = {seq_length}; raise it"
+                f"no conversation of {prefix}.bin has an answer within training.seq_length = {seq_length}; raise "
+                "training.seq_length"
             )
         self._windows = [kept[window] for window in pack(np.minimum(lengths[kept], room), room)]
         self.statistics = PackingStatistics(
@@ -159,7 +160,8 @@ class PreferencePairs(ConversationCorpus):
         self._pairs = np.flatnonzero(kept)
         if len(self._pairs) == 0:
             raise UserError(
-                f"no pair of {prefix}.bin has both answers within training.seq_length = {seq_length}; raise it"
+                f"no pair of {prefix}.bin has both answers within training.seq_length = {seq_length}; raise "
+                "training.seq_length"
             )
         self.left_out = len(kept) - len(self._pairs)
         self.cut = int((lengths[kept] > seq_length + 1).any(1).sum())

@@ -82,8 +82,8 @@ def build_goldfish_mask(
         return None
     if config.strategy == "hash-table" and config.h >= seq_length:
         raise UserError(
-            f"masks.goldfish.h = {config.h} is not below training.seq_length = {seq_length}, and hash-table sees "
-            "no token before the sequence, so it would drop none; choose a smaller h"
+            f"masks.goldfish.h = {config.h} is not below training.seq_length = {seq_length}, and hash-table sees no "
+            "token before the sequence, so it would drop no token; choose a smaller h"
         )
     exempt = tuple(sorted({*special_ids, *config.exempt}))
     return Goldfish(config, exempt, config.start_step * global_batch_size)

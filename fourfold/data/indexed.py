@@ -220,7 +220,9 @@ class IndexedWriter:
         """
         tokens = np.asarray(tokens, dtype=np.int64)
         if len(tokens) > _LONGEST_SEQUENCE:
-            raise UserError(f"{self._bin}: one document has {len(tokens)} tokens, beyond {_LONGEST_SEQUENCE}; split it")
+            raise UserError(
+                f"{self._bin}: one document has {len(tokens)} tokens, more than {_LONGEST_SEQUENCE}; split the document"
+            )
         self.add_documents(tokens, np.array([len(tokens)]))
 
     def add_documents(self, tokens: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:

@@ -57,7 +57,7 @@ class MaskStatistics:
             )
         if self.longest_undropped_span > SPAN_FACTOR * self.expected_longest_span:
             found.append(
-                f"the goldfish mask keeps {self.longest_undropped_span} tokens in a row, and chance would keep about "
+                f"the goldfish mask keeps {self.longest_undropped_span} tokens in a row, but chance would keep about "
                 f"{self.expected_longest_span:.0f}, so such a passage can be memorized; repetitive text causes this, "
                 "and so does an h that is large compared to the documents"
             )

@@ -29,7 +29,8 @@ from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, trai
 from fourfold.errors import UserError, given_as
 from fourfold.processes import available_cores
 
-# Maximum number of bytes to train a tokenizer on. With more, training takes hours, and the tokenizer hardly changes.
+# Maximum number of bytes to train a tokenizer on. With more bytes, training takes hours, but the tokenizer barely
+# changes.
 _TRAINING_BYTES = 1 << 30
 _TRAINING_SAMPLE_SEED = 0
 _MOST_NAMED = 10

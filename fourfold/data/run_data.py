@@ -145,8 +145,8 @@ def open_run_tokenizer(run: RunConfig) -> Tokenizer | None:
         tokenizer = made_with if data.tokenizer is None else open_as_made(data.tokenizer, manifest)
     if tokenizer is None:
         raise UserError(
-            f"data.tokenizer = '{data.tokenizer}' is not the tokenizer that made {prefix}.bin; "
-            "leave it out to use the corpus's own, or prepare the corpus again"
+            f"data.tokenizer = '{data.tokenizer}' is not the tokenizer that made {prefix}.bin; leave data.tokenizer "
+            "out to use the corpus's own tokenizer, or prepare the corpus again"
         )
     return tokenizer
 
@@ -161,5 +161,5 @@ def check_one_tokenizer(prefixes: Sequence[str | Path]) -> None:
     if len({manifest.fingerprint for manifest in known.values()}) > 1:
         made_with = "; ".join(f"{prefix} with {manifest.tokenizer}" for prefix, manifest in known.items())
         raise UserError(
-            f"the corpora of [data] were made with different tokenizers ({made_with}); prepare them with one"
+            f"the corpora of [data] were made with different tokenizers ({made_with}); prepare them with one tokenizer"
         )

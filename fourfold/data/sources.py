@@ -89,8 +89,8 @@ def read_documents(path: str | Path, text_key: str = "text", start: int = 0, sto
 
     Args:
         path: The file.
-        text_key: Key or column of the text. You can give several, separated by commas. Each row uses the first one that
-            it has.
+        text_key: Key or column of the text. You can give several keys, separated by commas. Each row uses the first of
+            these keys that it has.
         start: First byte of the part of a .jsonl file to read. Only lines that begin at bytes [start, stop) are read,
             so several processes can share a large file.
         stop: See `start`.

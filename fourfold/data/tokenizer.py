@@ -135,8 +135,8 @@ class HFTokenizer:
         self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
 
     def as_usual(self) -> Self:
-        """Begin documents with the beginning-of-text token if the tokenizer's file adds this token by default, and not
-        otherwise. Return this tokenizer."""
+        """Begin documents with the beginning-of-text token only if the tokenizer's file adds this token by default.
+        Return this tokenizer."""
         self.begins_documents = self.usually_begins
         self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
         return self

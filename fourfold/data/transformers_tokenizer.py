@@ -153,7 +153,7 @@ def needs_its_code(error: Exception) -> str | None:
     None."""
     if REMOTE_CODE not in str(error):
         return None
-    return "it needs its own Python code, and fourfold never runs such code; use a model that transformers has built in"
+    return "it needs its own Python code, but fourfold never runs such code; use a model that transformers has built in"
 
 
 def import_transformers() -> Any:

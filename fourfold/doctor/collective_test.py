@@ -21,8 +21,8 @@ TIMEOUT = timedelta(seconds=60)
 REPETITIONS = 5
 BYTES = {"gloo": 16 * 2**20, "nccl": 256 * 2**20}
 ADVICE = (
-    "look at the findings above; NCCL_DEBUG=INFO (or TORCH_DISTRIBUTED_DEBUG=DETAIL with gloo) says more when "
-    "`fourfold machine doctor` is started again"
+    "look at the findings above; for details, run `fourfold machine doctor` again with NCCL_DEBUG=INFO (or "
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL with gloo)"
 )
 
 
@@ -103,7 +103,11 @@ def all_reduce(measured: AllReduceTimes) -> Finding:
     over = f"{measured.backend} over {measured.world_size} process{'es' * (measured.world_size > 1)}"
     if measured.wrong:
         ranks = ", ".join(map(str, measured.wrong))
-        return error("all-reduce", f"{over}: wrong sums on rank {ranks}", "take these devices out, and test them alone")
+        return error(
+            "all-reduce",
+            f"{over}: wrong sums on rank {ranks}",
+            "remove these devices from the job, and test each of them alone",
+        )
     if measured.world_size == 1:
         return ok("all-reduce", f"{over}: exact; one device sends nothing")
     text = f"{over}: exact; {measured.bandwidth / 1e9:,.2f} GB/s, latency {measured.latency * 1e6:,.0f} µs"

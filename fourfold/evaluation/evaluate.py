@@ -121,7 +121,7 @@ def prefix_token(tokenizer: AnyTokenizer, name: str, source: Path | None = None)
     token = tokenizer.eod_id if begin is None else begin
     if token is None:
         raise UserError(
-            f"the tokenizer of {name} has no token that begins or ends a text, and the first token of a text is "
+            f"the tokenizer of {name} has no token that begins or ends a text, but the first token of a text is "
             "predicted from such a token; name an eos_token in its tokenizer_config.json"
         )
     return token
@@ -132,7 +132,7 @@ def _context(model: Scorer, subject: ScoredModel, request: EvaluationRequest) ->
     if request.context is None:
         return longest if subject.run is not None else min(longest, LONGEST_UNKNOWN)
     if not 1 <= request.context <= longest:
-        larger = "" if subject.run is None else "; --set training.seq_length=N lets it have more"
+        larger = "" if subject.run is None else "; --set training.seq_length=N allows a larger context"
         raise UserError(
             f"--context {request.context} must be at least 1 and at most {longest}, the model's context{larger}"
         )

@@ -97,7 +97,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             if self._is_scoring:
                 raise
             why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
-            failure = TaskFailed(f"task {task}: lm-eval failed in it ({why})")
+            failure = TaskFailed(f"task {task}: lm-eval failed ({why})")
             failure.__cause__ = error
         raise_together(failure)
         return results
@@ -123,8 +123,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         longest = max((len(answer) for _, _, answer in requests), default=0)
         if longest > self.max_length:
             raise UserError(
-                f"an answer of the task has {longest} tokens, and the model's context only {self.max_length}, so the "
-                "model cannot score the task"
+                f"an answer of the task has {longest} tokens, but the model's context has only {self.max_length}, so "
+                "the model cannot score the task"
             )
         documents = [np.array(context + answer)[-(self.max_length + 1) :] for _, context, answer in requests]
         answers: list[tuple[float, bool]] = []

@@ -66,4 +66,7 @@ class TasksInTraining:
         """Warn at the end if scores are missing."""
         if self.failed_after and dist.get_rank() == 0:
             after = ", ".join(map(str, self.failed_after))
-            print(f"warning: tasks failed after steps {after}; {self.path} says which, and why", file=sys.stderr)
+            print(
+                f"warning: tasks failed after steps {after}; {self.path} lists the failed tasks and the reasons",
+                file=sys.stderr,
+            )

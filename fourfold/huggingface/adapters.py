@@ -83,8 +83,9 @@ def write_adapter(folder: Path, saved: SavedWeights, pretrained: Pretrained) -> 
     adapted = _adapted(saved, pretrained.tensors, lora.rank)
     if saved.model.num_experts and any(".mlp." in each.module for each in adapted):
         raise UserError(
-            "peft reads adapters of gate_proj, up_proj, and down_proj in an MoE model as adapters of the experts, but "
-            "they have none; export the merged model with --merge, or train with lora.targets in the attention"
+            "peft reads adapters of gate_proj, up_proj, and down_proj in an MoE model as adapters of the experts, "
+            "but the experts have no adapters; export the merged model with --merge, or train with lora.targets in "
+            "the attention"
         )
     for each in adapted:
         dtype = saved.dtypes[_layer(each.parts[0]) + ".lora_A"]

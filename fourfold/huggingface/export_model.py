@@ -66,7 +66,7 @@ def export_huggingface(
         kind: The model_type to write. The default is the model_type of the original model. If there is no original
             model, the default is the first model_type that computes the same.
         tokenizer: A tokenizer.json. By default the original model's tokenizer files are copied, or the corpus's
-            tokenizer if there is no original.
+            tokenizer if there is no original model.
         merge: Whether to merge adapters into their base model.
         averaged: Whether to write the moving average of [ema] instead of the weights.
 
@@ -175,7 +175,7 @@ def _newest(path: Path) -> Path:
     if checkpoint is None:
         check_no_adapter(path)
         raise UserError(
-            f"{path} is neither a checkpoint (a folder with {STATE_FILE}) nor the folder of a run that has one"
+            f"{path} is neither a checkpoint (a folder with {STATE_FILE}) nor the folder of a run with a checkpoint"
         )
     return checkpoint
 

@@ -94,4 +94,4 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.mas
 HEAD = "lm_head.weight"
 
 VOCABULARY = ("embed_tokens.weight", HEAD)
-"""Parameters with one row per token. The decoder's parameters are padded, and the Hugging Face tensors are not."""
+"""Parameters with one row per token. The decoder's parameters are padded, but the Hugging Face tensors are not."""

@@ -72,7 +72,7 @@ def packed_in(files: TensorFiles, names: Sequence[str], shape: tuple[int, ...]) 
         return None
     experts, inputs, outputs = shape
     if inputs % BLOCK:
-        raise UserError(f"{name} in MXFP4 has rows of {inputs} numbers, which are not whole blocks of {BLOCK}")
+        raise UserError(f"{name} in MXFP4 has rows of {inputs} numbers, which do not divide into blocks of {BLOCK}")
     scales = (experts, outputs, inputs // BLOCK)
     shapes = (*scales, BLOCK // 2), scales
     blocks, scale = (files.find([name + kind], each) for kind, each in zip(kinds, shapes, strict=True))

@@ -39,7 +39,7 @@ def parallelize(
 
     Args:
         model: A model of transformers, with or without LoRA adapters of peft, or any ``nn.Module`` with ``rules``. Its
-            weights must be the same on every process. On the meta device it needs ``weights``.
+            weights must be the same on every process. A model on the meta device needs ``weights``.
         grid: The grid. Only its axes x, y, z, and dp may be larger than 1.
         rules: Maps patterns of module names to styles (``plan_styles.STYLES``), which say how a module is split. The
             rules take precedence over the model's own plan.
@@ -65,7 +65,9 @@ def parallelize(
     types = _step_types(model, precision)
     _check_saved_buffers(model)
     if adapter is not None and weights is not None:
-        raise UserError(f"weights = {weights} has no weights of the adapters; load the model first, and leave it out")
+        raise UserError(
+            f"weights = {weights} has no weights of the adapters; load the model first, and leave weights out"
+        )
     if weights is None and any(parameter.is_meta for parameter in sources.values()):
         raise UserError(
             "the model has no weights (it is on the meta device); give parallelize the folder of its weights"
@@ -102,7 +104,8 @@ def _step_types(model: nn.Module, precision: str | None) -> StepTypes:
     for types in (trained, frozen):
         if len(types) > 1 or not all(each.is_floating_point for each in types):
             raise UserError(
-                f"the weights are of several types ({', '.join(sorted(map(str, types)))}); convert the model to one"
+                f"the weights have several dtypes ({', '.join(sorted(map(str, types)))}); convert the model to one "
+                "dtype"
             )
     if precision not in (None, *PRECISIONS):
         raise UserError(
@@ -111,7 +114,7 @@ def _step_types(model: nn.Module, precision: str | None) -> StepTypes:
     (stored,), (computed,) = trained or frozen, frozen or trained
     working = computed if precision is None else DTYPES[precision]
     if computed not in (stored, working):
-        raise UserError(f"precision = {precision!r}: the frozen weights are of type {computed}; leave precision out")
+        raise UserError(f"precision = {precision!r}: the frozen weights have the dtype {computed}; leave precision out")
     return StepTypes(stored, working, torch.promote_types(working, torch.float32))
 
 
@@ -133,10 +136,10 @@ def _check_saved_buffers(model: nn.Module) -> None:
     for name, buffer in saved_buffers(model).items():
         parent = model.get_submodule(name.rpartition(".")[0])
         if isinstance(parent, (nn.BatchNorm1d, nn.SyncBatchNorm)):
-            raise UserError(f"{name} is a statistic of the sequences, and processes would compute different values")
+            raise UserError(f"{name} is a statistic of the sequences, so processes would compute different values")
         if buffer.dtype not in SAFETENSORS_NAMES:
             raise UserError(
-                f"{name} is a buffer of type {buffer.dtype} that is saved with the weights, and parallelize can save "
+                f"{name} is a buffer of type {buffer.dtype} that is saved with the weights, but parallelize can save "
                 "only floating-point numbers; such models are not supported"
             )
 
@@ -164,5 +167,5 @@ def _make_buffers(model: nn.Module) -> None:
         computed = [buffer for key, buffer in made.items() if key in unsaved_buffers(module)]
         if computed and (initialize is None or not is_safe or any(buffer.isnan().any() for buffer in computed)):
             raise UserError(
-                f"{name} has buffers on the meta device, and nothing can fill them; build the model on the CPU"
+                f"{name} has buffers on the meta device, which nothing can fill; build the model on the CPU"
             )

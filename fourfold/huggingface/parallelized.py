@@ -157,8 +157,8 @@ class Parallelized(nn.Module):
         by_default = getattr(getattr(self.module, "config", None), "output_router_logits", False)
         if self.grid.batch.size > 1 and (by_default if wanted is None else wanted):
             raise UserError(
-                f"output_router_logits = True adds a loss that is not a sum over sequences, and each of z·dp = "
-                f"{self.grid.batch.size} processes would compute its own; set it to False"
+                "output_router_logits = True adds a loss that is not a sum over sequences, and each of z·dp = "
+                f"{self.grid.batch.size} processes would compute its own loss; set output_router_logits = False"
             )
 
     def rows(self, batch: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def read_weights(model: nn.Module, shards: Sequence[LocalShard], layout: Paralle
         for name in stored[1:]:
             if not files.are_equal(stored[0], name):
                 raise UserError(
-                    f"{files.file_of[name]}: {name} differs from {stored[0]}, and the model has one weight for both; "
+                    f"{files.file_of[name]}: {name} differs from {stored[0]}, but the model has one weight for both; "
                     "set tie_word_embeddings to false"
                 )
 

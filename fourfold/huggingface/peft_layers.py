@@ -29,10 +29,13 @@ def take_adapters(model: nn.Module) -> tuple[nn.Module, Any]:
     if not configs:
         return model, None
     if len(configs) > 1:
-        raise UserError(f"the model has several adapters of peft ({', '.join(configs)}); delete_adapter all but one")
+        raise UserError(
+            f"the model has several adapters of peft ({', '.join(configs)}); call delete_adapter for all adapters but "
+            "one"
+        )
     (config,) = configs.values()
     if config.peft_type != "LORA":
-        raise UserError(f"the model has adapters of type {config.peft_type}, and parallelize trains LoRA adapters only")
+        raise UserError(f"the model has adapters of type {config.peft_type}, but parallelize trains LoRA adapters only")
     inner: nn.Module = getattr(model, "get_base_model", lambda: model)()
     for name, layer in dict(inner.named_modules()).items():
         if hasattr(layer, "base_layer"):
@@ -40,8 +43,8 @@ def take_adapters(model: nn.Module) -> tuple[nn.Module, Any]:
     trained = [name for name, parameter in inner.named_parameters() if parameter.requires_grad]
     if unsupported := [name for name in trained if not is_adapter(name)]:
         raise UserError(
-            f"peft also trains {unsupported[0]}, and parallelize trains LoRA adapters only; leave out modules_to_save, "
-            "and set bias = 'none'"
+            f"peft also trains {unsupported[0]}, but parallelize trains LoRA adapters only; leave out "
+            "modules_to_save, and set bias = 'none'"
         )
     return inner, config
 
@@ -68,7 +71,7 @@ def _converted(name: str, layer: Any) -> LoRALinear:
     }
     for problem, is_found in problems.items():
         if is_found:
-            raise UserError(f"{name}: parallelize splits plain LoRA adapters of nn.Linear, and this one {problem}")
+            raise UserError(f"{name}: parallelize splits plain LoRA adapters of nn.Linear, but this adapter {problem}")
     a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     linear = LoRALinear(base, LoRAConfig(rank=len(a), alpha=layer.lora_alpha[adapter]), a.dtype)
     linear.lora_A, linear.lora_B, linear.scale = a, b, layer.scaling[adapter]

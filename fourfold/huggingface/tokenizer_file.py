@@ -30,8 +30,8 @@ def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
     if isinstance(tokenizer, HFTokenizer) and _opened(file).get_vocab() == _opened(tokenizer.path).get_vocab():
         return
     raise UserError(
-        f"the corpus was made with another tokenizer than {file}, which is the model's; prepare it with --tokenizer "
-        f"{file}"
+        f"the corpus was made with another tokenizer than {file}, which is the model's; prepare the corpus with "
+        f"--tokenizer {file}"
     )
 
 
@@ -46,8 +46,8 @@ def tokens_beyond(file: Path, vocab_size: int) -> list[str]:
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
     if any(number >= vocab_size and number not in added for number in vocabulary.values()):
         raise UserError(
-            f"{file} has {max(vocabulary.values()) + 1} tokens, and the model's embedding has {vocab_size} rows: it is "
-            "another model's tokenizer"
+            f"{file} has {max(vocabulary.values()) + 1} tokens, but the model's embedding has {vocab_size} rows: it "
+            "is another model's tokenizer"
         )
     return [token.content for number, token in sorted(added.items()) if number >= vocab_size]
 
@@ -59,7 +59,7 @@ def added_beyond(model: ModelConfig) -> int:
 
 
 def check_tokenizer_fits(file: Path, model: ModelConfig) -> None:
-    """Warn if a tokenizer.json exists and adds tokens for which the model's embedding has no row.
+    """Warn if a tokenizer.json exists and adds tokens that have no row in the model's embedding.
 
     Raises:
         UserError: The file is not a tokenizer.json, or an ordinary token has no row.

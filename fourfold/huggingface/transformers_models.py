@@ -68,8 +68,8 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
         raise UserError(f"cannot load the model {name}: its config.json has no place for the tensor {min(surplus)}")
     if not _is_causal(model):
         raise UserError(
-            f"the model {name} is not causal: its predictions depend on later tokens, as is_causal = false "
-            "in config.json asks for; a causal language model works"
+            f"the model {name} is not causal: its predictions depend on later tokens, for example because config.json "
+            "has is_causal = false; a causal language model works"
         )
     return model
 

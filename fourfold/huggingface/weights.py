@@ -61,7 +61,7 @@ class Pretrained:
         }
         if len(types) > 1:
             raise UserError(
-                f"{self.files.folder}: the experts of {name} are stored in several types; convert them to one"
+                f"{self.files.folder}: the experts of {name} are stored in several dtypes; convert them to one dtype"
             )
         return types.pop()
 
@@ -143,6 +143,6 @@ class Pretrained:
         if self.files.are_equal(head, embedding):
             return
         raise UserError(
-            f"{self.files.file_of[head]}: {head} differs from {embedding}, and config.json has tie_word_embeddings = "
-            "true; set it to false there"
+            f"{self.files.file_of[head]}: {head} differs from {embedding}, but config.json has tie_word_embeddings = "
+            "true; set tie_word_embeddings = false there"
         )

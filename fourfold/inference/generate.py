@@ -235,14 +235,13 @@ def encode_prompt(model: Any, tokenizer: AnyTokenizer, prompt: str) -> list[int]
 
 
 def _check_length(model: Any, prompt: int, new: int) -> None:
-    """Raise ``UserError`` if no new token is wanted, or if the prompt and its continuation exceed the model's
-    positions."""
+    """Raise ``UserError`` if ``new`` is below 1, or if the prompt and its continuation exceed the model's positions."""
     if new < 1:
         raise UserError(f"--max-new-tokens {new} must be at least 1")
     positions = positions_of(model)
     if positions is not None and prompt + new > positions:
         raise UserError(
-            f"the prompt's {prompt} tokens and {new} new ones exceed the model's {positions} positions; give a "
+            f"the prompt's {prompt} tokens and {new} new tokens exceed the model's {positions} positions; give a "
             f"shorter prompt, or --max-new-tokens {max(1, positions - prompt)}"
         )
 

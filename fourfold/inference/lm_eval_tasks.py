@@ -34,7 +34,7 @@ def task_names(names: str) -> tuple[str, ...]:
 def checked_tokenizer(tokenizer: AnyTokenizer) -> TransformersTokenizer:
     """Return the tokenizer, after checking that lm-eval can use it. Raise ``UserError`` if it cannot."""
     if not isinstance(tokenizer, TransformersTokenizer):
-        raise UserError("tasks need a tokenizer of transformers, and this model reads bytes")
+        raise UserError("tasks need a tokenizer of transformers, but this model reads bytes")
     return tokenizer
 
 
@@ -52,8 +52,8 @@ def find_tasks(tasks: Sequence[str], folder: Path | None = None) -> TaskManager:
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         raise UserError(
-            f"task {unknown[0]}: lm-eval has no such task; --include-path, or in a run file evaluation.include_path, "
-            "names a folder of your own"
+            f"task {unknown[0]}: lm-eval has no such task; for your own tasks, give their folder with --include-path, "
+            "or with evaluation.include_path in a run file"
         )
     return manager
 

@@ -113,7 +113,9 @@ def read_table(machine: str) -> MatmulTable:
     try:
         table = MatmulTable.model_validate_json(text)
     except ValueError:
-        raise UserError(f"{file} is damaged: it is no table of tuned matmuls; remove it, and measure again") from None
+        raise UserError(
+            f"{file} is damaged: it is not a table of tuned matmuls; remove it, and measure again"
+        ) from None
     if table.machine != machine:
         raise UserError(f"{file} belongs to another machine, {table.machine}; remove it, and measure again")
     return table

@@ -82,7 +82,7 @@ def _check_offset(request: AuditRequest, *runs: RunConfig | None) -> None:
     attended to other documents."""
     if request.offset and any(run is not None and run.data.mask_documents for run in runs):
         raise UserError(
-            f"--offset {request.offset} puts other documents before each document, and a model trained with "
+            f"--offset {request.offset} puts other documents before each document, but a model trained with "
             "data.mask_documents never sees other documents; leave --offset out"
         )
 
@@ -94,7 +94,7 @@ def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | 
         with given_as("--run"):
             config = load_run(request.run).masks.goldfish
         if config.strategy == "none":
-            raise UserError(f"{request.run} has no goldfish mask to replay; set masks.goldfish.strategy in it")
+            raise UserError(f"{request.run} has no goldfish mask to replay; set masks.goldfish.strategy in that file")
         check_replayable(config)
         return config
     if run is None or not is_replayable(run.masks.goldfish):
@@ -110,14 +110,14 @@ def _reference_scorer(
     largest, longest = max(int(tokens.max()) for tokens in inputs), max(len(tokens) for tokens in inputs)
     if largest >= scorer.vocab_size:
         raise UserError(
-            f"--reference {request.reference} has a vocabulary of {scorer.vocab_size}, and the documents have token "
+            f"--reference {request.reference} has a vocabulary of {scorer.vocab_size}, but the documents have token "
             f"{largest}; a reference model needs the audited model's tokenizer"
         )
     context = context_length(scorer)
     if longest > context + 1:
         raise UserError(
-            f"--reference {request.reference} sees {context} tokens, and the documents have up to {longest}; give "
-            "shorter documents, or another reference model"
+            f"--reference {request.reference} sees {context} tokens, but the documents have up to {longest} tokens; "
+            "give shorter documents, or another reference model"
         )
     return scorer
 
@@ -164,7 +164,7 @@ def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> 
     )
     if not members:
         found = f"every document in {request.documents} has a count of 0, so the model was trained on none of them"
-        raise UserError(f"{found}; add some that it was trained on")
+        raise UserError(f"{found}; add documents that the model was trained on")
     if both := len(members & controls):
         raise UserError(
             f"{both} of the documents are both members and controls; remove them from one of the two files, because "

@@ -72,17 +72,17 @@ def read_documents(
         tokens = _tokens(where, row, tokenizer, text_key)
         if len(tokens) < shortest:
             raise UserError(
-                f"{where} has {len(tokens)} tokens, and prefix and suffix need {shortest}; leave it out, or lower "
-                "--suffix and --prefix"
+                f"{where} has {len(tokens)} tokens, but prefix and suffix need {shortest} tokens; leave the document "
+                "out, or lower --suffix and --prefix"
             )
         if len(outside := tokens[(tokens >= vocab_size) | (tokens < 0)]):
             raise UserError(
-                f"{where} has token {outside[0]}, and the model's vocabulary ends at {vocab_size - 1}: the "
-                "document was made with another tokenizer"
+                f"{where} has token {outside[0]}, but the model's vocabulary ends at {vocab_size - 1}: the document "
+                "was made with another tokenizer"
             )
         count = row.get("count")
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
-            raise UserError(f'{where} has {json.dumps(count)} as "count"; it is a whole number of 0 or more')
+            raise UserError(f'{where} has {json.dumps(count)} as "count"; it must be a whole number of 0 or more')
         text, made_with = row.get(text_key), row.get("tokenizer")
         end = None if tokenizer is None else eod_of(tokenizer, None if made_with is None else str(made_with))
         found.append(AuditDocument(tokens, text if isinstance(text, str) else None, count, *_origin(row), end))
@@ -123,8 +123,8 @@ def _tokens(where: object, row: dict[str, Any], tokenizer: AnyTokenizer | None, 
         made_with = row.get("tokenizer")
         if tokenizer is not None and made_with is not None and not has_ids_of(tokenizer, str(made_with)):
             raise UserError(
-                f"{where} was tokenized with another tokenizer than the model's; name that one with --tokenizer, or "
-                "prepare the canaries with the model's"
+                f"{where} was tokenized with another tokenizer than the model's; name that tokenizer with "
+                "--tokenizer, or prepare the canaries with the model's"
             )
         return np.array(tokens, dtype=np.int64)
     if not isinstance(text, str):
@@ -137,7 +137,8 @@ def _tokens(where: object, row: dict[str, Any], tokenizer: AnyTokenizer | None, 
         raise UserError(f"{where} holds half a character (a lone surrogate); leave it out") from None
     if tokenizer is None:
         raise UserError(
-            f"{where} is text, and nothing says which tokenizer the model was trained with; give it with --tokenizer"
+            f"{where} is text, but nothing says which tokenizer the model was trained with; name the tokenizer with "
+            "--tokenizer"
         )
     # Do not add the beginning-of-text token for transformers' tokenizers, because they add it themselves.
     begin = [] if isinstance(tokenizer, TransformersTokenizer) else begin_of(tokenizer)

@@ -90,8 +90,8 @@ def conclusion(found: Mapping[str, Mapping[str, Any]]) -> str:
         )
     if below:
         sentences.append(
-            f"Inverted for {', '.join(below)} (AUC's 95 % interval below 0.5): members score lower than controls, as "
-            "happens if the two come from different distributions."
+            f"The result is inverted for {', '.join(below)} (AUC's 95 % interval below 0.5): members score lower than "
+            "controls. This happens if members and controls come from different distributions."
         )
     if not sentences:
         sentences.append(

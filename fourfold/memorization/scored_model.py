@@ -79,16 +79,16 @@ def find_model(name: str, request: ScoringRequest, option: str = "--model") -> S
     if is_of_the_hub or (path / "config.json").exists():
         if request.overrides and option == "--model":
             raise UserError(
-                f"--set is for checkpoints of fourfold, and {name} is a Hugging Face model; import it with "
-                "`fourfold checkpoint import-hf` to audit it on a grid"
+                f"--set is for checkpoints of fourfold, but {name} is a Hugging Face model; import it with `fourfold "
+                "checkpoint import-hf` to audit it on a grid"
             )
         return ScoredModel(name)
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
         check_no_adapter(path)
         raise UserError(
-            f"{option} {path} holds neither a checkpoint ({STATE_FILE}) nor a Hugging Face model (config.json); "
-            "give the folder of one"
+            f"{option} {path} holds neither a checkpoint ({STATE_FILE}) nor a Hugging Face model (config.json); give "
+            "the folder of a checkpoint or a model"
         )
     run_file = checkpoint.parent.parent / "run.toml"
     return ScoredModel(name, checkpoint, _forward_run(checkpoint, run_file, request), run_file.is_file())

@@ -1,4 +1,4 @@
-"""Base classes for autograd functions. They have type annotations, and torch's own classes do not."""
+"""Base classes for autograd functions. Unlike torch's own classes, these classes have type annotations."""
 
 from __future__ import annotations
 

@@ -125,7 +125,8 @@ class AttentionContext:
     is_data_BS: Tensor | None = None
     """False for padding, which experts do not process. None means that there is no padding."""
     document_ends_BE: Tensor | None = None
-    """Where each document ends, for layers that use no mask. None if attention may cross document boundaries."""
+    """The position after the last token of each document, for layers that use no mask. None if attention may cross
+    document boundaries."""
 
 
 class AttentionTables(nn.Module):

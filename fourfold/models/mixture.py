@@ -125,7 +125,7 @@ class Choice:
         self.groups, self.chosen_groups = config.n_group, config.topk_group
 
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """Return the experts' scores. Softmax scores sum to one, and sigmoid scores do not."""
+        """Return the experts' scores. Softmax scores sum to one, but sigmoid scores do not."""
         return logits_TE.sigmoid() if self.sigmoid else logits_TE.softmax(-1)
 
     def experts(self, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:

@@ -59,7 +59,7 @@ class TensorFiles:
                     self._stored[name] = view.get_dtype()
         for name, file in listed.items():
             if self.file_of.get(name) != file:
-                raise UserError(f"{file} does not hold the tensor {name}, which {folder / INDEX_FILE} says is there")
+                raise UserError(f"{file} does not contain the tensor {name}, although {folder / INDEX_FILE} says so")
 
     def find(self, names: Sequence[str], shape: tuple[int, ...]) -> str:
         """Return the first of ``names`` that a file contains. Call this if a tensor can have one of several names.
@@ -123,7 +123,7 @@ class TensorFiles:
         if not values.isfinite().all():
             raise UserError(
                 f"{self.file_of[name]}: the tensor {name} has {problem} in {values.dtype}; the file is damaged, or "
-                "another type is needed"
+                "another dtype is needed"
             )
 
     def check_bytes(self, name: str, *dtypes: str) -> None:
@@ -174,7 +174,7 @@ class TensorFiles:
             raise UserError(f"{index} is damaged: it maps no tensor to a file") from None
         for name, file in listed.items():
             if not file.exists():
-                raise UserError(f"{file} is missing, and {index} says that it holds {name} and other tensors")
+                raise UserError(f"{file} is missing, but {index} says that it contains {name} and other tensors")
         return listed
 
 

@@ -80,7 +80,8 @@ class Transformer(nn.Module):
                 are returned, each has its own factor.
             x_BSH: the hidden states from the previous stage.
             reference_B: the reference model's log-probability of each sequence, for preference optimization (DPO).
-            is_data_BS: True for tokens, False for padding. Experts do not process padding. By default there is none.
+            is_data_BS: True for tokens, False for padding. Experts do not process padding. By default, there is no
+                padding.
             next_tokens_BSD: the tokens that the D prediction layers read (``MicroBatch.next_tokens``). Without them,
                 these layers do not run.
             next_labels_BSD: the labels of the prediction layers.

@@ -167,4 +167,4 @@ def assert_nothing_serial(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         has_parameters = any(True for _ in module.parameters(recurse=False))
-        assert not has_parameters or isinstance(module, Tiled), f"no rule lays out {name}"
+        assert not has_parameters or isinstance(module, Tiled), f"no rule replaces {name}"

@@ -85,7 +85,9 @@ def request_from_options(
     if (model is None) == (run_file is None):
         raise UserError("give either --model (a preset, a config.json or its folder) or a run file")
     if model is not None and overrides:
-        raise UserError(f"--set {overrides[0]} changes a run file, and --model {model} is not one; give RUN.toml")
+        raise UserError(
+            f"--set {overrides[0]} changes a run file, but --model {model} is not a run file; give RUN.toml"
+        )
     if precision is not None and precision not in BITS:
         raise UserError(f"--precision {precision} is unknown; choose from {', '.join(BITS)}")
     if optimizer is not None and optimizer not in OPTIMIZERS:

@@ -80,13 +80,13 @@ def workload_of(run: RunConfig) -> Workload:
     check_predicted(run.model)
     if run.lora.rank:
         raise UserError(
-            f"lora.rank = {run.lora.rank}: the planner does not predict LoRA; `fourfold trace` counts its memory and "
-            "collectives, and lora.rank = 0 can be planned"
+            f"lora.rank = {run.lora.rank}: the planner does not predict LoRA, but `fourfold trace` counts its memory "
+            "and collectives; set lora.rank = 0 to plan the run without LoRA"
         )
     if run.dpo.beta:
         raise UserError(
-            f"dpo.beta = {run.dpo.beta}: the planner does not predict [dpo]; `fourfold trace` counts its memory and "
-            "collectives, and dpo.beta = 0 can be planned"
+            f"dpo.beta = {run.dpo.beta}: the planner does not predict [dpo], but `fourfold trace` counts its memory "
+            "and collectives; set dpo.beta = 0 to plan the run without [dpo]"
         )
     training, grid, recompute = run.training, run.parallel, run.activation_checkpoint
     layout = Layout(

@@ -96,8 +96,8 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
     """Return the columns of the table of layouts by header, and the choices that all rows share. The rows are the
     ranked layouts and the run file's layout.
 
-    If the terminal is narrow, columns are removed until the table fits. The first to go are choices that all rows
-    share, which are listed below the table instead. After these, some columns of numbers are removed, but never P(OOM).
+    If the terminal is narrow, columns are removed until the table fits. First, choices that all rows share are removed
+    from the table and listed below it. Next, some columns of numbers are removed, but never P(OOM).
     """
     rows = [{"": name, **choices(p.work), **predicted(p, result.interval_factors)} for name, p in result.labeled()]
     columns = {header: [row[header] for row in rows] for header in rows[0]}
@@ -141,7 +141,7 @@ def other_program_sentences(result: PlanRecord) -> list[str]:
             sentences.append(f"The planner finds no layout in {name} that fits and is faster than yours.")
             continue
         gain = own.seconds / best.seconds
-        doubt = f" Below {factor:.2f} times, either layout may be the faster one." if gain < factor else ""
+        doubt = f" If this factor is below {factor:.2f}, either layout may be the faster one." if gain < factor else ""
         sentences.append(f"The best layout in {name} is {gain:.2f} times as fast as yours.{doubt}")
     return sentences
 
@@ -158,7 +158,7 @@ def doubts(result: PlanRecord) -> list[str]:
         )
     close = f"if two predicted times differ by less than {found.factor - 1:.0%}, either layout may be the faster one"
     if found.count == 1:
-        return [*sentences, f"No other layout comes near the best one: {close}."]
+        return [*sentences, f"No other layout comes close to the best layout: {close}."]
     these = f"The first {found.ranked} layouts of the table"
     if found.ranked < found.count:
         these = f"The best {found.count:,} layouts"

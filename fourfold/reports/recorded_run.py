@@ -95,7 +95,7 @@ def read_run(folder: Path, name: str) -> RecordedRun:
         raise UserError(f"the folder {folder} does not exist: give the folder of a run, runs/NAME.")
     records = read_metrics(folder / METRICS_FILE)
     if not records:
-        raise UserError(f"{folder / METRICS_FILE} holds no step yet: wait for the first one.")
+        raise UserError(f"{folder / METRICS_FILE} holds no step yet: wait for the first step.")
     run_file = folder / RUN_FILE
     if not run_file.is_file():
         raise UserError(f"{run_file} does not exist: give the folder of a run, which `fourfold train` makes.")

@@ -29,15 +29,15 @@ _FIRST_IN_TERMINAL = ("loss", "tokens/s", "eta")
 
 
 class Progress:
-    """Shows the steps of a run on standard output. Only rank 0 makes one.
+    """Shows the steps of a run on standard output. Only rank 0 creates one.
 
     In a terminal, it redraws a progress bar, the losses of recent steps as small bars, and a line of metrics in place.
     In a log file, it prints a line every `log_interval` steps, and also for the first step, the last step, and each
     step with a validation loss.
 
-    The fields are in torchtitan's order: step, loss, grad_norm, memory, tokens/s, tflops, mfu. Then follow lr, ETA, and
-    the fields that only some steps have. In a terminal, loss, tokens/s, and ETA come first. tokens/s is the sum over
-    all devices, and tflops is for one device. mfu is shown only if the device has a published peak.
+    The fields are in torchtitan's order: step, loss, grad_norm, memory, tokens/s, tflops, mfu. lr, ETA, and fields that
+    only some steps have come next. In a terminal, loss, tokens/s, and ETA come first. tokens/s is the sum over all
+    devices, and tflops is for one device. mfu is shown only if the device has a published peak.
     """
 
     def __init__(self, total_steps: int, is_tty: bool | None = None, log_interval: int = 10) -> None:
@@ -143,7 +143,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def format_fact(value: str | int | float | None) -> str:
-    """Format a value to be read by people: with thousands separators, six significant digits, and n/a for None."""
+    """Format a value for people to read: with thousands separators, six significant digits, and n/a for None."""
     if value is None:
         return "n/a"
     if isinstance(value, float):
@@ -152,7 +152,7 @@ def format_fact(value: str | int | float | None) -> str:
 
 
 def byte_unit(size: float) -> tuple[str, int]:
-    """Return the unit in which to show a size, GiB, MiB, KiB, or B, as its name and its number of bytes."""
+    """Return the unit that suits a size (GiB, MiB, KiB, or B): the unit's name and its number of bytes."""
     units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
     return next((unit for unit in units if size >= unit[1]), ("B", 1))
 

@@ -33,7 +33,8 @@ from fourfold.parallel.grid.grid import Axis
 
 VALIDATION_SEED = 1
 STATISTICS_TOKENS = 1 << 17
-"""Number of training tokens on which the loss masks are measured before training. Measuring them takes milliseconds."""
+"""Number of training tokens that the loss masks are measured on before training. This measurement takes
+milliseconds."""
 FIRST_SAMPLES = 16
 """The digest that reveals changed data covers this number of samples of each corpus."""
 
@@ -127,7 +128,10 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
         )
     needs_validation = run.validation.interval > 0
     if needs_validation and not validation:
-        raise UserError("validation.interval is set, but data.validation names no corpus; name one, or set it to 0")
+        raise UserError(
+            "validation.interval is set, but data.validation names no corpus; name a corpus, or set "
+            "validation.interval = 0"
+        )
     samples, masks, goldfish = _training_data(run, train, tokenizer)
     held_out = None
     if needs_validation:

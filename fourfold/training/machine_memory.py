@@ -27,7 +27,7 @@ def check_machine_memory(run: RunConfig) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         raise UserError(
-            f"training [model] takes at least {needed / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB of "
+            f"training [model] takes at least {needed / 1e9:,.0f} GB, but this machine has {memory / 1e9:,.0f} GB of "
             "memory; make the model smaller, or train on more machines"
         )
 

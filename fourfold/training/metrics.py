@@ -33,7 +33,7 @@ class StepMetrics:
     loss: float  # Mean over the tokens in the loss, in nats per token. In preference training, mean over pairs.
     grad_norm: float  # Global gradient norm before clipping.
     lr: float
-    tokens: int  # Number of tokens since the beginning of the run, including masked ones.
+    tokens: int  # Number of tokens since the beginning of the run, including masked tokens.
     tokens_per_second: float
     model_tflops_per_device: float
     mfu: float | None  # Fraction of the peak FLOP/s. None if the peak is unknown.
@@ -144,8 +144,8 @@ def steps_taken(run_dir: Path) -> int:
 
 
 def peak_memory_bytes(device: "torch.device") -> int:
-    """Return the peak memory of this process so far. On a GPU, it is what PyTorch allocated. On the CPU, it is the
-    resident size."""
+    """Return the peak memory of this process so far. On a GPU, this is the memory that PyTorch allocated. On the CPU,
+    it is the resident size."""
     if device.type == "cuda":
         import torch
 

@@ -58,12 +58,14 @@ def check_groups(config: OptimizerConfig, names: Collection[str]) -> None:
         for pattern in group.parameters:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-                raise UserError(f"optimizer.groups: '{pattern}' names no parameter that is trained; {near[0]} is one")
+                raise UserError(
+                    f"optimizer.groups: '{pattern}' names no trained parameter; {near[0]} is a trained parameter"
+                )
         others = [name for name in left if not _matches(group, name)]
         if len(others) == len(left):
             raise UserError(
                 f"optimizer.groups: every parameter of {', '.join(group.parameters)} is in an earlier group; put the "
-                "narrower one first"
+                "narrower group first"
             )
         left = others
 

@@ -110,8 +110,8 @@ def _read(places: list[Path], sources: list[PreferencePairs], digests: dict[str,
     path = next((path for path in places if path.is_file()), None)
     if path is None:
         raise UserError(
-            f"{places[0]} is missing, and a resumed run needs its log-probabilities of the reference; restore it, or "
-            "start again with checkpoint.resume = 'never'"
+            f"{places[0]} is missing, but a resumed run needs the log-probabilities of the reference in this file; "
+            "restore the file, or start again with checkpoint.resume = 'never'"
         )
     try:
         kept = parse_json(path.read_text(encoding="utf-8"))
@@ -130,8 +130,8 @@ def _read(places: list[Path], sources: list[PreferencePairs], digests: dict[str,
         # Files from earlier versions of fourfold have no digest, so accept a missing digest.
         if kept.get(_digest_key(source), digests[_digest_key(source)]) != digests[_digest_key(source)]:
             raise UserError(
-                f"{path} was computed for other pairs than {source.corpus.prefix} has now, or with other [masks]; set "
-                "them back, or start again with checkpoint.resume = 'never'"
+                f"{path} was computed for other pairs than {source.corpus.prefix} has now, or with other [masks]; "
+                "restore the pairs and [masks], or start again with checkpoint.resume = 'never'"
             )
         found.append(np.array(values, dtype=np.float32))
     return found

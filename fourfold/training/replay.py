@@ -107,9 +107,9 @@ class Replay:
                 "changed: take that device out of the job, and resume from the last checkpoint"
             )
         raise UserError(
-            f"step {step + 1} was computed three times and gave three results, first on {named}: either an operation "
-            "there has no fixed order, or the device is wrong each time; run the same file on another device, and if "
-            "the results differ there too, set checks.replay_interval = 0"
+            f"step {step + 1} was computed three times and gave three different results, first on {named}: either an "
+            "operation there has no fixed order, or the device is wrong each time; run the same file on another "
+            "device, and if the results differ there too, set checks.replay_interval = 0"
         )
 
     def _compare_replicas(self, step: int) -> None:
@@ -150,7 +150,7 @@ class Replay:
 
     def _axes_of_copies(self) -> Iterator[tuple[Axis, Any]]:
         """Yield each axis whose ranks hold replicas of some shards, and a function that returns whether a given shard
-        is among these."""
+        has replicas on this axis."""
         grid = self.job.grid
         split = grid.ep.size > 1
         if grid.sizes.zero == 0 and grid.replicas.size > 1:

@@ -16,7 +16,7 @@ JUMP = 0.01
 fraction of the larger rate."""
 
 _EFFECTS = {
-    "training data": "text that was trained before it may be trained again",
+    "training data": "the run may train again on text from before the checkpoint",
     "answer mask of the training data": "earlier steps were trained on other tokens of the same conversations",
 }
 
@@ -30,7 +30,7 @@ def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
         changed.add("training data")
     for data in sorted(changed):
         _warn(
-            f"the {data} has changed since the checkpoint {checkpoint} (a corpus, or the weight of one): "
+            f"the {data} has changed since the checkpoint {checkpoint} (a corpus, or the weight of a corpus): "
             f"{_EFFECTS.get(data, 'the validation losses so far are not comparable with later validation losses')}"
         )
     masks, saved_masks = run.masks.model_dump(mode="json"), saved.masks or {}

@@ -31,7 +31,7 @@ def open_run_folder(run_dir: Path) -> Iterator[None]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot make the folder of the run, {run_dir}: {error.strerror}; change output_dir") from None
+        raise UserError(f"cannot create the run's folder, {run_dir}: {error.strerror}; change output_dir") from None
     with locked_folder(run_dir, f"another job is training in {run_dir}; wait for it, or change the run's name"):
         yield
 

@@ -222,7 +222,7 @@ def _warn_about_data(corpora: Corpora, masked: MaskStatistics | None, seq_length
         if packed.cut or packed.left_out:
             print(
                 f"warning: training.seq_length = {seq_length} cuts the end of {packed.cut:,} conversations and leaves "
-                f"out {packed.left_out:,} whose answers begin after the cut",
+                f"out {packed.left_out:,} conversations whose answers begin after the cut",
                 file=sys.stderr,
             )
     for warning in masked.warnings() if masked is not None else []:

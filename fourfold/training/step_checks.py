@@ -100,7 +100,7 @@ class StepChecks:
             return Verdict(
                 "stop",
                 f"step {step + 1} has no token to learn: every document of its sequences is one token long, or its "
-                "masks keep none",
+                "masks keep no token",
             )
         if self.job.loss_scale is not None and math.isfinite(loss) and not math.isfinite(grad_norm):
             recent.overflows_in_a_row += 1
@@ -228,7 +228,7 @@ def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> Sha
     """
     figures = [figure.double() for figure in (result.loss, result.grad_norm, result.kept_tokens)]
     flags = [figures[0].new_full((), float(flag)) for flag in (stopped, failed)]
-    # Sum in float64, in which the sum of equal float32 numbers is exact.
+    # Sum in float64, because the float64 sum of equal float32 numbers is exact.
     shared = torch.stack(figures + flags)
     peak = shared.new_full((1,), float(peak_memory_bytes(shared.device)))
     with purpose("figures of the step"):

@@ -73,7 +73,7 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=run.metrics.project,
             name=run.name,
-            # A run that is new, or that was not tracked before, has no id yet. W&B then makes one.
+            # A run that is new, or that was not tracked before, has no id yet, so W&B creates an id.
             id=id_file.read_text(errors="replace").strip() if first_step and id_file.is_file() else None,
             resume="allow",
             dir=str(run_dir),
@@ -142,7 +142,7 @@ class Tracking:
         for name, thread in threads.items():
             thread.join(max(latest - time.monotonic(), 0))
             if thread.is_alive():
-                self._drop(name, f"it did not take its last numbers within {FINISH_SECONDS:g} s")
+                self._drop(name, f"it did not accept the last metrics within {FINISH_SECONDS:g} s")
         self._trackers = {}
 
     def _start(self, names: list[str], steps: int) -> None:

@@ -79,14 +79,15 @@ def propose(candidates: Candidates, trials: Sequence[Trial], running: Sequence[i
         known[best] = np.inf
         index = int(np.argmin(known))
         return Proposal(index, f"again, because it is within noise: {_expected(belief, index, best, again)}", again)
-    end = f"the chance that a layout is {BETTER:.0%} faster is {chance:.1%} for new ones and {again:.1%} for tried ones"
+    chances = f"{chance:.1%} for new layouts and {again:.1%} for tried layouts"
+    end = f"the chance that a layout is {BETTER:.0%} faster is {chances}"
     return Proposal(None, end, max(chance, again))
 
 
 def _expected(belief: Posterior, index: int, best: int, chance: float) -> str:
     slower = math.exp(belief.mean[index] - belief.mean[best]) - 1
     than = f"expected {abs(slower):.1%} {'slower' if slower > 0 else 'faster'} than the best"
-    return f"{than}; chance that one is {BETTER:.0%} faster: {chance:.0%}"
+    return f"{than}; chance that a layout is {BETTER:.0%} faster: {chance:.0%}"
 
 
 def posterior_of(candidates: Candidates, timed: Sequence[Trial]) -> Posterior:

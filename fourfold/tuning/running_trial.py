@@ -62,7 +62,7 @@ class RunningTrial:
         used = memory_used(self.folder, self.run, self.machine, self.on_gpu)
         if self.memory_limit is not None and used is not None and used > self.memory_limit:
             limit = f"--memory-limit allows {self.memory_limit / 1e9:.2f} GB"
-            found: TrialResult | None = TrialResult("out of memory", reason=f"it used {used / 1e9:.2f} GB, and {limit}")
+            found: TrialResult | None = TrialResult("out of memory", reason=f"it used {used / 1e9:.2f} GB, but {limit}")
         elif code is None:
             found = self._hung(longest) or hopeless(self.folder, best)
         else:

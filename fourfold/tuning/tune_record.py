@@ -105,7 +105,7 @@ def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
 def _nothing_done(search: Search, trials: Sequence[Trial], end: Proposal) -> str:
     counts = Counter((trial.result.outcome, trial.result.reason) for trial in trials)
     if not counts:
-        return f"no trial was made: {end.why}"
+        return f"no trial was run: {end.why}"
     (outcome, reason), times = counts.most_common(1)[0]
     logs = search.folder / TRIALS
     return f"none of {len(trials)} trials was done: {times} {outcome} ({reason}); their logs are in {logs}"

@@ -60,8 +60,9 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
     if grid.pp > 1 and grid.schedule == "1F1B":
         pipelines = _short_pipelines(run, target)
     elif grid.pp > 1:
-        # Trace a short run with just enough micro-batches to fill the pipeline, and one with ``pp`` more. Schedules
-        # other than 1F1B accept only certain numbers of micro-batches, and they accept these two.
+        # Trace a short run with just enough micro-batches to fill the pipeline, and a run with ``pp`` more
+        # micro-batches. Schedules other than 1F1B accept only certain numbers of micro-batches, and they accept these
+        # two.
         filled, more = 2 * grid.pp * stages_per_rank(grid), grid.pp
         if target.micro_batches > filled + more and (target.micro_batches - filled) % more == 0:
             pipelines = [target._replace(micro_batches=m) for m in (filled, filled + more)]

@@ -1,4 +1,4 @@
-"""Run code that was written for float32 in float64."""
+"""Run float32 code in float64."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -242,7 +242,9 @@ def test_report_refuses(cli: Cli, tmp_path: Path) -> None:
         ("[modle]\n", "unknown key 'modle'; did you mean 'model'?"),
     ],
 )
-def test_run_files_that_are_none(cli: Cli, tmp_path: Path, command: str, content: str | None, message: str) -> None:
+def test_files_that_are_not_run_files_are_refused(
+    cli: Cli, tmp_path: Path, command: str, content: str | None, message: str
+) -> None:
     if content is not None:
         (tmp_path / "run.toml").write_text(content)
     before = files_in(tmp_path)

@@ -49,7 +49,7 @@ def test_words_are_offered(cli: Cli, monkeypatch: pytest.MonkeyPatch, line: str,
     assert offered(cli, monkeypatch, *line.split()) == words
 
 
-def test_everything_is_offered_where_nothing_is_typed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_offered_if_nothing_is_typed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert offered(cli, monkeypatch, "") == [name for commands in PANELS.values() for name in commands]
 
 

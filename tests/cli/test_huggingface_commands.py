@@ -26,7 +26,7 @@ SLOW = ("ministral", "seed_oss", "starcoder2", "vaultgemma", "glm", "glm4", "ern
         *(pytest.param(kind, kind, marks=pytest.mark.slow) for kind in SLOW),
     ],
 )
-def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, name: str, kind: str, tmp_path: Path) -> None:
+def test_a_hugging_face_model_is_trained_and_exported(cli: Cli, name: str, kind: str, tmp_path: Path) -> None:
     """transformers opens the exported model, computes the same as the checkpoint, and generates text with it."""
     transformers = pytest.importorskip("transformers")
     from fourfold.checkpoints.saved_weights import SavedWeights

@@ -190,7 +190,7 @@ def test_a_quantized_model_is_planned_in_bf16_and_says_so(cli: Cli, tmp_path: Pa
         (("scaling", "--model", "gpt2", "--gpus", "8,33554432"), "at most 16,777,216"),
     ],
 )
-def test_bad_input_is_a_sentence(cli: Cli, arguments: tuple[object, ...], sentence: str) -> None:
+def test_bad_input_gets_one_sentence(cli: Cli, arguments: tuple[object, ...], sentence: str) -> None:
     code, out, error = cli("plan", *arguments)
     assert code == 2 and sentence in error and not out
     assert error.startswith("fourfold: ") and error.count("\n") == 1
@@ -220,7 +220,7 @@ def test_doubts_are_in_the_terminal_and_as_json(cli: Cli) -> None:
     assert f"fourfold tune RUN.toml --nproc 16 --space {record['space'][0]}" in text
 
 
-def test_a_terminal_of_no_width_is_one_of_the_default_width(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_without_a_width_gets_the_default_width(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "0")
     assert "s/step" in cli(*SMALL, "--limit", "pp=1", "--top", 1)[1]
 
@@ -270,7 +270,7 @@ def test_a_scaling_curve_is_readable_in_80_columns(cli: Cli, monkeypatch: pytest
     assert "model" in out and "Most published speeds are Megatron PFLOP/s" in " ".join(out.split())
 
 
-def test_the_flops_of_a_scaling_curve_are_those_of_mfu(cli: Cli) -> None:
+def test_the_flops_of_a_scaling_curve_are_the_flops_of_mfu(cli: Cli) -> None:
     """The FLOPs must be right even if the layout recomputes nothing, although Megatron-LM's count always includes a
     full recompute."""
     command = ("plan", "scaling", "--model", "llama3-8b", "--machine", "dgx-h100", "--gpus", "16:32", "--seq", 8192,
@@ -349,7 +349,7 @@ def test_plan_from_fits_the_constants_to_a_measured_step_and_writes_a_run_file(c
         (("--measured", "1"), "--measured needs --from"),
         (("--from", "titan.toml", "--machine", "dgx-h100", "--gpus", "1000000000"), "--gpus 1000000000 must be"),
         (("--from", "titan.toml", "--measured", "0"), "--measured"),
-        (("--from", "titan.toml", "--set", "a.b=1"), "needs neither a run file nor --set"),
+        (("--from", "titan.toml", "--set", "a.b=1"), "takes neither a run file nor --set"),
         (("--from", "titan.toml", "--machine", "dgx-h100", "--gpus", "8", "--precision", "fp7"), "precision"),
     ],
 )

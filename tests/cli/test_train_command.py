@@ -121,7 +121,7 @@ def other_tokenizer(folder: Path, prefix: str) -> str:
         ({"optimizer__lr": "1e-3"}, "optimizer.lr = '1e-3'"),
         ({"training__global_batch_size": 5}, "training.global_batch_size = 5 is not a multiple of"),
         ({"parallel__x": 3}, "cannot be split over x = 3"),
-        ({"parallel__pp": 4}, "makes 4 stages, and the model has 2 layers"),
+        ({"parallel__pp": 4}, "makes 4 stages, but the model has 2 layers"),
         ({"model__preset": "gpt-6t"}, "is not a preset"),
         ({"name": "../../etc"}, "name = '../../etc'"),
         ({"data__train": [{"path": "/nowhere/corpus"}]}, "/nowhere/corpus.idx does not exist"),

@@ -101,7 +101,7 @@ def test_every_option_of_every_command_refuses_a_wrong_value_in_one_sentence(cli
             "generate --model x --prompt-file no.txt",
             "--prompt-file no.txt cannot be read: No such file or directory; give a text file, or --prompt",
         ),
-        ("generate --model x", "give --prompt or --prompt-file, such as --prompt Once, and not both"),
+        ("generate --model x", "give either --prompt or --prompt-file, such as --prompt Once"),
         (
             "loki evaluate --model x --basis no --text t",
             "--basis: cannot read no: No such file or directory: no; give a file that exists and is readable",
@@ -113,7 +113,10 @@ def test_every_option_of_every_command_refuses_a_wrong_value_in_one_sentence(cli
         ("machine calibrate --out x.toml --from no", "--from: no does not exist; give the metrics.jsonl of a run"),
         ("loki evaluate --model x --basis no --text t --loki k=a", "loki: k = 'a': must be an integer ≥ 1, such as 1"),
         ("loki evaluate --model x --basis no --text t --loki kk=1", "loki: there is no key kk; use k"),
-        ("loki evaluate --model x --basis no", "--text and --tasks are missing; give one, such as --text held_out.txt"),
+        (
+            "loki evaluate --model x --basis no",
+            "--text and --tasks are missing; give one of them, such as --text held_out.txt",
+        ),
         (
             "loki calibrate --model x --text t --out no/x",
             "--out no/x: there is no folder no, or it is read-only; choose",
@@ -131,9 +134,12 @@ def test_every_option_of_every_command_refuses_a_wrong_value_in_one_sentence(cli
             "--nodes, --time, --sbatch, and --setup need --slurm SITE, such as --slurm generic",
         ),
         ("machine calibrate --machine laptop --out mine", "--out mine must end in .toml, such as mine.toml"),
-        ("checkpoint verify no", "no is not a checkpoint (a folder with state.json) and has none; give a run's folder"),
+        (
+            "checkpoint verify no",
+            "no is not a checkpoint (a folder with state.json) and contains no checkpoint; give a run's folder",
+        ),
         ("train no.toml", "the run file no.toml cannot be read: No such file or directory; give a TOML file"),
-        ("plan --model gpt2 --gpus 2 --set parallel.x=2", "--set parallel.x=2 changes a run file, and --model gpt2 is"),
+        ("plan --model gpt2 --gpus 2 --set parallel.x=2", "--set parallel.x=2 changes a run file, but --model gpt2 is"),
         (
             "plan --model ./Qwen3 --gpus 2",
             "--model ./Qwen3 does not exist; give the folder of a config.json, or a preset",
@@ -152,7 +158,7 @@ def test_a_refusal_names_the_option(cli: Cli, line: str, sentence: str) -> None:
         ("plan --modle gpt2", "no option --modle for `plan`; did you mean --model?"),
         ("train run.toml --sett a.b=1", "no option --sett for `train`; did you mean --set?"),
         ("launch slurm run.toml --sit x", "no option --sit for `launch slurm`; did you mean --site?"),
-        ("--bogus", "no option --bogus; `fourfold --help` lists them"),
+        ("--bogus", "no option --bogus; `fourfold --help` lists all options"),
         ("trian run.toml", "no command 'trian'; did you mean 'train'?"),
         ("frobnicate", "no command 'frobnicate'; choose from plan, trace, tune"),
         ("launch slrum run.toml", "no command 'slrum' for `launch`; did you mean 'slurm'?"),

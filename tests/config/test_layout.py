@@ -99,7 +99,7 @@ MHA = {"preset": "llama-tiny", "num_key_value_heads": 8}
             {"position_embedding": "learned", "max_position_embeddings": 16},
             {},
             {},
-            "training.seq_length = 32 is longer than the position table: model.max_position_embeddings = 16",
+            "training.seq_length = 32 is longer than the position table, which has model.max_position_embeddings = 16",
         ),
         (
             {},
@@ -113,7 +113,7 @@ MHA = {"preset": "llama-tiny", "num_key_value_heads": 8}
             {},
             {"cp": 2},
             {"seq_length": 34},
-            "training.seq_length = 34 must be a multiple of 2·cp = 4, as every rank of cp has two chunks of the "
+            "training.seq_length = 34 must be a multiple of 2·cp = 4, because every rank of cp has two chunks of the "
             "sequence; seq_length = 32 works",
         ),
         (
@@ -128,7 +128,7 @@ MHA = {"preset": "llama-tiny", "num_key_value_heads": 8}
             {},
             {"pp": 4},
             {},
-            "makes 4 stages, and the model has 2 layers; pp = 2 works, and so does num_hidden_layers = 4",
+            "makes 4 stages, but the model has 2 layers; pp = 2 works, and so does num_hidden_layers = 4",
         ),
         (
             {"num_hidden_layers": 4},
@@ -140,13 +140,13 @@ MHA = {"preset": "llama-tiny", "num_key_value_heads": 8}
             {"num_hidden_layers": 4},
             {"pp": 2, "z": 2, "schedule": "ZBVZeroBubble"},
             {},
-            "it allows z = 1 with zero 0 or 1, and this grid has z = 2 and zero = 0; schedule = '1F1B'",
+            "it allows z = 1 with zero 0 or 1, but this grid has z = 2 and zero = 0; schedule = '1F1B'",
         ),
         (
             {"num_hidden_layers": 8},
             {"pp": 2, "schedule": "Interleaved1F1B"},
             {"global_batch_size": 10},
-            "runs micro-batches in rounds of pp = 2, and a step has 5; global_batch_size = 8 works",
+            "runs micro-batches in rounds of pp = 2, but a step has 5 micro-batches; global_batch_size = 8 works",
         ),
         ({"num_hidden_layers": 8}, {"pp": 4, "schedule": "DualPipeV"}, {}, "needs at least 2·pp = 8 micro-batches"),
         (
@@ -180,7 +180,7 @@ def test_refused(model: dict[str, Any], parallel: dict[str, int], training: dict
 
 
 @pytest.mark.parametrize("sizes", [(11, 4), (1, 7), (30, 7), (64, 48), (2**40, 3), (10**12, 64 * 3)])
-def test_what_is_said_to_work_does(sizes: tuple[int, int]) -> None:
+def test_sizes_that_a_refusal_suggests_work(sizes: tuple[int, int]) -> None:
     """Some of the numbers are so large that trying every divisor would take forever."""
     inner, x = sizes
     model = {

@@ -43,7 +43,7 @@ def test_without_a_window_no_layer_slides() -> None:
         assert model.sliding_layers == model.sliding_window == 0
 
 
-def test_a_base_that_is_that_of_the_others_is_none() -> None:
+def test_a_local_rotary_base_equal_to_rope_theta_counts_as_unset() -> None:
     window = {"sliding_window": 8, "rope_local_base_freq": 10000.0}
     assert ModelConfig(**SIZES, **window).rope_local_base_freq == 0
     stretched = ModelConfig(**SIZES, **window, rope_scaling={"rope_type": "linear", "factor": 2.0})
@@ -81,16 +81,16 @@ MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2}
             {"rope_local_base_freq": 0.5, "sliding_window": 4},
             "rope_local_base_freq = 0.5 must be 0 or above 1; 10000.0 works",
         ),
-        ({"rope_local_base_freq": 500.0}, "rope_local_base_freq = 500.0 has no meaning with model.sliding_window = 0"),
+        ({"rope_local_base_freq": 500.0}, "rope_local_base_freq = 500.0 has no effect with model.sliding_window = 0"),
         (
             {"rope_local_base_freq": 500.0, "position_embedding": "learned", "sliding_window": 4},
-            "rope_local_base_freq = 500.0 has no meaning with model.position_embedding = 'learned'",
+            "rope_local_base_freq = 500.0 has no effect with model.position_embedding = 'learned'",
         ),
         (
             {"norm_placement": "after", "parallel_residual": True},
-            "norm_placement = 'after' has no meaning with model.parallel_residual = true",
+            "norm_placement = 'after' has no effect with model.parallel_residual = true",
         ),
-        ({"q_lora_rank": 8}, "q_lora_rank = 8 has no meaning with model.kv_lora_rank = 0"),
+        ({"q_lora_rank": 8}, "q_lora_rank = 8 has no effect with model.kv_lora_rank = 0"),
         ({"kv_lora_rank": 16}, "kv_lora_rank = 16 needs qk_nope_head_dim; qk_nope_head_dim = 64 works"),
         (LATENTS | {"qk_rope_head_dim": 3}, "qk_rope_head_dim = 3 is odd, but must be even; 64 works"),
         (LATENTS | {"v_head_dim": 20}, r"v_head_dim = 20 is above qk_nope_head_dim \+ qk_rope_head_dim = 12; 12 works"),
@@ -106,15 +106,15 @@ MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2}
             {key: value for key, value in LINEAR.items() if key != "linear_value_head_dim"},
             "needs linear_value_head_dim; linear_value_head_dim = 16 works",
         ),
-        ({"linear_key_head_dim": 8}, "linear_key_head_dim = 8 has no meaning without a linear_attention layer; leave"),
+        ({"linear_key_head_dim": 8}, "linear_key_head_dim = 8 has no effect without a linear_attention layer; leave"),
         (
             LINEAR | {"linear_num_value_heads": 5},
             "linear_num_key_heads = 2 does not divide linear_num_value_heads = 5; linear_num_key_heads = 1 works",
         ),
-        (MIXTURE | {"n_group": 3}, "n_group = 3 must split num_experts = 8 into groups of ≥ 1; 1 works"),
+        (MIXTURE | {"n_group": 3}, "n_group = 3 must split num_experts = 8 into groups of at least 1; 1 works"),
         (
             MIXTURE | {"n_group": 8, "topk_group": 4, "router_score": "sigmoid"},
-            "n_group = 8 must split num_experts = 8 into groups of ≥ 2; 1 works",
+            "n_group = 8 must split num_experts = 8 into groups of at least 2; 1 works",
         ),
         (
             MIXTURE | {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3},
@@ -130,7 +130,7 @@ def test_contradictions_are_refused(keys: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize("keys", [{}, LINEAR, {"attention_output_gate": True, "attention_bias": True}], ids=str)
 @pytest.mark.parametrize("placement", ["before", "after", "around"])
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
-def test_parameters_are_those_of_the_decoder(placement: str, norm: str, keys: dict[str, Any]) -> None:
+def test_parameter_counts_equal_the_decoders(placement: str, norm: str, keys: dict[str, Any]) -> None:
     model = ModelConfig(**SIZES, norm_placement=placement, norm=norm, **keys)
     sizes = [rows * (columns[0] if columns else 1) for rows, *columns in parameter_shapes(model).values()]
     assert num_parameters(model) == sum(sizes)

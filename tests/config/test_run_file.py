@@ -148,7 +148,7 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist() -> None:
         ({"training": {"compile": 1}}, "training.compile = 1"),
         (
             {"training": {"master_weights": "bf16"}},
-            "master_weights = 'bf16' needs training.precision = 'bf16', and it is 'fp32'",
+            "master_weights = 'bf16' needs training.precision = 'bf16', but it is 'fp32'",
         ),
         ({"training": {"reduce_dtype": "bf16"}}, "must be 'fp32' or training.precision = 'fp32'"),
         ({"optimizer": {"stochastic_rounding": True}}, "needs training.master_weights = 'bf16'"),
@@ -204,7 +204,7 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist() -> None:
         ),
         (
             {"model": {"position_embedding": "learned", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}},
-            "model.rope_scaling = { rope_type = 'linear', factor = 2.0 } has no meaning with model.position_embedding",
+            "model.rope_scaling = { rope_type = 'linear', factor = 2.0 } has no effect with model.position_embedding",
         ),
     ],
 )
@@ -229,7 +229,7 @@ def test_missing_key() -> None:
     assert "'model.vocab_size' is missing" in refusal({**table(), "model": {}})
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_files_that_are_not_run_files(tmp_path: Path) -> None:
     for content, message in (
         (b"x = = 2\n", "is not valid TOML: "),
         (b"name = 'a'\nname = 'b'\n", "is not valid TOML: "),
@@ -322,7 +322,7 @@ def test_a_presets_scaling_is_changed_in_part_or_taken_away() -> None:
         ("data.train=3", "data.train = 3: must be a list"),
         ("optimizer.lr=fast", "optimizer.lr = 'fast': must be a number"),
         ("data.mask_documents=maybe", "data.mask_documents = 'maybe': must be true or false"),
-        ("name=../x", r"name = '../x': must be letters, digits"),
+        ("name=../x", r"name = '../x': must consist of letters, digits"),
         ("training.seed.deep=2", "training.seed"),
         ("model.preset.deep=2", "model.preset is a key, not a section; give its value"),
         ("optimizer.lr=nan", "optimizer.lr = nan"),

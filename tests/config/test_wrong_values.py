@@ -119,11 +119,11 @@ def test_a_wrong_value_is_refused_with_one_that_works(path: Path) -> None:
          "training.seed = 9223372036854775808: must be an integer ≥ 0 and < 2^63, such as 0"),
     ],
 )  # fmt: skip
-def test_a_near_miss_is_answered_with_what_was_meant(path: Path, wrong: object, sentence: str) -> None:
+def test_a_near_miss_gets_the_value_that_was_meant(path: Path, wrong: object, sentence: str) -> None:
     assert refusal(changed(SECTIONS, path, wrong)) == f"the run: {sentence}"
 
 
-def test_a_missing_key_is_answered_with_a_value() -> None:
+def test_a_missing_key_gets_a_suggested_value() -> None:
     del (training := dict(SECTIONS["training"]))["seq_length"]
     assert refusal({**SECTIONS, "training": training}) == (
         "the run: 'training.seq_length' is missing; it must be an integer > 0 and ≤ 2^31, such as 1024"

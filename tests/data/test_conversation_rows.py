@@ -200,7 +200,7 @@ REFUSED = {
         CHATML,
         {"tools": [TOOL]},
         {},
-        "the chat template does not use the tools of the row; .* --ignore-key tools",
+        "the row has tools, but the chat template does not use it; .* --ignore-key tools",
     ),
     "kwargs": (
         CHATML,

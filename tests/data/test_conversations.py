@@ -67,7 +67,7 @@ def test_a_template_that_rewrites_history_is_refused_unless_it_marks_answers(tmp
         ),
         (
             {"text": "hello"},
-            "line 2: a row needs messages, conversations, prompt and completion, or instruction and output; this one",
+            "line 2: a row needs messages, conversations, prompt and completion, or instruction and output; this row",
         ),
         (
             {"messages": [{"role": "system", "content": "x"}, *TALK]},

@@ -202,7 +202,7 @@ def drops_in_the_stream(corpus: IndexedDataset, seq_length: int, goldfish: Goldf
     return found
 
 
-def test_the_mask_does_not_depend_on_where_the_stream_is_cut(corpus: IndexedDataset) -> None:
+def test_the_mask_does_not_depend_on_the_cuts_of_the_stream(corpus: IndexedDataset) -> None:
     goldfish = Goldfish(GoldfishConfig(strategy="hash", k=3, h=7))
     coarse, fine = (drops_in_the_stream(corpus, length, goldfish) for length in (128, 19))
     assert set(coarse.values()) == {True, False}

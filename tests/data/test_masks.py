@@ -115,4 +115,4 @@ def test_statistics_and_warnings() -> None:
     assert len(short.warnings()) == 1
     assert "not 1/4 = 25.00%" in short.warnings()[0]
     repeated = MaskStatistics(k=4, tokens=10_000, trainable=10_000, dropped=2500, longest_undropped_span=500)
-    assert "keeps 500 tokens in a row, and chance would keep about 27" in repeated.warnings()[0]
+    assert "keeps 500 tokens in a row, but chance would keep about 27" in repeated.warnings()[0]

@@ -35,7 +35,7 @@ def test_the_examples_run(workplace: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_reference_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_matches_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(PAGE.parent)
     from api import rendered
 

@@ -30,7 +30,7 @@ def script(path: Path) -> ModuleType:
 reference = script(DOCS / "run_file.py").reference
 
 
-def test_the_reference_is_that_of_the_schema() -> None:
+def test_the_reference_matches_the_schema() -> None:
     written = (DOCS / "run-file.md").read_text(encoding="utf-8")
     assert written == reference(), "run: python docs/run_file.py"
 

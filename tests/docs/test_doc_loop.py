@@ -169,5 +169,5 @@ def test_a_program_of_torchruns_needs_no_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_model_with_rules_of_its_own_has_the_gradients_of_one_process(tmp_path: Path) -> None:
+def test_the_model_with_its_own_rules_has_the_gradients_of_one_process(tmp_path: Path) -> None:
     check_the_model_with_rules(program_of("docs/parallelize.md"), tmp_path, 4)

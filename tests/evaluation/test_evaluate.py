@@ -97,7 +97,7 @@ def test_every_token_is_predicted_once() -> None:
         assert all(window.first >= overlap for window in windows[1:])
 
 
-def test_windows_are_those_of_lm_eval() -> None:
+def test_windows_equal_the_windows_of_lm_eval() -> None:
     utils = pytest.importorskip("lm_eval.utils")
     for length, context, overlap in ((25, 10, 1), (20, 10, 1), (3, 10, 1), (25, 10, 4), (11, 7, 7)):
         tokens = list(range(1, length + 1))
@@ -214,7 +214,7 @@ def test_a_folder_and_its_import_have_the_same_numbers_with_a_token_before_a_tex
         assert record["loss"] == pytest.approx(nats / len(tokens), rel=1e-5)
 
 
-def test_the_token_before_a_text_is_the_corpus_s_own_or_that_of_the_original_model(tmp_path: Path) -> None:
+def test_the_token_before_a_text_comes_from_the_corpus_or_the_original_model(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "source", bos=True)
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     original = HFTokenizer(source)
@@ -267,7 +267,7 @@ def test_answers_and_prompts_at_their_limits() -> None:
     harness = HarnessModel(Uniform(), ByteTokenizer(), prefix=256, context=8)
     ((log_prob, _),) = harness._loglikelihood_tokens([(None, [1, 2], [3] * 8)])
     assert log_prob == pytest.approx(-8 * math.log(257.0), rel=1e-6)
-    with pytest.raises(UserError, match="an answer of the task has 9 tokens, and the model's context only 8"):
+    with pytest.raises(UserError, match="an answer of the task has 9 tokens, but the model's context has only 8"):
         harness._loglikelihood_tokens([(None, [1, 2], [3] * 9)])
     assert harness.generate_until([SimpleNamespace(args=("", {"max_gen_toks": 3}))]) == ["AAA"]
 

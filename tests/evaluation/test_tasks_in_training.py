@@ -38,7 +38,7 @@ def evaluated(folder: Path, tasks: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.slow
-def test_the_scores_of_a_run_are_those_of_its_checkpoints(cli: Cli, tmp_path: Path) -> None:
+def test_scores_in_training_equal_the_scores_of_its_checkpoints(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     tasks = make_task(tmp_path, ROWS)
     code, _, errors = cli("train", evaluated(tmp_path, tasks, parallel__x=2))
@@ -95,7 +95,7 @@ def test_a_task_that_fails_later_costs_its_scores_and_not_the_run(cli: Cli, tmp_
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     names = {"evaluation__tasks": ["fails", "tiny_choice"], "evaluation__limit": 5}
     code, out, errors = cli("train", evaluated(tmp_path, tasks, parallel__x=2, **names))
-    why = "task fails: lm-eval failed in it (ZeroDivisionError: integer division or modulo by zero)"
+    why = "task fails: lm-eval failed (ZeroDivisionError: integer division or modulo by zero)"
     assert code == 0 and "Traceback" not in errors, errors
     for step in (4, 8):
         assert errors.count(f"warning: after step {step}, {why}\n") == 1
@@ -129,7 +129,7 @@ def task_of_each(rank: int, world_size: int, folders: list[Path]) -> str:
     from fourfold.evaluation.harness import HarnessModel, TaskFailed
 
     model = HarnessModel(Uniform(), ByteTokenizer(), prefix=256, context=64)
-    with pytest.raises(TaskFailed, match="task tiny_choice: lm-eval failed in it") as failure:
+    with pytest.raises(TaskFailed, match="task tiny_choice: lm-eval failed") as failure:
         model.run_task("tiny_choice", folders[rank] / "tasks", limit=4)
     # The processes are still in step, because another task works.
     model.run_task("tiny_choice", folders[0] / "tasks", limit=4)

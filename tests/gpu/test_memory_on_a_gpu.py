@@ -37,7 +37,7 @@ def test_the_peak_is_within_3_percent_of_the_trace(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "packed"])
-def test_the_measured_step_runs_where_no_allocator_counts(name: str) -> None:
+def test_the_measured_step_runs_without_allocator_statistics(name: str) -> None:
     """Run the test's code on a CPU: the trace and the step, but no measured peak, because the CPU has no allocator
     statistics."""
     sections = {key: value for key, value in CASES[name].items() if key != "model"}

@@ -45,7 +45,7 @@ def test_a_grid_computes_what_one_process_does(
     for axis in ("x", "y", "z", "dp", "pp", "cp"):
         processes *= sizes.get(axis, 1)
     if device.type == "cuda" and torch.cuda.device_count() < processes:
-        pytest.skip(f"needs {processes} GPUs, and torch sees {torch.cuda.device_count()}")
+        pytest.skip(f"needs {processes} GPUs, but torch sees {torch.cuda.device_count()}")
     grid = {"x": 1, "y": 1} | sizes
     words = [f"parallel.{key}={value}" for key, value in grid.items()] + [f"training.device={device.type}", *settings]
     output = command("parity", ROOT / "examples/parity.toml", *(f"--set={word}" for word in words), "--json")

@@ -90,7 +90,7 @@ def test_the_test_would_see_factors_of_other_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"weight_block_size": [64, 64]}, "quantized weights are not read"),
+        ({"weight_block_size": [64, 64]}, "cannot read these quantized weights"),
         ({"quant_method": "awq"}, "quantized weights"),
     ],
 )
@@ -114,7 +114,7 @@ def test_missing_and_damaged_factors_are_refused(tmp_path: Path) -> None:
         import_huggingface(str(folder), tmp_path / "damaged")
 
 
-def test_logits_are_those_of_the_plain_weights(tmp_path: Path) -> None:
+def test_logits_equal_the_logits_of_unpacked_weights(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "hf", "deepseek_v3", torch.bfloat16, **SIZES)
     plain = pack(folder)
     ours = ours_of(folder)(tokens())

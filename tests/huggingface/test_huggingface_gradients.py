@@ -31,7 +31,7 @@ def gradients_by_their_names(model: Transformer, theirs: Any) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_gradients_equal_transformers(name: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "hf", name)
     theirs, ours = (
         transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval(),

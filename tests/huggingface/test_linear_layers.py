@@ -42,7 +42,10 @@ def test_layers_are_linear_as_in_transformers(kind: str, keys: dict[str, Any]) -
     ("keys", "says"),
     [
         ({"layer_types": [S, LINEAR] * 4}, "fourfold supports 'full_attention' and 'linear_attention' layers"),
-        ({"layer_types": [F, LINEAR]}, "layer_types has 2 entries, and num_hidden_layers = 8; give one for each layer"),
+        (
+            {"layer_types": [F, LINEAR]},
+            "layer_types has 2 entries, but num_hidden_layers = 8; give one entry for each layer",
+        ),
         ({"full_attention_interval": 0}, "full_attention_interval = 0 is not an integer of at least 1"),
         ({"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim is null"),
         ({"linear_num_key_heads": 3}, "linear_num_key_heads = 3 does not divide linear_num_value_heads = 4"),
@@ -95,7 +98,7 @@ def stack_experts(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "stacks"), [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True)])
-def test_the_text_model_beside_a_model_for_images_is_read(kind: str, stacks: bool, tmp_path: Path) -> None:
+def test_the_text_model_next_to_an_image_model_is_read(kind: str, stacks: bool, tmp_path: Path) -> None:
     """In these files, names have another prefix. The published files stack the experts of a layer."""
     folder = make_with_images(tmp_path / "hf", kind)
     if stacks:

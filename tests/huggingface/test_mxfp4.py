@@ -46,7 +46,7 @@ def pack(folder: Path) -> dict[str, Tensor]:
     return unpacked
 
 
-def test_packed_experts_are_those_of_transformers(tmp_path: Path) -> None:
+def test_packed_experts_equal_transformers(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "hf", "gpt_oss", torch.bfloat16, **SIZES)
     unpacked = pack(folder)
     import_huggingface(str(folder), tmp_path / "ours")
@@ -115,7 +115,7 @@ def test_other_families_and_formats_are_refused(tmp_path: Path) -> None:
         config | {"quantization_config": {"quant_method": "fp8"}},
         other | {"quantization_config": {"quant_method": "mxfp4"}},
     ):
-        with pytest.raises(UserError, match="quantized weights are not read"):
+        with pytest.raises(UserError, match="cannot read these quantized weights"):
             model_of(refused, "config.json")
 
 
@@ -156,5 +156,5 @@ def test_rows_that_are_not_whole_blocks_are_refused(tmp_path: Path) -> None:
             packed[f"{name}_blocks"] = torch.zeros(experts, outputs, inputs // 32, 16, dtype=torch.uint8)
             packed[f"{name}_scales"] = torch.zeros(experts, outputs, inputs // 32, dtype=torch.uint8)
     rewrite(folder, packed)
-    with pytest.raises(UserError, match="rows of 48 numbers, which are not whole blocks of 32"):
+    with pytest.raises(UserError, match="rows of 48 numbers, which do not divide into blocks of 32"):
         import_huggingface(str(folder), tmp_path / "ours")

@@ -65,7 +65,7 @@ FAST = {("qwen3", 0), ("mistral", 2), ("gpt_neox", 3), ("qwen3_moe", 0), ("mixtr
         for number, grid in enumerate(GRIDS)
     ],
 )
-def test_loss_and_gradients_are_those_of_the_untouched_model(pool: Pool, name: str, grid: dict[str, int]) -> None:
+def test_loss_and_gradients_equal_the_original_model(pool: Pool, name: str, grid: dict[str, int]) -> None:
     check(pool, name, grid)
 
 
@@ -127,7 +127,7 @@ def checkpoint_body(rank: int, world_size: int, grid: dict[str, int], folder: Pa
     ],
     ids=str,
 )
-def test_a_checkpoint_goes_on_on_another_grid(
+def test_a_checkpoint_resumes_on_another_grid(
     pool: Pool, tmp_path: Path, first: dict[str, int], second: dict[str, int]
 ) -> None:
     written, read = (
@@ -247,7 +247,7 @@ def router_loss_body(rank: int, world_size: int) -> None:
     assert model(input_ids=tokens, labels=labels, output_router_logits=False).loss > 0
 
 
-def test_a_loss_of_the_router_is_refused_where_processes_share_the_batch(pool: Pool) -> None:
+def test_a_router_loss_is_refused_if_processes_share_the_batch(pool: Pool) -> None:
     pool.run(2, router_loss_body)
 
 

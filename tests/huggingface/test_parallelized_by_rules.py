@@ -23,7 +23,7 @@ def own_body(rank: int, world_size: int, rules: dict[str, str]) -> dict[str, Ten
     return model.gather(gradients=True)
 
 
-def test_a_model_of_ones_own_with_a_table_of_patterns(pool: Pool) -> None:
+def test_a_users_own_model_with_a_table_of_patterns(pool: Pool) -> None:
     gradients = pool.run(4, own_body, OWN_RULES)[0]
     torch.manual_seed(1)
     model = Own()
@@ -54,7 +54,7 @@ def config_body(rank: int, world_size: int) -> None:
         assert model(torch.arange(40).view(4, 10)).shape == (4, 10, 64)
 
 
-def test_a_model_of_ones_own_with_a_config_gets_no_use_cache(pool: Pool) -> None:
+def test_a_users_own_model_with_a_config_gets_no_use_cache(pool: Pool) -> None:
     pool.run(2, config_body)
 
 
@@ -81,13 +81,19 @@ WITHOUT_UP = {pattern: style for pattern, style in OWN_RULES.items() if pattern 
         ),
         ({"x": 2}, "own", {}, OWN_RULES | {"layer.*": "colwise"}, "no module with weights matches the rule 'layer.*'"),
         ({"x": 2}, "own", {}, OWN_RULES | {"*.up": "diagonal"}, "layers.0.mlp.up: the style 'diagonal'"),
-        ({"x": 2}, "own", {}, OWN_RULES | {"*.norm": "colwise"}, "layers.0.norm is a LayerNorm"),
+        ({"x": 2}, "own", {}, OWN_RULES | {"*.norm": "colwise"}, "layers.0.norm has the type LayerNorm"),
         ({"x": 2}, "llama", {"num_key_value_heads": 1}, {}, "num_key_value_heads = 1 cannot be split over x = 2"),
         ({"x": 2}, "llama", {"vocab_size": 201}, {}, "num_embeddings = 201 cannot be split over x = 2"),
         ({"x": 2}, "llama", {"attention_dropout": 0.1}, {}, "self_attn.attention_dropout = 0.1"),
         ({"cp": 2}, "llama", {}, {}, "cp = 2"),
         ({"x": 2}, "mixtral", {"num_local_experts": 3}, {}, "experts: 3 experts cannot be split over x·y = 2"),
-        ({"x": 2}, "mixtral", {"router_jitter_noise": 0.1}, {}, "mlp.jitter_noise = 0.1 makes ranks that repeat"),
+        (
+            {"x": 2},
+            "mixtral",
+            {"router_jitter_noise": 0.1},
+            {},
+            "mlp.jitter_noise = 0.1 gives different results on ranks that repeat",
+        ),
         ({"x": 2}, "llama", {}, {"model.norm": "experts"}, "model.norm (LlamaRMSNorm) is not a stack of experts"),
     ],
 )
@@ -114,8 +120,8 @@ def test_a_group_that_the_plan_splits_only_in_part_is_computed_whole(pool: Pool)
     assert {styles[f"model.layers.0.self_attn.{name}"] for name in names} == {"replicate"}
     assert styles["model.layers.0.mlp.up_proj"] == "colwise"
     assert warnings == [
-        "no style splits 8 modules with matrices, such as model.layers.0.self_attn.q_proj; every rank of x and y holds "
-        "and computes them whole"
+        "no style splits 8 modules with matrices, such as model.layers.0.self_attn.q_proj, so every rank of x and y "
+        "stores and computes these modules in full"
     ]
 
 
@@ -163,7 +169,7 @@ def flat_body(rank: int, world_size: int) -> dict[str, Tensor] | None:
     return model.gather(gradients=True)
 
 
-def test_a_norm_of_the_residual_may_stand_beside_split_layers(pool: Pool) -> None:
+def test_a_norm_of_the_residual_may_share_a_group_with_split_layers(pool: Pool) -> None:
     gradients = pool.run(4, flat_body)[0]
     model = make_flat()
     model(torch.arange(40).view(4, 10)).logsumexp(-1).sum().backward()

@@ -72,7 +72,7 @@ def test_layers_slide_as_in_transformers(kind: str, keys: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.slides])
-def test_use_sliding_window_counts_only_in_families_in_which_transformers_reads_it(kind: str) -> None:
+def test_use_sliding_window_counts_only_if_transformers_reads_it_for_the_family(kind: str) -> None:
     """In a Mistral model, for example, every layer slides, whatever this key says."""
     config = {"model_type": kind, **SIZES, "sliding_window": 8, "use_sliding_window": False, **OF_FAMILY.get(kind, {})}
     is_read = hasattr(transformers.CONFIG_MAPPING[kind](), "use_sliding_window")

@@ -166,7 +166,7 @@ def test_code_of_a_model_is_refused_without_a_question(
     auto = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["m.T", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(auto))
     for read in (load_model, open_tokenizer):
-        with pytest.raises(UserError, match="its own Python code, and fourfold never runs such code"):
+        with pytest.raises(UserError, match="its own Python code, but fourfold never runs such code"):
             read(str(folder))
     assert not (folder / "ran").exists()
 

@@ -65,4 +65,4 @@ def test_a_chat_keeps_its_earlier_turns(cli: Cli, tmp_path: Path, monkeypatch: p
     assert answer in single and "im_start" in single
     for option in ("--json", "--basis=b.safetensors"):
         assert "add --prompt TEXT to --chat" in one_sentence(cli(*begin, option))
-    assert "give --prompt or --prompt-file" in one_sentence(cli(*begin[:3]))
+    assert "give either --prompt or --prompt-file" in one_sentence(cli(*begin[:3]))

@@ -169,7 +169,7 @@ def test_prompts_in_chunks(llama: tuple[Any, LokiBasis]) -> None:
     torch.testing.assert_close(torch.cat(again, 1), expected[:, 45:])
 
 
-def test_beam_search_with_all_keys_is_that_of_full_attention(llama: tuple[Any, LokiBasis]) -> None:
+def test_beam_search_with_all_keys_equals_dense_attention(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     tokens = prompt()
     options = {"num_beams": 3, "max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(tokens)}

@@ -22,7 +22,7 @@ from fourfold.inference.loki.select import always_chosen, choose_keys, keys_per_
 from fourfold.inference.loki.simulate import Probe, simulate
 
 
-def test_streamed_covariance_is_that_of_all_keys_together() -> None:
+def test_streamed_covariance_equals_the_covariance_of_all_keys() -> None:
     keys = torch.randn(3, 2, 50, 6, generator=torch.Generator().manual_seed(0)) + 5.0
     moments = Moments.zero(2, 6)
     for part in keys.split(1):
@@ -156,7 +156,7 @@ def test_another_model_is_refused(llama: tuple[Any, LokiBasis]) -> None:
         enable_loki(copy.deepcopy(model).to(dtype), basis, LokiConfig(kernels="torch"))
 
 
-def test_files_that_are_no_basis(llama: tuple[Any, LokiBasis], tmp_path: Path) -> None:
+def test_files_that_are_not_a_basis_are_refused(llama: tuple[Any, LokiBasis], tmp_path: Path) -> None:
     _, basis = llama
     good, bad = tmp_path / "good.safetensors", tmp_path / "bad.safetensors"
     basis.save(good)
@@ -201,7 +201,7 @@ def test_too_little_text(llama: tuple[Any, LokiBasis]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["GPT2Config", "Gemma2Config", "GPTNeoXConfig", "DeepseekV3Config"])
-def test_architectures_that_cannot_have_it(kind: str) -> None:
+def test_unsupported_architectures_are_refused(kind: str) -> None:
     import transformers
 
     from fourfold.inference.loki.architecture import attentions_of
@@ -220,8 +220,8 @@ def test_architectures_that_cannot_have_it(kind: str) -> None:
         ({"d": 0}, "d = 0"),
         ({"k_f": 0.0}, "must be a number > 0 and ≤ 1"),
         ({"d_f": 1.5}, "≤ 1"),
-        ({"k": 5, "k_f": 0.5}, "k and k_f exclude each other"),
-        ({"d": 5, "d_f": 0.5}, "d and d_f exclude each other"),
+        ({"k": 5, "k_f": 0.5}, "k and k_f cannot be combined"),
+        ({"d": 5, "d_f": 0.5}, "d and d_f cannot be combined"),
         ({"k": 5, "sink": 3, "recent": 3}, "raise k to at least 6"),
         ({"min_seq": -1}, "≥ 0"),
         ({"kernels": "cuda"}, "'auto', 'torch', 'triton' or 'numba'"),
@@ -235,7 +235,7 @@ def test_architectures_that_cannot_have_it(kind: str) -> None:
         ({"skip_layers": (0, 1.5)}, "skip_layers.1 = 1.5: must be an integer"),
     ],
 )
-def test_values_that_cannot_be(values: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         LokiConfig(**values)
 

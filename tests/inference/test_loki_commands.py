@@ -68,7 +68,7 @@ def test_calibrate(cli: Cli, model: Path, text: Path, tmp_path: Path) -> None:
     assert (record["tokens"], record["gate"]["windows"]) == (
         12 * 64,
         2,
-    )  # 2 of the 15 windows choose settings, 1 a kind
+    )  # 2 of the 15 windows choose the settings, and 1 window chooses the kind of components
     assert list(record["ranks"]) == ["pre", "post", "scores"]
     assert all(1 <= rank <= 8 for heads in record["ranks"]["post"] for rank in heads)
 
@@ -143,7 +143,7 @@ def test_generate_with_the_settings_of_the_calibration(
 
 
 @pytest.mark.slow
-def test_nothing_but_the_text_is_printed(model: Path) -> None:
+def test_only_the_text_is_printed(model: Path) -> None:
     """Use a new process, because importing transformers and its dependencies there could print warnings to standard
     error."""
     command = ("-m", "fourfold", "generate", "--model", model, "--prompt", "grid", "--max-new-tokens", "2")
@@ -151,7 +151,7 @@ def test_nothing_but_the_text_is_printed(model: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_generate_whatever_the_folder_says(cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_generate_ignores_batch_settings_of_generation_config(cli: Cli, model: Path, tmp_path: Path) -> None:
     """Whatever generation_config.json says, the command prints one sequence, without beam search and with a growing
     cache."""
     copied = tmp_path / "copied"
@@ -166,7 +166,7 @@ def test_generate_whatever_the_folder_says(cli: Cli, model: Path, tmp_path: Path
     assert texts[0] == texts[1]
 
 
-def test_from_a_run_of_ours(cli: Cli, tmp_path: Path) -> None:
+def test_generate_from_a_run_of_fourfold(cli: Cli, tmp_path: Path) -> None:
     """The run is exported temporarily, and the text consists of bytes, as in training."""
     path = run_file(tmp_path, make_corpus(tmp_path), training__train_steps=2, checkpoint__interval=2)
     assert cli("train", path)[0] == 0
@@ -207,7 +207,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
         ((*generate, "--basis", tmp_path / "none"), "cannot read"),
         (("generate", "--model", other, "--prompt", "a", "--basis", basis), "the basis belongs to"),
         (("generate", "--model", gpt2, "--tokenizer", "bytes", *loki[3:]), "'gpt2' are not supported"),
-        ((*generate, "--prompt-file", text), "give --prompt or --prompt-file"),
+        ((*generate, "--prompt-file", text), "give either --prompt or --prompt-file"),
         ((*generate, "--max-new-tokens", 300), "256 positions"),
         ((*generate, "--temperature", -1), "--temperature -1.0 must be finite and at least 1e-06, such as 1"),
         ((*generate, "--temperature", "1e-320"), "must be finite and at least 1e-06, such as 1"),

@@ -93,7 +93,7 @@ def _then_away(layer: Any) -> Any:
     return update
 
 
-def test_the_cache_is_let_go_after_a_pass(llama: tuple[Any, LokiBasis]) -> None:
+def test_the_cache_is_released_after_a_pass(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     enable_loki(model, basis, SPARSE)
     model.generate(prompt(), max_new_tokens=3, do_sample=False, attention_mask=torch.ones(2, 50).long())
@@ -111,7 +111,7 @@ def test_the_part_and_the_whole_of_a_model(llama: tuple[Any, LokiBasis]) -> None
     assert torch.equal(model(prompt()).logits, expected)
 
 
-def test_an_attention_that_was_set_since_stays(llama: tuple[Any, LokiBasis]) -> None:
+def test_an_attention_that_was_set_later_is_kept(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     enable_loki(model, basis, SPARSE)
     model.set_attn_implementation("sdpa")
@@ -204,7 +204,7 @@ def test_a_layer_that_was_skipped_is_ranked_later(llama: tuple[Any, LokiBasis]) 
         enable_loki(model, basis, changed(SPARSE, skip_layers=(0, 1)))
 
 
-def test_a_prompt_in_inference_mode_goes_on_outside_it(llama: tuple[Any, LokiBasis]) -> None:
+def test_a_prompt_in_inference_mode_continues_outside_of_it(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     enable_loki(model, basis, SPARSE)
     tokens, found = prompt(), []
@@ -283,7 +283,7 @@ def test_a_window_of_all_positions_hides_nothing() -> None:
     assert (found[1] - expected).abs().max() > 1e-3
 
 
-def test_another_cache_is_said_to_be_dense_once(llama: tuple[Any, LokiBasis], caplog: pytest.LogCaptureFixture) -> None:
+def test_another_cache_type_causes_one_warning(llama: tuple[Any, LokiBasis], caplog: pytest.LogCaptureFixture) -> None:
     class OwnLayer(DynamicLayer):
         pass
 

@@ -212,7 +212,7 @@ def test_triton_interprets_its_own_functions_whatever_tests_come_first() -> None
     assert result.stderr.splitlines()[-1] == "InterpretedFunction", result.stdout + result.stderr
 
 
-def test_nothing_but_what_is_chosen_is_read(kernels: str) -> None:
+def test_only_chosen_keys_are_read(kernels: str) -> None:
     """Keys and values that are not chosen may be NaN. A NaN that is chosen must show in the output."""
     config = LokiConfig(k=20, sink=0, recent=0, min_seq=0, kernels=kernels)
     generator = torch.Generator().manual_seed(0)
@@ -250,7 +250,7 @@ def test_numba_in_other_threads_and_numbers_of_them() -> None:
         torch.set_num_threads(before)
 
 
-def test_where_numba_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numba_runs_only_with_supported_devices_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
     cpu, auto = torch.device("cpu"), LokiConfig()
     assert [auto.kernels_for(cpu, dtype) for dtype in (torch.float32, torch.float64)] == ["numba", "torch"]

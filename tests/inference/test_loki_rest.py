@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 @pytest.mark.parametrize("constant", [0.0, 300.0, -300.0])
-def test_with_exact_codes_the_share_is_that_of_dense_attention(constant: float) -> None:
+def test_with_exact_codes_the_share_equals_dense_attention(constant: float) -> None:
     """The codes' scores may lack a constant."""
     scores_S = 3 * torch.randn(50, generator=torch.Generator().manual_seed(0))
     is_chosen_S, is_visible_S = torch.arange(50) < 7, torch.arange(50) < 40

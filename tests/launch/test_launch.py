@@ -258,7 +258,7 @@ def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device(Place(3, 3, 4, 4, "local"), "auto") == torch.device("cuda", 3)
     for launcher in ("local", "torchrun", "slurm"):
         with pytest.raises(
-            UserError, match=r"8 processes on this machine need a GPU each, and torch sees 4; start 4 per machine"
+            UserError, match=r"8 processes on this machine need a GPU each, but torch sees 4; start 4 per machine"
         ):
             choose_device(Place(6, 6, 16, 8, launcher), "auto")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -201,7 +201,7 @@ def test_refusals(cli: Cli, tmp_path: Path, arguments: tuple[str, ...], message:
     assert not (tmp_path / "job.sh").exists()
 
 
-def test_a_job_without_checkpoints_is_warned_of(cli: Cli, tmp_path: Path) -> None:
+def test_a_job_without_checkpoints_causes_a_warning(cli: Cli, tmp_path: Path) -> None:
     words = ("launch", "slurm", run_file(tmp_path, "/nowhere/corpus"), "--site", "generic", "--nodes", 1)
     code, script, errors = cli(*words, "--set", "checkpoint.interval=0")
     assert code == 0 and script and "warning: checkpoint.interval = 0" in errors and errors.count("\n") == 1
@@ -228,7 +228,7 @@ def test_a_job_saves_at_the_planners_interval(cli: Cli, tmp_path: Path) -> None:
     assert f"every {best:,} steps" in note and "on dgx-h100" in note
 
 
-def test_a_wall_time_below_the_interval_is_warned_of(cli: Cli, tmp_path: Path) -> None:
+def test_a_wall_time_below_the_interval_causes_a_warning(cli: Cli, tmp_path: Path) -> None:
     _, notes = script_for_h100s(cli, tmp_path, "--time", "0:30")
     assert "warning: --time 0:30 is shorter than the interval of" in notes[-1]
     script, notes = script_for_h100s(cli, tmp_path, "--set", "checkpoint.interval=1", "--time", "0:30")

@@ -65,7 +65,7 @@ def test_the_padding_of_a_copy_holds_numbers(how: Copy) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_change_no_product(layout: LayerLayout) -> None:
+def test_layouts_change_no_matmul(layout: LayerLayout) -> None:
     x, grad = torch.randn(2, 8, 24, dtype=torch.float64), torch.randn(2, 8, 40, dtype=torch.float64)
     weight = torch.randn(40, 24, dtype=torch.float64)
     stored = weight.T.contiguous().T if layout.turned else weight
@@ -114,7 +114,7 @@ def sizes_body(rank: int, world_size: int, run: RunConfig) -> None:
         (GPT, {"y": 2, "cp": 2}, {}),
     ],
 )
-def test_the_sizes_are_those_of_the_step(
+def test_tuned_sizes_are_the_sizes_of_the_step(
     pool: Pool, tmp_path: Path, model: dict[str, Any], grid: dict[str, int], sections: dict[str, Any]
 ) -> None:
     run = tiny_run(model, grid, training=TUNED, output_dir=str(tmp_path), **sections)
@@ -174,7 +174,7 @@ def test_stochastic_rounding_steps_turned_weights_alike(pool: Pool, tmp_path: Pa
         assert apart.mean() < 2.0**-8 * weight.float().abs().mean() + 3e-5, name
 
 
-def test_what_lays_out_products_itself_is_refused() -> None:
+def test_features_that_choose_matmul_layouts_are_refused() -> None:
     with pytest.raises(UserError, match="tuned_products = 'off', or compile = false"):
         tiny_run(LLAMA, training=TUNED | {"compile": True})
     tiny_run(LLAMA, {"x": 2}, training=TUNED | {"compile": True})

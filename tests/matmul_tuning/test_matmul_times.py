@@ -65,14 +65,14 @@ def slow_products(monkeypatch: pytest.MonkeyPatch, milliseconds: dict[tuple[str,
         monkeypatch.setattr(LaidOutMatmuls, product, slow)
 
 
-def test_what_is_no_faster_is_left_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_that_is_not_faster_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_products(monkeypatch, {})
     tuned = tune_layer(SIZES, torch.float32, CPU)
     assert tuned.layout == LayerLayout()
     assert {gain.gain for gain in tuned.gains.values()} == {1.0}
 
 
-def test_a_copy_that_pays_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_saves_time_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     left = Copies(left="turned and padded")
     slow_products(monkeypatch, {("weight_gradient", False, left): 1.0})
     tuned = tune_layer(SIZES, torch.float32, CPU)
@@ -83,7 +83,9 @@ def test_a_copy_that_pays_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("output", "turned"), [(2.2, True), (3.0, False)])
-def test_a_weight_is_turned_where_the_layer_gains(monkeypatch: pytest.MonkeyPatch, output: float, turned: bool) -> None:
+def test_a_weight_is_transposed_if_the_layer_gets_faster(
+    monkeypatch: pytest.MonkeyPatch, output: float, turned: bool
+) -> None:
     """With a transposed weight, input gradients take half the time, but outputs take longer. The rule counts outputs
     twice, because recompute may run them twice."""
     copies = (
@@ -127,13 +129,13 @@ def test_the_table_is_kept_in_the_cache_directory(cache: Path, monkeypatch: pyte
     assert table_file("any").parent == Path("/home/someone/.cache/fourfold")
 
 
-def test_a_damaged_table_is_a_sentence(cache: Path) -> None:
+def test_a_damaged_table_gets_one_sentence(cache: Path) -> None:
     file = write_table(TABLE)
     whole = file.read_text()
     for text in ("", whole[: len(whole) // 2], whole.replace("padded", "folded"), whole.replace('"seconds": 0.5', ""),
                  whole.replace('"weight_gradient"', '"another"')):  # fmt: skip
         file.write_text(text)
-        with pytest.raises(UserError, match="damaged: it is no table of tuned matmuls; remove it"):
+        with pytest.raises(UserError, match="damaged: it is not a table of tuned matmuls; remove it"):
             read_table(TABLE.machine)
     file.write_text(whole.replace(TABLE.machine, "another"))
     with pytest.raises(UserError, match="belongs to another machine"):

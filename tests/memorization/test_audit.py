@@ -212,7 +212,7 @@ def test_other_documents_before_each(trained: Path, record: dict[str, Any], pool
         pool.run(1, on_grid, request_of(trained, offset=45))
 
 
-def test_documents_that_training_kept_apart_get_no_others_before_them(trained: Path, pool: Pool) -> None:
+def test_an_offset_is_refused_after_training_with_document_masks(trained: Path, pool: Pool) -> None:
     """An offset is refused if document masking was on when the audited model or the reference model was trained."""
     apart = "data.mask_documents=true"
     assert pool.run(1, on_grid, request_of(trained, apart))[0]["offset"] == 0
@@ -263,7 +263,7 @@ def test_a_checkpoint_alone(trained: Path, tmp_path: Path, record: dict[str, Any
     (tmp_path / "text.jsonl").write_text(line(text="a" * 60))
     code, output, errors = cli(*arguments, "--documents", tmp_path / "text.jsonl")
     assert (code, output) == (2, "")
-    assert "give it with --tokenizer" in errors
+    assert "name the tokenizer with --tokenizer" in errors
     code, output, errors = cli(*arguments, "--documents", tmp_path / "text.jsonl", "--tokenizer", "bytes")
     assert code == 0, errors
 
@@ -343,11 +343,11 @@ def test_gate(trained: Path, cli: Cli) -> None:
         ("nonsense\n", {}, "line 1: not JSON"),
         (line(text=""), {}, "line 1 is an empty document"),
         (line(txt="a"), {}, 'neither "text" nor "tokens"; name the key with --text-key'),
-        (line(text="a" * 90) + line(text="short"), {}, "line 2 has 5 tokens, and prefix and suffix need 30"),
-        (line(tokens=[1] * 50 + [9999]), {}, "has token 9999, and the model's vocabulary ends at 256"),
+        (line(text="a" * 90) + line(text="short"), {}, "line 2 has 5 tokens, but prefix and suffix need 30"),
+        (line(tokens=[1] * 50 + [9999]), {}, "has token 9999, but the model's vocabulary ends at 256"),
         (line(tokens=["a"]), {}, "not a list of token ids"),
         (line(tokens=[1] * 50, tokenizer="other"), {}, "another tokenizer than the model's"),
-        (line(text="a" * 90, count=-1), {}, 'has -1 as "count"; it is a whole number'),
+        (line(text="a" * 90, count=-1), {}, 'has -1 as "count"; it must be a whole number'),
         (line(text="a" * 90, count=0), {}, "so the model was trained on none of them"),
         (line(text="a" * 90), {"--suffix": 0}, "--suffix 0 must be from 1"),
         (line(text="a" * 90), {"--prefix": 60}, "more than the 65 tokens that the model sees"),

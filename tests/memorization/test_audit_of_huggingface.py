@@ -153,7 +153,7 @@ def test_canaries_of_a_corpus_whose_documents_end_with_another_token(
         assert ends == {tokenizer.convert_tokens_to_ids(end)}
     assert records[0] == records[1]
     code, output, errors = cli("audit", "--model", folder, "--documents", ledger_path(tmp_path / "other"), *sizes)
-    assert (code, output) == (2, "") and "name that one with --tokenizer" in errors
+    assert (code, output) == (2, "") and "name that tokenizer with --tokenizer" in errors
     named = ("--tokenizer", tmp_path / "model")
     assert cli("audit", "--model", folder, "--documents", ledger_path(tmp_path / "other"), *named, *sizes)[0] == 0
 

@@ -208,7 +208,7 @@ def test_the_conclusion_is_what_the_intervals_show() -> None:
     assert unclear.startswith("No evidence that members can be distinguished")
     assert "loss" not in unclear
     inverted = words(loss=(0.1, 0.4), min_k=(0.2, 0.5))
-    assert inverted.startswith("Inverted for loss (")
+    assert inverted.startswith("The result is inverted for loss (")
     assert "distinguished" not in inverted
     assert words(loss=(0.9, 1.0), min_k_plus_plus=(0.0, 0.1)).count("min-k %++") == 1
 
@@ -228,13 +228,13 @@ def test_the_guard_notices_other_words_and_nothing_else() -> None:
 
 
 @pytest.mark.slow
-def test_the_guard_seldom_cries_wolf() -> None:
+def test_the_guard_rarely_raises_a_false_alarm() -> None:
     """The guard raises a false alarm about one time in twenty, also with few documents."""
     draws = [[RANDOM.integers(0, 60, 40) for _ in range(40)] for _ in range(100)]
     assert sum(bag_of_words_guard(draw[:26], draw[26:])["differs"] for draw in draws) <= 12
 
 
-def test_laws() -> None:
+def test_laws_of_extraction() -> None:
     assert exact_match_law(32, 50) == pytest.approx(0.204, abs=1e-3)
     assert near_duplicate_law(0.05, 13, 4) == pytest.approx(0.365, abs=1e-3)
     assert near_duplicate_law(0, 13, 4) == 0

@@ -50,7 +50,7 @@ def test_two_arms_side_by_side(tmp_path: Path) -> None:
     assert done.stdout.count("model FLOPs per token") == 1
 
 
-def test_a_pretrained_model_goes_on_among_buckets(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pretrained_model_continues_among_buckets(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the commands in the run file's comment on a small scale."""
     pytest.importorskip("transformers", reason="Hugging Face models are made by transformers")
     monkeypatch.chdir(tmp_path)

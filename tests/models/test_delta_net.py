@@ -86,7 +86,7 @@ def test_gradients_of_fast_decays_keep_their_precision() -> None:
 
 
 @pytest.mark.parametrize("ends", ENDS, ids=str)
-def test_a_document_is_as_if_alone(ends: list[int]) -> None:
+def test_a_document_is_computed_as_if_alone(ends: list[int]) -> None:
     inputs = heads(130, 1)
     packed = gated_delta_rule(*inputs, documents([ends], 130))
     for begin, end in zip([0, *ends], ends, strict=False):
@@ -96,7 +96,7 @@ def test_a_document_is_as_if_alone(ends: list[int]) -> None:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("is_packed", [False, True], ids=["one document", "packed"])
-def test_gradients_are_the_recurrences(length: int, is_packed: bool) -> None:
+def test_gradients_equal_the_recurrences(length: int, is_packed: bool) -> None:
     ends = [end for end in ENDS[0] if end < length] + [length]
     documents_BS = documents([ends, [length]], length) if is_packed else None
     inputs = [t.requires_grad_() for t in heads(length)]
@@ -173,7 +173,7 @@ def test_parameters_are_counted_right(changes: dict[str, Any]) -> None:
     assert sum(p.numel() for p in model.parameters()) == num_parameters(model.config)
 
 
-def test_packed_documents_are_as_if_alone() -> None:
+def test_packed_documents_are_computed_as_if_alone() -> None:
     model, lengths = model_of().double(), [7, 1, 12, 60]
     tokens = torch.randint(200, (1, 80), generator=torch.Generator().manual_seed(0))
     ends = torch.tensor([lengths]).cumsum(1)

@@ -139,7 +139,7 @@ def test_llama(sizes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GptOss"])
-def test_norms_round_where_those_of_transformers_round(kind: str) -> None:
+def test_norms_round_at_the_same_points_as_transformers(kind: str) -> None:
     modeling = getattr(transformers.models, {"Llama": "llama", "GptOss": "gpt_oss"}[kind])
     theirs = getattr(modeling, f"modeling_{modeling.__name__.rpartition('.')[2]}")
     norms = [getattr(theirs, f"{kind}RMSNorm")(64, eps=1e-5), RMSNorm(64, 1e-5, rounds_last=kind == "GptOss")]

@@ -115,7 +115,7 @@ def test_initialize_fills_every_parameter() -> None:
             assert 0.001 < parameter.std() < 0.03, name
 
 
-def test_first_loss_is_that_of_guessing() -> None:
+def test_first_loss_equals_the_loss_of_guessing() -> None:
     config = ModelConfig(**PRESETS["llama-tiny"])
     model = Transformer(config)
     initialize(model, config, seed=0)

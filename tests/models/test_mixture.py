@@ -78,7 +78,7 @@ CASES: list[tuple[dict[str, Any], float]] = [
 
 
 @pytest.mark.parametrize(("keys", "factor"), CASES, ids=str)
-def test_the_layer_and_its_gradients_are_those_of_a_loop_over_tokens(keys: dict[str, Any], factor: float) -> None:
+def test_the_layer_and_its_gradients_equal_a_loop_over_tokens(keys: dict[str, Any], factor: float) -> None:
     layer, config = mixture(**keys).double(), ModelConfig(**(TINY | keys))
     layer.capacity_factor = factor
     x = torch.randn(3, 11, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -191,9 +191,9 @@ def test_parameters_are_counted() -> None:
     [
         ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7 is more than num_experts = 6"),
         ({"mlp": "gelu"}, "needs gated MLPs, and mlp = 'gelu'"),
-        ({"first_k_dense_replace": 2}, "leaves none of num_hidden_layers = 2 with experts"),
+        ({"first_k_dense_replace": 2}, "leaves no layer with experts, because num_hidden_layers = 2"),
         ({"shared_expert_gate": True}, "shared_expert_intermediate_size = 20 works"),
-        ({"num_experts": 0, "router_bias": True}, "router_bias = true has no meaning with model.num_experts = 0"),
+        ({"num_experts": 0, "router_bias": True}, "router_bias = true has no effect with model.num_experts = 0"),
     ],
 )
 def test_impossible_experts_are_refused(keys: dict[str, Any], message: str) -> None:
@@ -215,7 +215,7 @@ def grouped_by(by_kernel: bool, sizes: list[int], device: str, monkeypatch: pyte
 
 
 @NEEDS_THE_KERNEL
-def test_torchs_grouped_kernel_multiplies_as_the_loop_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grouped_kernel_equals_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, kernel = (grouped_by(by_kernel, [8, 0, 16], "cpu", monkeypatch) for by_kernel in (False, True))
     for one, other in zip(kernel, loop, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
@@ -225,7 +225,7 @@ def test_torchs_grouped_kernel_multiplies_as_the_loop_does(monkeypatch: pytest.M
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @NEEDS_THE_KERNEL
 @pytest.mark.parametrize("sizes", [[0, 24, 0], [0, 0, 7, 0, 1, 0], [129, 0, 0, 3], [1, 0]], ids=str)
-def test_the_gpus_kernel_takes_empty_groups(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_kernel_supports_empty_groups(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of an empty group's matrix is zero, whatever the memory held before (pytorch issue 172439)."""
     loop = grouped_by(False, sizes, "cuda", monkeypatch)
     poison = [torch.full((len(sizes), 32, 16), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(8)]

@@ -31,7 +31,7 @@ def some_tokens(rows: int, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("sizes", [LLAMA, GPT, {**LLAMA, "qk_norm": True}], ids=["llama", "gpt", "qk_norm"])
-def test_packed_documents_are_as_if_alone(sizes: dict[str, Any]) -> None:
+def test_packed_documents_are_computed_as_if_alone(sizes: dict[str, Any]) -> None:
     model = make(sizes)
     rows = [[7, 1, 12], [20]]  # lengths of the documents in each row
     tokens = some_tokens(2, 20)

@@ -182,13 +182,13 @@ def test_a_name_is_quoted_and_rows_of_another_machine_are_refused(tmp_path: Path
     assert parse_machine(machine_toml(replace(laptop, name='a"b'), "mine", laptop), "mine.toml").name == 'a"b'
     table = tmp_path / "t.csv"
     table.write_text("\n".join([HEADER, row_text()]), encoding="utf-8")
-    with pytest.raises(UserError, match="the rows are from dgx-a100, and --machine is laptop"):
+    with pytest.raises(UserError, match="the rows are from dgx-a100, but --machine is laptop"):
         fit_machine([table], laptop, "mine")
     own = replace(load_machine("dgx-a100"), name="our cluster")
     assert fit_machine([table], own, "mine").machine.peak == own.peak
 
 
-def test_nothing_to_calibrate_on_is_a_sentence(tmp_path: Path) -> None:
+def test_nothing_to_calibrate_on_gets_one_sentence(tmp_path: Path) -> None:
     empty = tmp_path / "t.csv"
     empty.write_text(HEADER + "\n", encoding="utf-8")
     with pytest.raises(UserError, match="no row with a step time"):

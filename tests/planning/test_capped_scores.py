@@ -49,7 +49,7 @@ def moved_a_score(run: Callable[[], Any]) -> float:
     return counted.moved / (QUERIES * KEYS)
 
 
-def test_bytes_are_those_of_the_operations() -> None:
+def test_bytes_equal_the_bytes_of_the_operations() -> None:
     q, k, v = (torch.ones(1, 1, size, 8, dtype=torch.bfloat16) for size in (QUERIES, KEYS, KEYS))
     mask, scores = torch.ones(1, 1, QUERIES, KEYS, dtype=torch.bool), AttentionScores(0.3, 50.0)
     out, lse = attend_block(q, k, v, False, mask, scores)
@@ -59,7 +59,7 @@ def test_bytes_are_those_of_the_operations() -> None:
     assert backward == attention_core.CAPPED_BACKWARD
 
 
-def test_pieces_are_those_of_the_attention() -> None:
+def test_pieces_equal_the_pieces_of_the_attention() -> None:
     assert tensor_sizes.CAPPED_QUERIES == block_attention.CAPPED_ROWS == document_attention.MOST_QUERIES
     assert tensor_sizes.WIDEST_FLASH == block_attention.WIDEST_FLASH
     assert tensor_sizes.LEAST_QUERIES == document_attention.LEAST_QUERIES

@@ -219,7 +219,7 @@ def test_formulas_equal_the_trace_of_wide_recomputed_blocks(offload: bool) -> No
     assert_activations_too(run.model_copy(update=changed), within=0.01)
 
 
-def test_formulas_equal_the_trace_where_queries_are_split_and_share_keys() -> None:
+def test_formulas_equal_the_trace_if_queries_are_split_and_share_keys() -> None:
     """Under a mask, key-value heads are repeated."""
     assert_activations_too(run_of("uneven", {"y": 8}, "none", micro_batch_size=1, seq_length=256))
 

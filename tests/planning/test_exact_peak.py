@@ -33,7 +33,7 @@ OFTEN = {("zero 0", "full", 1), ("zero 2", "none", 2)}
         for case in product(LAYOUTS, ("none", "full"), (1, 2))
     ],
 )
-def test_the_peak_is_that_of_the_trace(layout: str, recompute: str, micro_batches: int) -> None:
+def test_the_peak_equals_the_trace(layout: str, recompute: str, micro_batches: int) -> None:
     run = run_of(LAYOUTS[layout], recompute, micro_batches)
     assert planned_peak(run) == pytest.approx(trace(run).memory.total_peak, rel=0.005)
 
@@ -71,7 +71,7 @@ def test_the_peak_of_other_models_is_near_the_traces(model: str, layout: str, ot
     ],
     ids=str,
 )
-def test_the_peak_of_hybrids_is_that_of_the_trace(
+def test_the_peak_of_hybrids_equals_the_trace(
     model: str, parallel: dict[str, int], recompute: str, micro_batches: int
 ) -> None:
     run = run_of(parallel, recompute, micro_batches, layers=4, model=model)
@@ -89,7 +89,7 @@ def test_the_peak_of_pipelines_counts_the_sums_of_the_embedding() -> None:
         assert planned_peak(run, rank) == pytest.approx(told.memory.total_peak, rel=0.01), rank
 
 
-def test_the_peak_of_few_blocks_with_experts_is_that_of_the_trace() -> None:
+def test_the_peak_of_few_blocks_with_experts_equals_the_trace() -> None:
     """With ``zero`` 3, experts that no other rank shards are freed after use. The optimizer steps without gathered
     weights."""
     run = run_of({"dp": 4, "zero": 3, "ep": 4}, "selective", 1, layers=2, model="gpt-oss-20b", seq=1024)

@@ -72,12 +72,12 @@ def test_shipped_constants_are_there_for_every_level() -> None:
         (('name = "', 'name = "two\\n'), "name = .* must be text of one line"),
     ],
 )
-def test_a_wrong_machine_file_is_a_sentence(change: tuple[str, str], sentence: str) -> None:
+def test_a_wrong_machine_file_gets_one_sentence(change: tuple[str, str], sentence: str) -> None:
     text = (FOLDER / "dgx-h100.toml").read_text(encoding="utf-8").replace(*change)
     with pytest.raises(UserError, match=sentence):
         parse_machine(text, "mine.toml")
 
 
-def test_an_unknown_machine_is_answered_with_the_nearest() -> None:
+def test_an_unknown_machine_gets_the_nearest_name() -> None:
     with pytest.raises(UserError, match="did you mean 'frontier'"):
         load_machine("fronteir")

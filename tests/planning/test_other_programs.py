@@ -110,7 +110,7 @@ MEGATRON = (
         ("--tensor-model-parallel-size 3", "gpus /tp /pp /cp is not a whole number (gpus = 8, tp = 3, pp = 1, cp = 1)"),
         ("--num-experts 6 --expert-model-parallel-size 4", "experts /ep is not a whole number"),
         ("--global-batch-size 101", "global_batch /micro_batch /copies is not a whole number"),
-        ("--num-experts 4 --moe-layer-freq '([1]*3+[0]*1)*2'", "is no pattern of layers such as"),
+        ("--num-experts 4 --moe-layer-freq '([1]*3+[0]*1)*2'", "is not a pattern of layers, such as"),
     ],
 )
 def test_values_that_cannot_be_true_are_refused(tmp_path: Path, options: str, words: str) -> None:

@@ -68,7 +68,7 @@ def test_the_best_is_first_and_fits(plan: Plan) -> None:
     assert record["tokens_per_second_per_gpu"] == pytest.approx(256 * 8192 / record["step_seconds"] / GPUS)
 
 
-def test_memory_is_that_of_the_fullest_stage(plan: Plan) -> None:
+def test_memory_is_the_memory_of_the_fullest_stage(plan: Plan) -> None:
     work = plan.best.work
     totals = [sum(float(stage_memory(work, H100, s)[c]) for c in CATEGORIES) for s in range(int(work.layout.pp))]
     assert plan.best.memory_bytes == pytest.approx(max(totals))
@@ -83,7 +83,7 @@ def test_memory_of_a_split_that_a_run_file_says(layers_per_stage: tuple[int, ...
 
 
 @pytest.mark.parametrize("master_weights", ["fp32", "bf16"])
-def test_states_are_those_of_the_exact_formulas(master_weights: str) -> None:
+def test_states_equal_the_exact_formulas(master_weights: str) -> None:
     """The difference is at most 0.1 %. It comes from norms and from the rounding of shards."""
     training = {"train_steps": 1, "precision": "bf16", "global_batch_size": 8, "seq_length": 512}
     table = {
@@ -104,7 +104,7 @@ def test_a_run_is_checked_in_the_precision_that_was_asked(tmp_path: Path) -> Non
     path = tmp_path / "run.toml"
     run = make_run({"model": {"preset": "gpt2"}, "data": {"source": "python-stdlib"}, "training": keys}, "test")
     path.write_text(to_toml(run))
-    with pytest.raises(UserError, match=r"needs training\.precision = 'bf16', and it is 'fp32'"):
+    with pytest.raises(UserError, match=r"needs training\.precision = 'bf16', but it is 'fp32'"):
         request_from_options(run_file=path, precision="fp32")
     step = request_from_options(run_file=path, overrides=["training.master_weights=fp32"], precision="fp32").base.step
     assert (step.bits, step.weight_bytes, step.moment_bytes) == (32, 4, 4)
@@ -185,7 +185,7 @@ def test_p_out_of_memory_is_a_distribution() -> None:
 
 
 @pytest.mark.parametrize("change", [{"z": 8}, {"dp": 8, "zero": 3}, {"recompute": 2}, {"x": 8}])
-def test_what_should_save_memory_does(change: dict[str, int]) -> None:
+def test_every_memory_saving_option_saves_memory(change: dict[str, int]) -> None:
     work = base("llama3-8b", 8192, 64).but(dp=8)
     other = work.but(**({"dp": 1} | change if "x" in change or "z" in change else change))
     assert float(peak_memory(other, H100)) < float(peak_memory(work, H100))
@@ -232,7 +232,7 @@ def test_more_recompute_is_a_neighbor_that_fits() -> None:
     )
 
 
-def test_two_levels_are_explained_where_they_change_something(plan: Plan) -> None:
+def test_two_levels_are_explained_if_they_change_something(plan: Plan) -> None:
     def explained(**layout: int) -> dict[str, float | None]:
         best = predict(base("gpt-5b", 2048, 4096).but(**layout), H100, PRIOR)
         return {each.change: each.slower for each in in_nodes(replace(plan, best=best))}
@@ -260,7 +260,7 @@ def test_nothing_fits_says_what_would() -> None:
     with pytest.raises(UserError, match=r"nothing fits: .*; 128 GPUs would be enough"):
         make_plan(base("llama3-405b", 8192, 8), H100, PRIOR, 64)
     with pytest.raises(
-        UserError, match=r"nothing fits: .* needs the least memory, [\d.]+ GB, and a .* GPU has 85 GB.* GPUs"
+        UserError, match=r"nothing fits: .* needs the least memory, [\d.]+ GB, but a .* GPU has 85 GB.* GPUs"
     ):
         make_plan(base("llama3-405b", 8192, 64), H100, PRIOR, 8)
     with pytest.raises(UserError, match="no layout of 7 GPUs is legal"):
@@ -284,7 +284,7 @@ def test_scaling_replans_at_each_size() -> None:
         sizes_of("8-16")
 
 
-def test_a_layout_is_predicted_alike_alone_and_among_others() -> None:
+def test_a_layout_gets_the_same_prediction_alone_and_in_an_array() -> None:
     work = base("llama3-8b", 8192, 64).but(x=2, z=4)
     alone = predict(work, H100, PRIOR).seconds
     assert alone == pytest.approx(make_plan(
@@ -293,7 +293,7 @@ def test_a_layout_is_predicted_alike_alone_and_among_others() -> None:
     ).best.seconds)  # fmt: skip
 
 
-def test_limits_of_one_thing_all_hold() -> None:
+def test_limits_of_schedule_and_stages_all_hold() -> None:
     """A later limit does not silently undo an earlier one."""
     assert parse_limits(["schedule=Interleaved1F1B", "stages_per_rank=2"]).pipelines == (("Interleaved1F1B", 2),)
     assert parse_limits(["stages_per_rank=2", "schedule=Interleaved1F1B"]).pipelines == (("Interleaved1F1B", 2),)

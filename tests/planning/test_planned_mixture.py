@@ -65,7 +65,7 @@ GRIDS: list[dict[str, int]] = [
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_exchanges_are_those_of_every_choice_of_a_token(grid: dict[str, int], again: bool) -> None:
+def test_exchanges_send_a_row_for_every_chosen_expert(grid: dict[str, int], again: bool) -> None:
     """There are two exchanges in the forward, two in the backward, and two more with full recompute. A token is sent to
     K experts, so each exchange sends K rows per token, with 2 bytes per entry."""
     mode = {"activation_checkpoint": {"mode": "full" if again else "none"}}
@@ -121,7 +121,7 @@ def test_gradients_of_experts_are_summed_over_those_with_the_same() -> None:
     assert float(step_parts(work, ONE_LINK, PLAIN)["dp"]) == pytest.approx(sent)
 
 
-def test_flops_are_those_of_the_active_experts() -> None:
+def test_flops_count_only_active_experts() -> None:
     work = work_of({})
     attention, router, experts = 4 * HIDDEN**2, HIDDEN * EXPERTS, CHOSEN * 3 * HIDDEN * INNER
     weights = LAYERS * (attention + router + experts) + 1024 * HIDDEN
@@ -174,7 +174,7 @@ def test_the_fullest_rank_of_a_pipeline_with_dense_first_layers(schedule: str, m
     assert together == pytest.approx(np.array(peaks), rel=1e-9)
 
 
-def test_a_middle_rank_is_the_fullest_where_the_first_has_the_dense_layers() -> None:
+def test_a_middle_rank_is_the_fullest_if_the_first_rank_has_the_dense_layers() -> None:
     model = {"num_hidden_layers": 16, "first_k_dense_replace": 3, "vocab_size": 512}
     work = workload_of(run_of({"pp": 4, "dp": 2, "ep": 2}, model))
     first, second = (stage_memory(work, H100, rank) for rank in range(2))
@@ -194,7 +194,7 @@ def test_rows_of_a_rank() -> None:
     assert uneven > even
 
 
-def test_a_mixture_of_one_expert_is_a_dense_mlp() -> None:
+def test_a_mixture_of_one_expert_equals_a_dense_mlp() -> None:
     """Both have the same matmuls, the same sums over x, and the same weights."""
     dense = work_of({"x": 2}, {"num_experts": 0, "moe_intermediate_size": 0, "intermediate_size": INNER})
     one = work_of({"x": 2}, {"num_experts": 1, "num_experts_per_tok": 1})

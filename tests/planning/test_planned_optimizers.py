@@ -55,7 +55,7 @@ def run_of(model: dict[str, Any], grid: dict[str, Any], name: str, seq_length: i
     ],
     ids=str,
 )
-def test_states_are_those_of_the_closed_formula(model: dict[str, Any], grid: dict[str, Any], name: str) -> None:
+def test_states_equal_the_closed_formula(model: dict[str, Any], grid: dict[str, Any], name: str) -> None:
     """The planner may also count the temporary tensors of Lion and Muon, if they do not fit into the memory that the
     activations free."""
     run = run_of(model, grid, name)
@@ -116,7 +116,7 @@ def test_the_command_line_chooses_an_optimizer_and_writes_it(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (48, 128), (128, 48)])
-def test_flops_are_those_of_the_products(rows: int, columns: int) -> None:
+def test_flops_equal_the_flops_of_the_matmuls(rows: int, columns: int) -> None:
     with FlopCounterMode(display=False) as counted:
         orthogonalize(torch.ones(3, rows, columns))
     assert counted.get_total_flops() == 3 * Matrices(1, min(rows, columns), max(rows, columns)).flops
@@ -134,7 +134,7 @@ def test_seconds_are_of_the_bytes_that_are_sent(grid: dict[str, Any]) -> None:
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("grid", [{}, {"x": 2, "dp": 2, "zero": 1}, {"dp": 4}], ids=str)
-def test_the_workspace_is_that_of_the_trace(grid: dict[str, Any]) -> None:
+def test_the_workspace_equals_the_trace(grid: dict[str, Any]) -> None:
     """With few tokens, the workspace is larger than the activations."""
     model = {"preset": "llama-tiny", "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
     run = run_of(model, grid, "muon", seq_length=8)

@@ -39,7 +39,7 @@ REFUSALS: list[tuple[Callable[[], object], str, str, str]] = [
     (lambda: parse_machine("calibrated_range.seq = [8, 1]", "m.toml"), "calibrated_range.seq", "[8, 1]", "[1, 8]"),
     (lambda: parse_limits(["x=a"]), "--limit", "x=a", "write it as x<=8"),
     (lambda: parse_limits(["zero=9"], "--space"), "--space", "zero=9", "takes one of 0, 1, 2, 3"),
-    (lambda: parse_limits(["x=4", "x<=2"]), "--limit", "x=4", "leave one out"),
+    (lambda: parse_limits(["x=4", "x<=2"]), "--limit", "x=4", "leave a limit out"),
     (lambda: sizes_of("8-16"), "--gpus", "8-16", "write it as 512:32768"),
     (lambda: sizes_of("8:99999999"), "--gpus", "8:99999999", "such as 512:32768"),
     (lambda: request_from_options(model="gpt2", gpus=0), "--gpus", "0", "must be from 1 to "),

@@ -259,8 +259,8 @@ def test_a_row_that_cannot_be_predicted_has_a_reason(cells: dict[str, object], r
         ({"hidden": 1000}, "hidden = 1000 is not a multiple of heads = 16"),
         ({"kv_heads": 3}, "heads = 16 is not a multiple of kv_heads = 3"),
         ({"sharding": "hsdp", "shard_group": 3}, "gpus = 8 is not a multiple of shard_group = 3"),
-        ({"tp": 16}, "tp = 16 is more than the 8 GPUs"),
-        ({"vpp": 2}, "vpp = 2 needs pp, and pp is 1"),
+        ({"tp": 16}, "tp = 16 is larger than the number of GPUs, 8"),
+        ({"vpp": 2}, "vpp = 2 needs pp, but pp is 1"),
         ({"machine": "A100-80GB"}, "machine = A100-80GB is unknown; did you mean"),
     ],
 )
@@ -277,8 +277,8 @@ def test_a_mistaken_cell_names_its_row_and_column(tmp_path: Path, cells: dict[st
         (HEADER.replace("program,", ""), "has no column program; docs/measured-rows.md lists the columns$"),
         (HEADER.replace(",recompute,", ",act_ckpt,"), "has no column recompute"),
         (HEADER.replace(",", ";"), "must be separated by commas"),
-        (HEADER + ",step_second", "has a column 'step_second' that is not known; did you mean step_seconds"),
-        (HEADER + ",quux", "has a column 'quux' that is not known; remove it, or keep its text in notes"),
+        (HEADER + ",step_second", "has an unknown column 'step_second'; did you mean step_seconds"),
+        (HEADER + ",quux", "has an unknown column 'quux'; remove it, or keep its text in notes"),
         (HEADER + ",tp", "has two columns tp"),
         ("a,b", "has no column gpus, precision, program, machine"),
     ],
@@ -290,7 +290,7 @@ def test_a_mistaken_header_names_the_column(tmp_path: Path, header: str, sentenc
         read_rows([path])
 
 
-def test_a_file_that_is_no_table_is_a_sentence(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_table_gets_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(HEADER.encode() + b"\n\xe9\n")
     with pytest.raises(UserError, match="is not a CSV file in UTF-8"):
@@ -323,7 +323,7 @@ def test_the_table_that_comes_with_fourfold() -> None:
     assert len({(r.source, r.row_id) for r in table}) == len(table) > 1000
     sources = tomllib.loads(measured_table().with_name("sources.toml").read_text(encoding="utf-8"))
     assert set(sources) == {r.source for r in table}
-    assert all(set(entry) >= {"title", "where", "licence", "read"} for entry in sources.values())
+    assert all(set(entry) >= {"title", "where", "license", "read"} for entry in sources.values())
     assert measured_table().stat().st_size < 400_000
     assert all(traits.source for traits in PROGRAMS.values())
     with measured_table().open(encoding="utf-8", newline="") as file:
@@ -357,7 +357,7 @@ def test_out_of_memory_rows() -> None:
     assert not row(memory_gb=30).work.program.count_runtime
 
 
-def test_whatever_ran_fitted() -> None:
+def test_a_run_that_finished_fit_into_memory() -> None:
     """If a row has a step time but no memory, the run fit into memory. Such a row counts if it gives the recompute
     mode."""
     scored = predict_rows([row(), row(recompute=""), row(hidden=20480, heads=128)], Calibration())

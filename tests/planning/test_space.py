@@ -113,7 +113,7 @@ ALL_SCHEDULES = (*PIPELINES, ("GPipe", 1), ("LoopedBFS", 2), ("DualPipeV", 2))
     SearchLimits(fixed=(("pp", 1),), at_most=(("y", 4),), recomputes=RECOMPUTES[:1], batch_parts=(4,)),
     SearchLimits(at_most=(("x", 2), ("y", 2), ("cp", 2)), pipelines=ALL_SCHEDULES, batch_parts=(2,)),
 ], ids=["x, y, z, dp", "cp", "pp"])  # fmt: skip
-def test_legality_is_that_of_the_run_file(preset: str, bits: int, limits: SearchLimits) -> None:
+def test_the_planner_and_the_run_file_agree_on_legality(preset: str, bits: int, limits: SearchLimits) -> None:
     gpus = 24
     work = all_layouts(base(preset, 96, 48).but(bits=bits), gpus, limits)
     reasons = rejections(work, load_machine("dgx-h100"))
@@ -128,7 +128,7 @@ def test_legality_is_that_of_the_run_file(preset: str, bits: int, limits: Search
 
 
 @pytest.mark.parametrize("schedule", [*PIPELINES, ("LoopedBFS", 2), ("DualPipeV", 2)], ids=str)
-def test_the_split_of_the_layers_is_that_of_the_run_file(schedule: tuple[str, int]) -> None:
+def test_the_planner_splits_layers_as_the_run_file_does(schedule: tuple[str, int]) -> None:
     for pp, layers in ((2, 16), (4, 37), (3, 29)):
         work = base("llama-12m", 96, 48).but(num_hidden_layers=layers, pp=pp, schedule=SCHEDULES.index(schedule[0]),
                        stages_per_rank=schedule[1])  # fmt: skip
@@ -171,7 +171,7 @@ IN_PARTS = [
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("preset", "seq", "batch", "name", "gpus", "limits"), IN_PARTS)
-def test_the_fastest_are_those_of_all_layouts_in_all_parts(
+def test_the_fastest_layouts_are_the_fastest_with_any_batch_parts(
     preset: str, seq: int, batch: int, name: str, gpus: int, limits: dict[str, Any]
 ) -> None:
     machine, work = load_machine(name), base(preset, seq, batch)
@@ -190,7 +190,7 @@ def test_the_fastest_are_those_of_all_layouts_in_all_parts(
     assert len(found.seconds) - found.first_round < found.evaluated * 0.3
 
 
-def test_parts_are_a_choice_where_something_is_split_over_x_or_y(tmp_path: Path) -> None:
+def test_batch_parts_are_a_choice_if_x_or_y_splits_something(tmp_path: Path) -> None:
     asked = request_from_options("gpt-20b", None, [], 16, 2048, 64, None)
     limits = SearchLimits(fixed=(("x", 8), ("y", 2)))
     plan = make_plan(asked.base, load_machine("frontier"), prior_constants(), 16, 5, limits)

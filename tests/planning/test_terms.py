@@ -49,7 +49,7 @@ def test_a_wave_that_is_not_full_costs_as_much_as_a_full_one() -> None:
     assert matmul(256 * 12, 128 * 9 + 1, 4096) > 1.2 * one_wave
 
 
-def test_large_products_come_near_the_rate_and_thin_ones_are_bound_by_memory() -> None:
+def test_large_matmuls_reach_the_rate_and_thin_matmuls_are_memory_bound() -> None:
     size = 16384
     assert 0.9 < 2 * size**3 / matmul(size, size, size) / 270e12 <= 1
     assert matmul(1, 8192, 8192) >= 2 * 8192 * 8192 / 2e12
@@ -79,7 +79,7 @@ def test_two_levels_take_fewer_steps_and_send_as_much_over_the_network() -> None
     assert shard_seconds(large, 1, two) - inside == pytest.approx(shard_seconds(large, 1, one), rel=1e-2)
 
 
-def test_one_level_where_a_node_has_the_whole_group() -> None:
+def test_one_level_takes_as_long_as_one_ring() -> None:
     for ranks, per_node in ((8, 8), (4, 8), (64, 1)):
         group = shard_group_of(ranks, 1, per_node, A100, PRIOR)
         assert shard_seconds(1e9, 2, group) == gather_seconds(1e9, 2, group_of(ranks, 1, A100, PRIOR))
@@ -123,7 +123,7 @@ PIPELINES = [
 
 @pytest.mark.parametrize("backward", [2.0, 3.0])
 @pytest.mark.parametrize(("schedule", "chunks", "pp", "micro_batches"), PIPELINES)
-def test_bubble_and_micro_batches_under_way_are_those_of_the_schedules_that_run(
+def test_bubble_and_micro_batches_in_flight_equal_the_real_schedules(
     schedule: str, chunks: int, pp: int, micro_batches: int, backward: float
 ) -> None:
     from benchmarks.pipeline_times import timeline
@@ -206,7 +206,7 @@ def test_memory_moved_for_weights() -> None:
     assert moved(bits=32) == pytest.approx(0 + 12)
 
 
-def test_checkpoints_as_young_says_lose_least() -> None:
+def test_the_interval_of_young_loses_the_least_time() -> None:
     writing, mtbf = 60.0, 50_000.0
     best = checkpoint_interval(writing, mtbf)
 
@@ -273,7 +273,7 @@ def test_rings_of_wide_heads_and_windows_have_an_older_kernel() -> None:
 
 @pytest.mark.parametrize("window", [16, 32, 48, 100, 200, 256])
 @pytest.mark.parametrize("cp", [2, 4, 8])
-def test_keys_of_a_ring_with_a_window_are_those_of_its_blocks(cp: int, window: int) -> None:
+def test_a_ring_with_a_window_computes_the_keys_of_its_blocks(cp: int, window: int) -> None:
     tokens = 256 // cp
     of_ranks = []
     for rank in range(cp):

@@ -76,7 +76,7 @@ def errors(scored: list[Scored], source: str) -> np.ndarray:
     return np.array([s.error for s in scored if s.row.source == source])
 
 
-def test_a_source_left_out_is_predicted_from_the_others(tmp_path: Path) -> None:
+def test_a_source_left_out_is_predicted_from_all_other_sources(tmp_path: Path) -> None:
     """The source's own rows do not affect the prediction, so the prediction is too fast by the source's factor. If its
     rows are in the fit, the error is small."""
     rows, _ = read_rows([table_of(tmp_path / "t.csv", {"a": 1.0, "b": 1.0, "slow": 1.5})])

@@ -135,7 +135,7 @@ def test_a_browser_reloads_the_live_page_and_shows_new_steps(browser: Browser, t
 
 
 @pytest.mark.parametrize("seconds", [1, 1000])
-def test_the_page_of_a_killed_run_stops_to_reload(browser: Browser, tmp_path: Path, seconds: int) -> None:
+def test_the_page_of_a_killed_run_stops_reloading(browser: Browser, tmp_path: Path, seconds: int) -> None:
     report = write_run_report(make_run(tmp_path / "run", [record(1)]), reload_seconds=seconds)
     longest = max(3600, 10 * seconds)
     for age, is_stale in ((longest - 60, False), (longest + 60, True)):

@@ -56,5 +56,5 @@ def test_a_short_series_is_left_as_it_is():
     assert list(downsample([5.0, None, 6.0], 2)) == [0, 1, 2]
 
 
-def test_one_of_a_thing_is_not_a_plural() -> None:
+def test_a_count_of_one_is_singular() -> None:
     assert [counted(number, "time") for number in (0, 1, 2000)] == ["0 times", "1 time", "2,000 times"]

@@ -147,7 +147,7 @@ def test_runs_may_be_called_like_curves_and_colors(browser: Browser, tmp_path: P
     assert len(set(ids)) == len(ids) == 2 * len(names)
 
 
-def test_one_bad_chart_leaves_the_others(browser: Browser, run_page: Path, tmp_path: Path) -> None:
+def test_one_bad_chart_does_not_hide_other_charts(browser: Browser, run_page: Path, tmp_path: Path) -> None:
     text = run_page.read_text(encoding="utf-8")
     start = text.index('{"curves"', text.index("<b>Gradient norm</b>"))
     for bad in ('{"option":null,"zoom":"x"}', "not JSON"):

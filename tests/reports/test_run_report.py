@@ -180,14 +180,14 @@ def test_a_folder_that_does_not_exist_is_said_to_be_missing(tmp_path):
         write_run_report(tmp_path / "nowhere")
 
 
-def test_a_count_that_only_some_lines_have_is_drawn_where_it_is(tmp_path):
+def test_a_metric_of_some_steps_is_drawn_at_these_steps(tmp_path):
     group = {"exact_match": 0.5, "loss": 1.0}
     found = [{"step": 1, "by_count": {"4": group}}, {"step": 2, "by_count": {"4": group, "8": group}}]
     html = write_run_report(make_run(tmp_path, [record(1), record(2)], memorization_jsonl=lines(found))).read_text()
     assert values(html, "Loss of the canaries") == [[1, 1], [1]]
 
 
-def test_losses_of_which_none_is_finite_are_not_called_missing(tmp_path):
+def test_losses_that_are_never_finite_are_not_called_missing(tmp_path):
     html = write_run_report(make_run(tmp_path, [record(1, loss=None, grad_norm=None)])).read_text()
     assert html.count("no finite value recorded") == 2
 
@@ -237,9 +237,9 @@ def test_tasks_have_a_chart_for_each_metric(tmp_path):
 
 
 def test_tasks_that_failed_are_named(tmp_path):
-    tasks = [{"step": n, "tasks": {}, "failed": {"arc": f"task arc: lm-eval failed in it (E: <{n}>)"}} for n in (1, 2)]
+    tasks = [{"step": n, "tasks": {}, "failed": {"arc": f"task arc: lm-eval failed (E: <{n}>)"}} for n in (1, 2)]
     html = write_run_report(make_run(tmp_path, [record(1), record(2)], tasks_jsonl=lines(tasks))).read_text()
-    assert "2 evaluations failed. After step 1: task arc: lm-eval failed in it (E: &lt;1&gt;)." in html
+    assert "2 evaluations failed. After step 1: task arc: lm-eval failed (E: &lt;1&gt;)." in html
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_scores_that_are_not_numbers_are_gaps(tmp_path):
     assert values(html, "acc") == [[None, 0.5]] and values(html, "Canaries repeated exactly") == [[None, 50]]
 
 
-def test_several_runs_lie_over_each_other(tmp_path):
+def test_curves_of_several_runs_share_a_chart(tmp_path):
     one = make_run(tmp_path / "one", [record(1, loss=4.0), record(2, loss=3.0, validation_loss=3.5)])
     two = make_run(tmp_path / "two", [record(1, loss=5.0)])
     (two / "run.toml").write_text('name = "two"\n[model]\nhidden_size = 128\n')

@@ -84,7 +84,7 @@ def test_labels_are_the_next_tokens_and_end_with_a_document(prefix: str) -> None
         assert batch.document_ends is None
 
 
-def test_documents_are_given_where_attention_heeds_them(prefix: str) -> None:
+def test_document_ends_are_given_if_attention_uses_them(prefix: str) -> None:
     run = make(own(prefix, mask_documents=True), training={"global_batch_size": 64, "micro_batch_size": 64})
     (batch,) = micro_batches(opened(run).train.step(0), run, NO_CP, CPU)
     assert batch.positions is not None

@@ -192,7 +192,7 @@ def imports_torch(process_id: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_job_without_its_watchdog_goes_on(tmp_path: Path, prefix: str, start: Start) -> None:
+def test_a_job_without_its_watchdog_continues(tmp_path: Path, prefix: str, start: Start) -> None:
     path = endless(tmp_path, prefix)
     process = start(path)
     wait_for_steps(path, 2, process)

@@ -150,7 +150,7 @@ def test_float8_counts_against_the_peak_of_the_plan():
     assert "989 TFLOP/s dense bf16, also for the float8 matmuls (" in peak.source
 
 
-def test_the_peak_of_fp32_is_not_that_of_tf32():
+def test_the_peak_of_fp32_is_not_the_peak_of_tf32():
     assert peak_flops("NVIDIA A100-SXM4-40GB", "fp32").flops == 19.5e12
     assert peak_flops("AMD Instinct MI250X", "fp32").flops == 47.85e12
 

@@ -47,7 +47,7 @@ def test_a_rank_that_has_not_entered_a_collective_is_named_although_its_sign_is_
     assert find_awaited([report(0, 40.0, entered=ahead), report(1, 41.0, entered=behind)]).rank == 1
 
 
-def test_a_rank_that_waits_is_not_named_although_others_wait_for_it() -> None:
+def test_a_waiting_rank_is_not_named_even_if_a_rank_waits_for_it() -> None:
     """Rank 2 waits for rank 0 on another axis, and rank 0 waits for rank 1."""
     reports = [
         report(0, 40.0, entered={"x of 0-1": 5, "dp of 0-2": 1}),

@@ -95,7 +95,7 @@ def kill(process: subprocess.Popen[str], victim: str) -> None:
         os.kill(workers_of(process.pid)[int(victim[-1])], signal.SIGKILL)
 
 
-def test_a_kill_of_one_process_costs_no_bit(tmp_path: Path, prefix: str, start: Start, cli: Cli) -> None:
+def test_a_kill_of_one_process_changes_no_bit(tmp_path: Path, prefix: str, start: Start, cli: Cli) -> None:
     """The test is a short version of the sweep. Only the killed attempt runs in its own process."""
     folders = tmp_path / "killed", tmp_path / "whole"
     paths = [killable(folder, prefix, 16) for folder in folders]
@@ -111,7 +111,7 @@ def test_a_kill_of_one_process_costs_no_bit(tmp_path: Path, prefix: str, start: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(36))
-def test_a_kill_at_any_moment_costs_no_bit(
+def test_a_kill_at_any_moment_changes_no_bit(
     tmp_path: Path, prefix: str, whole: Whole, start: Start, cli: Cli, seed: int
 ) -> None:
     """Kill each victim three times in each setting. Every fifth kill comes during the start. All other kills come
@@ -180,7 +180,7 @@ def change(module):
     ("rank", "every"),
     [(0, False), *(pytest.param(rank, True, id=f"every one of rank {rank}") for rank in (0, 1))],
 )
-def test_a_kill_before_a_file_operation_costs_no_bit(
+def test_a_kill_before_a_file_operation_changes_no_bit(
     tmp_path: Path, prefix: str, whole: Whole, start: Start, cli: Cli, rank: int, every: bool
 ) -> None:
     """The save also removes an older checkpoint. Its file operations are: create a directory, open, write, fsync,

@@ -94,7 +94,7 @@ def test_the_same_run_again_is_the_same(finished: tuple[RunConfig, Outcome], tmp
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_loss_that_is_not_a_number_is_told_and_not_saved(tmp_path: Path, prefix: str) -> None:
+def test_a_loss_that_is_not_a_number_is_reported_and_not_saved(tmp_path: Path, prefix: str) -> None:
     run = make(tmp_path, prefix, optimizer__lr=1e30, lr_scheduler__warmup_steps=0, checkpoint__interval=1)
     with pytest.raises(UserError, match=r"the (loss|gradient norm) is (nan|inf) at step \d; lower optimizer\.lr"):
         train(run)
@@ -105,7 +105,7 @@ def test_a_loss_that_is_not_a_number_is_told_and_not_saved(tmp_path: Path, prefi
         assert all(tensor.isfinite().all() for tensor in weights_of(run, int(name[5:])).values())
 
 
-def test_nan_gradients_are_told_before_they_are_saved(
+def test_nan_gradients_are_reported_before_they_are_saved(
     tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss of that step is still a number, but the update has ruined every weight."""
@@ -156,7 +156,7 @@ def test_what_is_refused_leaves_nothing(tmp_path: Path, prefix: str, changes: di
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, prefix: str) -> None:
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(UserError, match=r"cannot make the folder of the run, .*/runs/run: "):
+    with pytest.raises(UserError, match=r"cannot create the run's folder, .*/runs/run: "):
         train(make(tmp_path, prefix))
     assert (tmp_path / "runs").read_text() == "a file"
 
@@ -209,7 +209,7 @@ def test_a_goldfish_run_says_what_it_trains(tmp_path: Path, prefix: str, capsys:
     assert before[4]["loss"] == pytest.approx(after[4]["loss"], rel=0.1)
 
 
-def test_a_mask_that_suits_the_data_badly_is_warned_of(
+def test_a_mask_that_does_not_suit_the_data_causes_a_warning(
     tmp_path: Path, prefix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make(tmp_path, prefix, **{"masks.goldfish__strategy": "hash", "masks.goldfish__h": 80})

@@ -173,7 +173,9 @@ def test_adapters_that_peft_gives_to_experts_are_not_exported(pool: Pool, tmp_pa
     folder = make_model(tmp_path / "base", "deepseek_v3", vocab_size=208)
     run = tuning_run(folder, {"x": 2}, tmp_path / "runs")
     pool.run(2, tuned_body, run)
-    with pytest.raises(UserError, match="as adapters of the experts, but they have none; export the merged model"):
+    with pytest.raises(
+        UserError, match="as adapters of the experts, but the experts have no adapters; export the merged model"
+    ):
         export_huggingface(tmp_path / "runs" / "run", tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 
@@ -186,7 +188,7 @@ def resumed_body(rank: int, world_size: int, run: RunConfig, checkpoint: Path) -
     return job.forward_backward(micro_batches, job.count_kept(micro_batches)).item()
 
 
-def test_adapters_go_on_on_another_grid(pool: Pool, tmp_path: Path) -> None:
+def test_adapters_resume_on_another_grid(pool: Pool, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = make_model(tmp_path / "base", "qwen3", vocab_size=208)
     tuned = pool.run(4, tuned_body, tuning_run(folder, {"z": 2, "x": 2}, tmp_path / "runs"))[0]

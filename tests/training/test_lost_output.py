@@ -94,7 +94,7 @@ def test_output_comes_whole_and_in_order(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert (tmp_path / "log").read_text() == "before\ninside\nafter\n"
 
 
-def test_a_stream_that_is_no_file_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_is_not_a_file_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     text = io.StringIO()
     monkeypatch.setattr(sys, "stdout", text)
     with lossy_output():

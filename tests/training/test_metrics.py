@@ -148,7 +148,7 @@ def peaks_body(rank: int, world_size: int) -> int:
         return step_checks.figures_of_all_ranks(result, False, False).peak_memory_bytes
 
 
-def test_peak_memory_is_that_of_the_fullest_rank(pool: Pool) -> None:
+def test_peak_memory_is_the_peak_of_the_fullest_rank(pool: Pool) -> None:
     assert pool.run(2, peaks_body) == [2**40 + 1] * 2
 
 

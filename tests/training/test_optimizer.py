@@ -288,7 +288,7 @@ def test_groups_of_parameters_have_rates_and_decays_of_their_own(pool: Pool) -> 
 def test_a_run_with_groups_is_traced() -> None:
     groups = {"groups": [{"parameters": ["layers.0.*"], "lr_ratio": 0.5}]}
     assert trace(tiny_run(GPT, {"x": 2}, optimizer=groups)).memory == trace(tiny_run(GPT, {"x": 2})).memory
-    with pytest.raises(UserError, match="have neither lr_ratio nor weight_decay"):
+    with pytest.raises(UserError, match="sets neither lr_ratio nor weight_decay"):
         tiny_run(GPT, optimizer={"groups": [{"parameters": ["*"]}]})
 
 
@@ -314,7 +314,7 @@ def test_both_ends_of_a_tied_weight_are_rounded_alike(pool: Pool) -> None:
 
 def test_a_group_without_parameters_is_refused(pool: Pool) -> None:
     run = tiny_run(GPT, optimizer={"groups": [{"parameters": ["layers.*.mlp.gate_proj.*"], "lr_ratio": 0.5}]})
-    with pytest.raises(Exception, match=r"'layers\.\*\.mlp\.gate_proj\.\*' names no parameter that is trained; layers"):
+    with pytest.raises(Exception, match=r"'layers\.\*\.mlp\.gate_proj\.\*' names no trained parameter; layers"):
         pool.run(1, step_with_known_gradients, run, 1, True)
 
 
@@ -326,7 +326,7 @@ def test_a_group_behind_one_that_has_all_is_refused() -> None:
     check_groups(config.model_copy(update={"groups": config.groups[::-1]}), ["layers.0.mlp.weight", "norm.weight"])
 
 
-def test_defaults_are_those_of_the_run_file() -> None:
+def test_defaults_equal_the_run_files_defaults() -> None:
     config = OptimizerConfig()
     assert (config.lr, config.betas, config.eps, config.weight_decay) == (3e-4, (0.9, 0.95), 1e-8, 0.1)
 

@@ -213,5 +213,5 @@ def test_experts_count_the_data_alone(pool: Pool, corpora: dict[Kind, str]) -> N
 
 
 def test_a_reference_has_no_capacity(corpora: dict[Kind, str]) -> None:
-    with pytest.raises(UserError, match=r"moe.capacity_factor = 1.0 drops rows in training, and dpo compares"):
+    with pytest.raises(UserError, match=r"moe.capacity_factor = 1.0 drops tokens in training, but dpo compares"):
         run_of(corpora, "preferences", SHORT, {}, 24, moe={"capacity_factor": 1.0})

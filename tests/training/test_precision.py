@@ -49,7 +49,7 @@ def test_stochastic_rounding_is_right_on_average(value: float) -> None:
     assert (rounded == above).double().mean().item() == pytest.approx(share, abs=5 * deviation)
 
 
-def test_many_small_updates_arrive_where_rounding_to_nearest_stands_still() -> None:
+def test_small_updates_survive_stochastic_rounding() -> None:
     # Near 1, rounding to the nearest bfloat16 would lose updates below 0.004.
     update, steps = 1e-4, 1000
     stochastic, nearest = torch.ones(4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)

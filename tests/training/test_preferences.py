@@ -143,7 +143,7 @@ def test_a_resumed_run_keeps_its_reference(corpus: str, tmp_path: Path) -> None:
 
     reference.unlink()
     longer = half.model_copy(update={"training": whole.training.model_copy(update={"train_steps": 8})})
-    with pytest.raises(UserError, match=r"reference.json is missing, and a resumed run needs its log-probabilities"):
+    with pytest.raises(UserError, match=r"reference.json is missing, but a resumed run needs the log-probabilities"):
         train(longer)
     reference.write_text(json.dumps({corpus: [0.0]}))
     with pytest.raises(UserError, match="has no log-probabilities of the 22 answers"):
@@ -247,8 +247,8 @@ def test_rows_that_are_no_pairs(cli: Cli, tmp_path: Path, row: dict[str, Any]) -
     ("sections", "message"),
     [
         ({"training": {"micro_batch_size": 1}}, "micro_batch_size = 1 must be even with dpo"),
-        ({"dpo": {}}, "data.format = 'preferences' is for .dpo., and dpo.beta = 0"),
-        ({"masks": {"goldfish": {"strategy": "hash"}}}, "compares whole answers, and masks.goldfish.strategy"),
+        ({"dpo": {}}, "data.format = 'preferences' is for .dpo., but dpo.beta = 0"),
+        ({"masks": {"goldfish": {"strategy": "hash"}}}, "compares whole answers, but masks.goldfish.strategy"),
         ({"data": {"source": "python-stdlib", "format": "preferences"}}, "needs one corpus in data.train"),
         ({"metrics": {"machine": "laptop"}}, "which does not predict dpo"),
     ],
@@ -259,7 +259,7 @@ def test_run_files_that_are_refused(sections: dict[str, Any], message: str) -> N
         tiny_run(LLAMA, {}, **{"data": data, "dpo": {"beta": 0.1}, **sections})
 
 
-def test_text_and_pairs_are_not_exchanged(corpus: str, tmp_path: Path) -> None:
+def test_text_and_pairs_are_not_confused(corpus: str, tmp_path: Path) -> None:
     grid = type("Axis", (), {"rank": 0, "size": 1})
     with pytest.raises(UserError, match=r"has the format 'preferences', but data\.format = 'text'"):
         open_corpora(tiny_run(LLAMA, {}, data={"train": [{"path": corpus}]}), grid)

@@ -42,7 +42,7 @@ def train_on_ranks(rank: int, world_size: int, run: RunConfig, stop_rank: int | 
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_stopped_by_a_signal_it_saves_and_goes_on(
+def test_a_run_stopped_by_a_signal_saves_and_resumes(
     finished: tuple[RunConfig, Outcome], tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     run = make(tmp_path, prefix, checkpoint__async_mode=mode, sample__prompt="the ")
@@ -68,7 +68,7 @@ def test_stopped_by_a_signal_it_saves_and_goes_on(
     assert all(torch.equal(weights[name], tensor) for name, tensor in straight.items())
 
 
-def test_killed_between_checkpoints_it_repeats_the_lost_steps(
+def test_a_run_killed_between_checkpoints_repeats_the_lost_steps(
     finished: tuple[RunConfig, Outcome], tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The resumed run replaces the lines of the lost steps, so each line is there once."""
@@ -249,7 +249,7 @@ def test_checkpoint_of_another_model_leaves_the_run_as_it_was(tmp_path: Path, pr
     assert {path: path.read_bytes() for path in tmp_path.glob("runs/**/*") if path.is_file()} == before
 
 
-def test_on_a_grid_it_stops_on_all_ranks_and_goes_on_on_another(
+def test_a_grid_stops_on_all_ranks_and_another_grid_resumes(
     finished: tuple[RunConfig, Outcome], pool: Pool, tmp_path: Path, prefix: str
 ) -> None:
     """A signal to one rank stops all ranks after the same step. The data and the weights continue on another grid."""

@@ -112,7 +112,7 @@ def test_a_checkpoint_whose_renaming_was_interrupted_is_resumed_from(
     assert [line.split()[-1] for line in output.splitlines() if "starts at step" in line] == ["6"]
 
 
-def test_what_cannot_be_removed_is_warned_of(
+def test_a_checkpoint_that_cannot_be_removed_causes_a_warning(
     cli: Cli, tmp_path: Path, prefix: str, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (trained / "step_2").rename(tmp_path / "elsewhere")

@@ -58,7 +58,7 @@ def step_body(rank: int, world_size: int, run: RunConfig) -> tuple[float, float,
     return result.loss.item(), result.grad_norm.item(), result.kept_tokens.item()
 
 
-def test_loss_knows_nothing_of_grid_and_micro_batches(pool: Pool, corpus: str) -> None:
+def test_loss_does_not_depend_on_grid_and_micro_batches(pool: Pool, corpus: str) -> None:
     expected = pool.run(1, step_body, run_of(corpus, {}, 8))[0]
     batch = Loader(build_dataset([(corpus, 1.0)], 32, 0), 32, 8, 8, masks=MASKS).step(0)[0]
     kept = (batch.labels != IGNORE_INDEX).sum(1)

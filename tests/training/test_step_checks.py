@@ -70,7 +70,7 @@ def figures_of(run: RunConfig) -> list[tuple[int, float, float, bool]]:
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
-def test_a_skipped_step_is_as_one_whose_gradients_never_reached_the_optimizer(
+def test_a_skipped_step_changes_nothing_in_the_optimizer(
     pool: Pool, tmp_path: Path, prefix: str, grid: dict[str, Any]
 ) -> None:
     """The weights and moments of every later checkpoint, and the losses of all other steps, are bit-identical."""
@@ -96,7 +96,7 @@ def test_a_skipped_step_is_as_one_whose_gradients_never_reached_the_optimizer(
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
-def test_a_run_that_went_back_is_as_one_without_the_bad_batch(
+def test_a_run_that_rolled_back_equals_a_run_without_the_bad_batch(
     pool: Pool, tmp_path: Path, prefix: str, grid: dict[str, Any]
 ) -> None:
     """The run rolls back from step 5 to 4, and from step 8 to 6. Then it skips steps 7 and 8. No step is recorded
@@ -140,7 +140,7 @@ SPIKES = {"checks__spike": "skip", "checks__spike_window": 4, "checks__spike_sig
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("policy", ["skip", "roll_back"])
 @pytest.mark.parametrize("stops", [[5, 7], [4], [8]], ids=str)
-def test_a_run_that_was_killed_judges_as_one_that_was_not(
+def test_a_killed_run_judges_steps_like_an_uninterrupted_run(
     tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, policy: str, stops: list[int]
 ) -> None:
     """The window of earlier steps comes from the checkpoint, and the batches to skip come from the record."""

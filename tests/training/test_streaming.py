@@ -76,7 +76,7 @@ def test_a_run_that_stops_and_changes_its_grid_sees_what_one_process_sees(tmp_pa
     ids=["one process", "dp 2, shuffled"],
 )
 @pytest.mark.slow
-def test_a_run_that_went_back_in_its_stream_is_as_one_without_the_bad_batch(
+def test_a_streamed_run_that_rolled_back_equals_a_run_without_the_bad_batch(
     tmp_path: Path, pool: Pool, grid: dict[str, int], shuffled: int
 ) -> None:
     """The run rolls back from step 5 to 4, and from step 8 to 6. Then it skips steps 7 and 8."""
@@ -97,18 +97,20 @@ def test_a_run_that_went_back_in_its_stream_is_as_one_without_the_bad_batch(
         assert line.get("skipped") or line["loss"] == other["loss"], "the batches after the return are the same"
 
 
-def test_a_checkpoint_goes_on_in_its_own_data_only(tmp_path: Path) -> None:
+def test_a_checkpoint_continues_only_on_its_own_data(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "tales", documents=400)
     train(make(tmp_path / "run", dataset, training__train_steps=2))
     checkpoint = tmp_path / "run/runs/run/checkpoints/step_2"
     saved = read_state(checkpoint).stream
     assert saved is not None
     assert (saved.source, len(saved.positions)) == (f"{dataset}:train", 2)
-    with pytest.raises(UserError, match=r"in 2 streams, but the run file has .* in 4 streams; set it back"):
+    with pytest.raises(UserError, match=r"in 2 streams, but the run file has .* in 4 streams; restore the old value"):
         train(make(tmp_path / "run", dataset, data__streams=4))
-    with pytest.raises(UserError, match=r"data\.text_key = 'text', but the run file has 'title'; set it back"):
+    with pytest.raises(
+        UserError, match=r"data\.text_key = 'text', but the run file has 'title'; restore the old value"
+    ):
         train(make(tmp_path / "run", dataset, data__text_key="title"))
-    with pytest.raises(UserError, match=r"data\.shuffle_buffer = '0', but the run file has '8'; set it back"):
+    with pytest.raises(UserError, match=r"data\.shuffle_buffer = '0', but the run file has '8'; restore the old value"):
         train(make(tmp_path / "run", dataset, data__shuffle_buffer=8))
     other = make_dataset(tmp_path / "others", documents=400)
     with pytest.raises(UserError, match=rf"was trained on data.source = '{dataset}:train' in 2 streams"):
@@ -135,7 +137,7 @@ def test_a_checkpoint_goes_on_in_its_own_data_only(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_stream_does_not_go_with(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_settings_that_do_not_suit_a_stream_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         make(tmp_path / "run", "hf:tales", **changes)
 

@@ -230,7 +230,7 @@ def test_the_end_waits_for_a_slow_tracker_but_not_for_ever(
     trackers, [(_, client)] = stubborn(tmp_path, monkeypatch, hangs=True)
     trackers.close(failed=True)
     assert client.failed is None
-    assert capsys.readouterr().err.count("it did not take its last numbers within 0.1 s") == 1
+    assert capsys.readouterr().err.count("it did not accept the last metrics within 0.1 s") == 1
     client.released.set()
 
 

@@ -152,7 +152,7 @@ def test_the_average_is_validated_and_exported(tmp_path: Path, prefix: str, cli:
     code, _, errors = cli(
         "checkpoint", "export-hf", folder_of_checkpoints(plain) / "step_8", tmp_path / "none", "--ema"
     )
-    assert code == 2 and "has no moving average of its weights; train with ema.decay to get one" in errors
+    assert code == 2 and "has no moving average of its weights; a run with ema.decay above 0 saves one" in errors
 
 
 def averages_of(job: Job) -> dict[str, Tensor] | None:

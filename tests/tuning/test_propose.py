@@ -72,7 +72,7 @@ def test_doubt_is_about_layouts_that_are_predicted_alike(candidates: Candidates)
     assert doubt(replace(candidates, seconds_by_part=parts)) < 0.01
 
 
-def test_what_is_within_noise_is_tried_again(candidates: Candidates) -> None:
+def test_layouts_within_noise_are_tried_again(candidates: Candidates) -> None:
     order = np.argsort(candidates.seconds)[:2].tolist()
     trials = [done(order[0], 1.0, 0.03), done(order[1], 1.01, 0.03)]
     others = [failed(index, "refused") for index in range(candidates.count) if index not in order]
@@ -145,7 +145,7 @@ def test_one_odd_measurement_does_not_decide(candidates: Candidates) -> None:
     assert margin.p_out()[candidates.needed < candidates.machine.memory / 2].max() < 0.05
 
 
-def test_the_posterior_is_that_of_a_gaussian_process(candidates: Candidates) -> None:
+def test_the_posterior_equals_a_gaussian_process(candidates: Candidates) -> None:
     everyone = np.arange(candidates.count)
     prior = prior_covariance(candidates, everyone, everyone)
     np.testing.assert_allclose(prior.diagonal(), prior_variance(candidates))
@@ -167,7 +167,7 @@ def test_the_posterior_is_that_of_a_gaussian_process(candidates: Candidates) -> 
     np.testing.assert_allclose(belief.spread_against(11) ** 2, np.maximum(exact, 0), atol=1e-12)
 
 
-def test_trials_that_surprise_make_the_others_less_certain(candidates: Candidates) -> None:
+def test_surprising_trials_make_other_predictions_less_certain(candidates: Candidates) -> None:
     some = np.argsort(candidates.seconds)[:8].tolist()
     draw = np.random.default_rng(0)
     expected = posterior_of(candidates, [done(index, float(candidates.seconds[index])) for index in some])

@@ -177,7 +177,7 @@ def test_a_hugging_face_model_brings_its_tokenizer_and_learns_from_conversations
         ("run.toml --steps 5", "leave out --steps or run.toml"),
     ],
 )
-def test_a_mistake_is_one_sentence(cli: Cli, text: str, options: str, message: str) -> None:
+def test_a_mistake_gets_one_sentence(cli: Cli, text: str, options: str, message: str) -> None:
     Path("rows.jsonl").write_text(line(body="a"))
     assert message in one_sentence(cli("train", *options.split()))
 

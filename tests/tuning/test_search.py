@@ -26,7 +26,7 @@ from fourfold.tuning.tune_record import BEST_FILE, MACHINE_FILE, RECORD_FILE, fi
 BASE = load_machine("dgx-a100")
 
 
-def test_failures_are_results_and_the_search_goes_on(tmp_path: Path) -> None:
+def test_failures_are_results_and_the_search_continues(tmp_path: Path) -> None:
     kinds = ["crash", "hang", "done", "killed", "refused", "done", "out", "done", "done", "done"]
     given: dict[int, str] = {}
 
@@ -84,7 +84,7 @@ def test_a_hopeless_trial_ends_early(tmp_path: Path) -> None:
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("moment", [0, 1, 3])
-def test_an_interrupted_search_goes_on(tmp_path: Path, moment: int) -> None:
+def test_an_interrupted_search_continues(tmp_path: Path, moment: int) -> None:
     whole, tried_at_once = fake_search(tmp_path / "whole", trials=8)
     whole.run()
 

@@ -100,7 +100,7 @@ def test_a_run_that_is_refused_says_why(tmp_path: Path, prefix: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_search_goes_on_when_a_worker_is_killed(tmp_path: Path, prefix: str) -> None:
+def test_a_search_continues_when_a_worker_is_killed(tmp_path: Path, prefix: str) -> None:
     """Run three real trials of two processes each. One worker of the first trial gets SIGKILL."""
     path = run_file(tmp_path, prefix, training__device="cpu", parallel__dp=2)
     killed: list[int] = []

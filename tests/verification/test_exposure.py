@@ -81,7 +81,7 @@ IN_PARTS = [
 
 
 @pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_parts_of_a_micro_batch_hide_each_others_collectives(parts: int) -> None:
+def test_parts_of_a_micro_batch_hide_collectives_of_other_parts(parts: int) -> None:
     training = {"micro_batch_size": 4, "global_batch_size": 4}
     sections = {"training": training, "overlap": {"batch_parts": parts}}
     grid, blocks = {"x": 2, "y": 2}, ("qkv", "o_proj", "up", "down")
@@ -113,7 +113,7 @@ AROUND_ATTENTION = ["y reduce_scatter qkv: outputs", "y all_gather o_proj: input
 
 
 @pytest.mark.slow
-def test_parts_of_a_sequence_hide_each_others_collectives() -> None:
+def test_parts_of_a_sequence_hide_collectives_of_other_parts() -> None:
     training = {"micro_batch_size": 1, "global_batch_size": 1}
     sections = {"training": training, "overlap": {"batch_parts": 4}}
     for mode in ("none", "full"):
@@ -146,7 +146,7 @@ def test_weights_are_gathered_behind_the_layer_before() -> None:
 
 
 @pytest.mark.slow
-def test_both_levels_hide_where_one_does() -> None:
+def test_both_levels_are_hidden_if_one_level_would_be() -> None:
     deep, training = {**LLAMA, "num_hidden_layers": 12}, {"global_batch_size": 8}
     one, two = (
         exposed_of(deep, {"z": 4}, training=training, overlap={"shards_per_node": per_node}) for per_node in (1, 2)
@@ -194,7 +194,7 @@ def test_continuing_from_few_layers_is_exact(grid: dict[str, Any]) -> None:
     assert exposed_of(deep, grid, training=training) == exposed_of(deep, grid, whole=True, training=training)
 
 
-def test_collectives_of_one_axis_run_in_turn_and_those_of_two_axes_beside_each_other() -> None:
+def test_collectives_of_one_axis_run_in_turn_and_axes_run_concurrently() -> None:
     flights, other = Flights(), ("y", "all_gather", "tokens")
     flights.issue(1, LINE, 1, 100)
     flights.issue(2, LINE, 1, 100)
@@ -211,7 +211,7 @@ def test_collectives_of_one_axis_run_in_turn_and_those_of_two_axes_beside_each_o
     assert flights.waited == {LINE: 50, other: 70} and flights.taken == {LINE: 200, other: 170}
 
 
-def test_a_hidden_collective_slows_the_computation_beside_it() -> None:
+def test_a_hidden_collective_slows_the_concurrent_computation() -> None:
     flights = Flights(slowed=0.1)
     flights.issue(1, LINE, 1, 100)
     flights.compute(60)
@@ -249,7 +249,7 @@ def thin_links() -> Machine:
     ids=str,
 )
 @pytest.mark.parametrize("faster", [1, 4])
-def test_seconds_continued_from_few_layers_are_those_of_all(
+def test_seconds_extrapolated_from_few_layers_equal_a_full_trace(
     grid: dict[str, Any], sections: dict[str, Any], faster: int
 ) -> None:
     machine = thin_links()
@@ -267,7 +267,7 @@ def test_seconds_continued_from_few_layers_are_those_of_all(
         assert line[3:] == pytest.approx(exact[3:], rel=1e-6, abs=1e-11), line[:3]
 
 
-def test_durations_of_collectives_are_those_of_the_planner() -> None:
+def test_durations_of_collectives_equal_the_planners() -> None:
     machine, grid = load_machine("dgx-a100"), {"x": 4, "y": 2}
     run = tiny_run(GPT, grid, training={"global_batch_size": 2})
     report = trace(run, True, machine)
@@ -331,7 +331,7 @@ def assert_agreement(
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("machine_name", ["dgx-a100", "frontier"])
 @pytest.mark.parametrize("name", AGREEMENT)
-def test_exposed_seconds_of_the_planner_are_those_of_the_trace(name: str, machine_name: str) -> None:
+def test_exposed_seconds_of_the_planner_equal_the_trace(name: str, machine_name: str) -> None:
     grid, sequences, parts, mode = AGREEMENT[name]
     assert_agreement(GPT_20B, grid, sequences, parts, mode, load_machine(machine_name), 0.10)
 

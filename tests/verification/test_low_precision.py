@@ -42,7 +42,7 @@ def tuned_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError | N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [{"z": 2}, {"x": 2}, {"dp": 2, "zero": 2}, {"y": 2, "z": 2}], ids=str)
-def test_tuned_products_round_as_others_do(pool: Pool, grid: dict[str, int], tmp_path: Path) -> None:
+def test_tuned_matmuls_round_like_one_process(pool: Pool, grid: dict[str, int], tmp_path: Path) -> None:
     training = {"precision": "bf16", "tuned_products": "cached"}
     run = tiny_run(LLAMA, grid, training=training, output_dir=str(tmp_path))
     tuned, one = (pool.run(r.parallel.world_size, tuned_body, r)[0] for r in (run, alone(run)))

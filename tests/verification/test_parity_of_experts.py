@@ -17,7 +17,7 @@ from fourfold.errors import UserError
 from fourfold.verification.parity import resharded
 
 
-def test_it_resumes_with_other_experts_on_a_rank() -> None:
+def test_a_run_resumes_with_other_experts_on_a_rank() -> None:
     for grid in ({"dp": 4, "ep": 2}, {"x": 2, "z": 2, "ep": 2}, {"dp": 2}):
         run = tiny_run(MIXTURE, grid)
         assert resharded(run).parallel.ep != run.parallel.ep
@@ -32,7 +32,7 @@ def test_it_resumes_with_other_experts_on_a_rank() -> None:
             {"preset": "llama-tiny"},
             {"dp": 2, "ep": 2},
             {},
-            "parallel.ep = 2 splits experts, and model.num_experts is 0",
+            "parallel.ep = 2 splits experts, but model.num_experts is 0",
         ),
         (
             MIXTURE | {"moe_intermediate_size": 50},
@@ -55,7 +55,7 @@ def test_it_resumes_with_other_experts_on_a_rank() -> None:
         ),
         (MIXTURE, {}, {"training": {"compile": True}}, "training.compile = true does not work with model.num_experts"),
         (MIXTURE, {}, BIAS, "router_bias = true works"),
-        ({"preset": "llama-tiny"}, {}, LOSSES, "is for MoE models, and model.num_experts = 0; moe"),
+        ({"preset": "llama-tiny"}, {}, LOSSES, "is for MoE models, but model.num_experts = 0; moe"),
         (DEEPSEEK, {}, BIAS | {"lora": {"rank": 2}}, "freezes the biases of routers"),
     ],
 )

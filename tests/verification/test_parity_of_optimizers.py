@@ -105,4 +105,6 @@ def resume_with_another(rank: int, world_size: int, run: RunConfig, other: str, 
 def test_states_of_another_optimizer_are_refused(pool: Pool, tmp_path: Path, saved: str, resumed: str) -> None:
     run = tiny_run(LLAMA, {}, optimizer={"name": saved})
     said = pool.run(1, resume_with_another, run, resumed, str(tmp_path))[0]
-    assert f"has the states of optimizer.name = '{saved}', but the run file has '{resumed}'; set it back" in said
+    assert (
+        f"has the states of optimizer.name = '{saved}', but the run file has '{resumed}'; restore the old value" in said
+    )

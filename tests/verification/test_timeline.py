@@ -146,7 +146,7 @@ def test_a_run_that_ends_while_it_is_recorded_leaves_torch_as_it_was(pool: Pool,
     assert not list(tmp_path.iterdir())
 
 
-def test_the_trace_shows_steps_and_the_collectives_under_way(pool: Pool, tmp_path: Path) -> None:
+def test_the_trace_shows_steps_and_the_collectives_in_flight(pool: Pool, tmp_path: Path) -> None:
     run = tiny_run(GPT, {"x": 2}, training={"device": "cpu"}, overlap={"batch_parts": 2})
     record, _ = profiled(pool, run, tmp_path)
     folder = (tmp_path / PROFILE_FILE).parent
@@ -184,7 +184,7 @@ def of_axis(some: list[SpanOfAxis], axis: str) -> set[float]:
 
 
 @given(compute=st.lists(spans, max_size=6), flights=of_axes, held=st.none() | of_axes)
-def test_times_are_those_of_every_microsecond(
+def test_times_equal_a_count_of_every_microsecond(
     compute: list[Span], flights: list[SpanOfAxis], held: list[SpanOfAxis] | None
 ) -> None:
     times = StepTimes.of((0, 30), 2, compute, flights, held)

@@ -46,11 +46,11 @@ NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 """Keys of features that can be switched off. config.json does this with the value null, and [model] with the value 0.
 """
 
-NEVER_0 = dict.fromkeys(NONE_IS_0[:2], "divides by zero; null is no cap") | {
+NEVER_0 = dict.fromkeys(NONE_IS_0[:2], "divides by zero; null means no cap") | {
     "q_lora_rank": "is not a width; null computes queries without latents",
     "kv_lora_rank": "is not a width; 512 works",
     "shared_expert_intermediate_size": "is not a width; 512 works",
-    "swiglu_limit": "cuts every gate; 7.0 works",
+    "swiglu_limit": "clamps every gate; 7.0 works",
     "attention_multiplier": "gives all keys the same score; 0.125 works",
 }
 """Keys of config.json that must not be 0, with the reason. In [model], 0 has another meaning."""
@@ -67,7 +67,9 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = parse_json(check_regular(file).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}; a Hugging Face model's folder has one") from None
+        raise UserError(
+            f"cannot read {file}: {error.strerror}; the folder of a Hugging Face model contains this file"
+        ) from None
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
@@ -180,15 +182,15 @@ def _check_zeros(given: Mapping[str, Any], keys: Mapping[str, Any], family: Fami
             raise UserError(f"{where}: {key} = {given[key]!r} {effect}")
     if "num_experts" in family.keys and not keys.get("num_experts"):
         count = given[family.keys["num_experts"]]
-        raise UserError(f"{where}: {family.keys['num_experts']} = {count}; this is a family of MoE models")
+        raise UserError(f"{where}: {family.keys['num_experts']} = {count}; this family has only MoE models")
 
 
 def _check_quantization(settings: Any, family: Family, where: str) -> None:
     given = {key: settings.get(key) for key in family.quantization} if isinstance(settings, Mapping) else None
     if settings and not (family.quantization and given == family.quantization):
         raise UserError(
-            f"{where}: {QUANTIZED} = {shown(settings)}; quantized weights are not read: name the "
-            "folder of the unquantized model"
+            f"{where}: {QUANTIZED} = {shown(settings)}; fourfold cannot read these quantized weights; name the folder "
+            "of the unquantized model"
         )
 
 
@@ -198,7 +200,7 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
     is_used = given["use_sliding_window"] if "use_sliding_window" in family.defaults else True
     kinds = given.get("layer_types")
     if window is None and family.lists_layer_types and is_used and SLIDING in (kinds or []):
-        raise UserError(f"{where}: sliding_window is null, and layer_types has '{SLIDING}' layers; they need a window")
+        raise UserError(f"{where}: sliding_window is null, but the '{SLIDING}' layers in layer_types need a window")
     if family.rotating_layers == "only_sliding":
         none["no_rope_layers"] = [0]
     if family.slides is None or window is None or not is_used:
@@ -290,5 +292,5 @@ def check_length(name: str, max_position_embeddings: int, seq_length: int) -> No
     if seq_length > max_position_embeddings:
         raise UserError(
             f"training.seq_length = {seq_length} is longer than the {max_position_embeddings} positions of '{name}'; "
-            "to go beyond, set model.max_position_embeddings"
+            "to train on longer sequences, set model.max_position_embeddings"
         )

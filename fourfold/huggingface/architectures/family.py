@@ -24,7 +24,7 @@ TOPK_METHOD = "topk_method"
 groups"."""
 
 REQUIRED: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None, {})}
-"""Keys that, in every family, must have one of these values, because the decoder cannot compute any other."""
+"""Keys that must have one of these values in every family, because the decoder supports no other value."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Family:
     """Keys of [model] for each value of the family's ``activation_key``. The first value is the default."""
     activation_key: str = "hidden_act"
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys of config.json that must have one of these values, because the decoder cannot compute any other."""
+    """Keys of config.json that must have one of these values, because the decoder supports no other value."""
     rope_theta: str = "rope_theta"
     """Name of the key for the rotary base in files of transformers 4. Empty if transformers reads only rope_parameters.
     """

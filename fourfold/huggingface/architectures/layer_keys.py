@@ -50,7 +50,8 @@ def types_of_gpt_neo(given: Mapping[str, Any], where: str) -> list[str]:
         raise UserError(f"{where}: attention_types = {shown_types}; [[['global', 'local'], 6]] works") from None
     if given.get("attention_layers", names) != names:
         raise UserError(
-            f"{where}: attention_layers = {given['attention_layers']} differs from attention_types; drop it"
+            f"{where}: attention_layers = {given['attention_layers']} differs from attention_types; remove "
+            "attention_layers"
         )
     return found
 
@@ -86,8 +87,8 @@ def check_layer_types(kinds: Any, known: tuple[str, ...], given: Mapping[str, An
     count = count_layers(given, family, where)
     if len(kinds) != count:
         raise UserError(
-            f"{where}: layer_types has {len(kinds)} entries, and {family.keys['num_hidden_layers']} = {count}; give "
-            "one for each layer"
+            f"{where}: layer_types has {len(kinds)} entries, but {family.keys['num_hidden_layers']} = {count}; give "
+            "one entry for each layer"
         )
 
 

@@ -32,7 +32,7 @@ def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
     which = f"of model_type '{kind}'" if kind else f"of any of {', '.join(FAMILIES)}"
     set_keys = model.model_dump(exclude_defaults=True, exclude=NOT_COMPUTED)
     computes = ", ".join(f"{key} = {value!r}" for key, value in set_keys.items())
-    raise UserError(f"no Hugging Face model {which} computes what this one does: {computes}")
+    raise UserError(f"no Hugging Face model {which} computes the same as this model: {computes}")
 
 
 def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:

@@ -134,7 +134,7 @@ def _recipes(
 ) -> list[LayerRecipe]:
     unknown = [number for number in config.skip_layers if not 0 <= number < len(attentions)]
     if unknown:
-        raise UserError(f"loki: skip_layers has {unknown[0]}, and the layers are 0 to {len(attentions) - 1}")
+        raise UserError(f"loki: skip_layers has {unknown[0]}, but the layers are 0 to {len(attentions) - 1}")
     windows = {number: window for number, each in enumerate(attentions) if (window := window_of(each)) is not None}
     warned: set[type] = set()
     recipes = [

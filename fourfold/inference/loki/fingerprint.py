@@ -28,8 +28,8 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The properties of a model that are stored with a Loki basis. They tell whether the basis belongs to another
-    model."""
+    """The properties of a model that are stored with a Loki basis. These properties tell whether the basis belongs to
+    another model."""
 
     model: str
     """Type and sizes of the model."""
@@ -68,7 +68,7 @@ class Fingerprint:
             raise UserError(f"the basis belongs to the model {self.model}, not to {other.model}; {again}")
         if self.rope != other.rope:
             raise UserError(
-                f"the basis was made with the rotary embedding {self.rope}, and this model has {other.rope}; {again}"
+                f"the basis was made with the rotary embedding {self.rope}, but this model has {other.rope}; {again}"
             )
         if self.sample.shape != other.sample.shape or not _same(self.sample, other.sample):
             raise UserError(f"the basis belongs to a model with other weights; {again}")

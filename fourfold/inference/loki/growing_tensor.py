@@ -39,7 +39,7 @@ class GrowingTensor:
         if storage is None or self.length + count > storage.shape[SEQUENCE_DIM]:
             storage = self._grown(new, self.length + count)
         elif storage.is_inference() and not torch.is_inference_mode_enabled():
-            # A tensor that was made in inference mode cannot be written to outside of it.
+            # A tensor from inference mode is read-only outside of this mode.
             storage = storage.clone()
         storage.narrow(SEQUENCE_DIM, self.length, count).copy_(new)
         self.storage = storage

@@ -66,8 +66,8 @@ def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: di
     hidden_states = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
     recipe = state.recipe
     if recipe.encoder is not None and recipe.encoder.keys_KDd.device != hidden_states.device:
-        # The first pass may run in inference mode. A tensor made in this mode cannot be used outside of it, so leave
-        # the mode.
+        # The first pass may run in inference mode. A tensor from inference mode cannot be used outside of this mode, so
+        # leave the mode.
         with torch.inference_mode(False):
             recipe.encoder = recipe.encoder.to(hidden_states.device)
     state.release()

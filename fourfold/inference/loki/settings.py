@@ -93,7 +93,7 @@ class LokiConfig(BaseModel):
     def _fits_together(self) -> Self:
         for names in (("d", "d_f"), ("k", "k_f")):
             if getattr(self, names[0]) is not None and names[1] in self.model_fields_set:
-                raise ValueError(f"{' and '.join(names)} exclude each other; leave out one")
+                raise ValueError(f"{' and '.join(names)} cannot be combined; leave one out")
         name, least = ("min_k", self.min_k) if self.k is None else ("k", self.k)
         ends = (self.sink or 0) + (self.recent or 0)
         if ends > least:

@@ -89,7 +89,7 @@ def choices(
     mask_B1QS: Tensor | None = None,
     probe: Probe | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Choose the keys of each token of a prompt. The arguments are those of ``simulate``.
+    """Choose the keys of each token of a prompt. The arguments are the same as for ``simulate``.
 
     Yield, for some rows at a time: the keys that they see, the scores that rank the keys, the exact scores, and the
     chosen keys.

@@ -125,7 +125,7 @@ class SharedAttentionCore(AttentionCore, Tiled):
         """Return the key or value heads that this rank's query heads read.
 
         Args:
-            kv: The keys, or the values, that this rank has computed. The last dim has the channels of all their heads.
+            kv: The keys, or the values, that this rank has computed. The last dim joins the channels of all heads.
         """
         if self.split == "heads":
             kv = gather(kv, self.y, 2, "attention: keys and values")

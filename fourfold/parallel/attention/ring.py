@@ -107,7 +107,7 @@ def block_of_step(
         if (abs(source - cp.rank) - 1) * half + 1 >= window:
             return None
         # One pair of chunks is furthest apart: the head chunk of the source and the tail chunk of this rank, or the
-        # reverse. If the window does not reach from one to the other, leave this pair out.
+        # reverse. If the window does not reach from one chunk to the other, leave this pair out.
         if (2 * cp.size - 2 - source - cp.rank) * half + 1 >= window:
             queries, keys = (slice(0, half), keys) if source < cp.rank else (queries, slice(half, tokens))
     if documents_BS is None and not 0 < window < length:

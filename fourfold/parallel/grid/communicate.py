@@ -96,8 +96,8 @@ def check_for_nccl(given: Tensor, received: Tensor | None = None, ranks: tuple[i
             elements of ``given``.
     """
     for tensor in (given,) if received is None else (given, received):
-        assert tensor.dtype in NCCL_TYPES, f"NCCL does not know {tensor.dtype}"
-        assert tensor.is_contiguous(), f"NCCL wants a contiguous tensor, not strides {tensor.stride()}"
+        assert tensor.dtype in NCCL_TYPES, f"NCCL does not support {tensor.dtype}"
+        assert tensor.is_contiguous(), f"NCCL needs a contiguous tensor, not strides {tensor.stride()}"
     if received is not None:
         assert (received.dtype, received.device) == (given.dtype, given.device), (received, given)
         assert received.numel() * ranks[1] == given.numel() * ranks[0], f"{given.shape} becomes {received.shape}"

@@ -105,7 +105,7 @@ class Grid:
         if sizes.world_size != dist.get_world_size():
             raise UserError(
                 f"the grid pp·dp·cp·z·y·x = {'·'.join(str(getattr(sizes, a)) for a in AXES)} needs {sizes.world_size} "
-                f"processes, and there are {dist.get_world_size()}; start {sizes.world_size}, or change [parallel]"
+                f"processes, but there are {dist.get_world_size()}; start {sizes.world_size}, or change [parallel]"
             )
         self.sizes = sizes
         shape = tuple(getattr(sizes, axis) for axis in AXES)

@@ -73,8 +73,8 @@ def ensure_process_group(device_type: str, world_size: int) -> None:
         keep_gloo_local()
     else:
         raise UserError(
-            f"this grid needs {world_size} processes, and no launcher started them; run the program with "
-            f"torchrun --nproc-per-node {world_size}, or with srun"
+            f"this grid needs {world_size} processes, but no launcher started them; run the program with torchrun "
+            f"--nproc-per-node {world_size}, or with srun"
         )
     start_process_group(place, meeting_point, _device(device_type, place), timedelta(minutes=10))
     # Python sets sys.last_value if an exception has ended the program.
@@ -209,7 +209,7 @@ def gpu_of(place: Place, gpus: int) -> torch.device:
     """
     if place.local_world_size > gpus and not (place.launcher == "slurm" and gpus == 1):
         raise UserError(
-            f"{place.local_world_size} processes on this machine need a GPU each, and torch sees {gpus}; start {gpus} "
+            f"{place.local_world_size} processes on this machine need a GPU each, but torch sees {gpus}; start {gpus} "
             "per machine (srun --ntasks-per-node, torchrun --nproc-per-node), make [parallel] smaller, or set "
             "training.device = 'cpu'"
         )
@@ -220,7 +220,7 @@ def _device(device_type: str, place: Place) -> torch.device:
     if device_type != "cuda":
         return torch.device(device_type)
     if not torch.cuda.is_available():
-        raise UserError("the grid's device_type 'cuda' needs a GPU, and torch sees none on this machine; use 'cpu'")
+        raise UserError("the grid's device_type 'cuda' needs a GPU, but torch sees none on this machine; use 'cpu'")
     return gpu_of(place, torch.cuda.device_count())
 
 

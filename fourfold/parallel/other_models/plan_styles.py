@@ -51,7 +51,9 @@ def styles_of(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> dict[st
     with_weights = [name for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
     for pattern in rules:
         if not fnmatch.filter(with_weights, pattern):
-            raise UserError(f"no module with weights matches the rule '{pattern}'; one of them is {with_weights[0]}")
+            raise UserError(
+                f"no module with weights matches the rule '{pattern}'; one module with weights is {with_weights[0]}"
+            )
     by_rule = {name: _style(name, rules) for name in with_weights}
     for name, style in by_rule.items():
         if style is not None and style not in STYLES:
@@ -160,7 +162,8 @@ def _warn_of_whole_matrices(model: nn.Module, names: list[str]) -> None:
     matrices = [name for name in matrices if not type(model.get_submodule(name)).__name__.endswith("Router")]
     if matrices and dist.get_rank() == 0:
         log.warning(
-            "no style splits %d modules with matrices, such as %s; every rank of x and y holds and computes them whole",
+            "no style splits %d modules with matrices, such as %s, so every rank of x and y stores and computes "
+            "these modules in full",
             len(matrices),
             matrices[0],
         )

@@ -141,13 +141,15 @@ def _check_nothing_random(model: nn.Module) -> None:
             rates[f"{name}.p"] = module.p
         for where, rate in rates.items():
             if isinstance(rate, float) and rate > 0:
-                raise UserError(f"{where} = {rate} makes ranks that repeat the same work differ; set it to 0")
+                raise UserError(
+                    f"{where} = {rate} gives different results on ranks that repeat the same work; set it to 0"
+                )
 
 
 def _wrong_type(name: str, module: nn.Module, kind: str, style: str) -> UserError:
     return UserError(
-        f"{name} is a {type(module).__name__}, and '{style}' is for nn.{kind} only; with 'replicate' every rank "
-        "computes it whole"
+        f"{name} has the type {type(module).__name__}, but '{style}' is only for nn.{kind}; with 'replicate', every "
+        "rank computes the whole module"
     )
 
 

@@ -102,14 +102,14 @@ def simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[i
     while any(waiting):
         before = len(done)
         for rank, queue in enumerate(waiting):
-            if queue and any(all(n in done for n in alternative) for alternative in _alternatives(queue[0], grid)):
+            if queue and any(all(n in done for n in alternative) for alternative in alternatives_of(queue[0], grid)):
                 op = queue.popleft()
                 run(rank, op)
                 done.add(op)
         assert len(done) > before, f"the schedule {grid.schedule} waits for itself"
 
 
-def _alternatives(op: Op, grid: ParallelConfig) -> list[list[Op]]:
+def alternatives_of(op: Op, grid: ParallelConfig) -> list[list[Op]]:
     """Return lists of operations. ``op`` can run as soon as all operations of any one list are done.
 
     The next stage computes the gradient of its input either in B or in I.

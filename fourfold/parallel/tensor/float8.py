@@ -56,12 +56,12 @@ def require_float8(device: torch.device) -> None:
         UserError: The device is a CPU, or an NVIDIA GPU without float8 matmuls.
     """
     if device.type == "cpu":
-        raise UserError("training.float8 needs a GPU, and this run is on the CPU; set training.float8 = 'none'")
+        raise UserError("training.float8 needs a GPU, but this run is on the CPU; set training.float8 = 'none'")
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise UserError(
-            f"training.float8 needs a GPU with float8 matmuls (Ada, Hopper, MI300 or newer), and {name} has "
-            "none; set training.float8 = 'none'"
+            f"training.float8 needs a GPU with float8 matmuls (Ada, Hopper, MI300 or newer), but {name} does not "
+            "support float8; set training.float8 = 'none'"
         )
 
 

@@ -16,7 +16,7 @@ transposed layer, so no data moves between the two. For an MLP with inner width 
     [B, T, h] ─ all-gather over x → [x·B, T, h] ─ W [F/x, h] → [x·B, T, F/x] ─ all-reduce over y ┐
     [B, T, h] ← reduce-scatter over x ─ [x·B, T, h] ← W [h, F/x] ─ [x·B, T, F/x] ← activation ────┘
 
-The module ``linear_steps`` computes the same in steps, for batch parts.
+The module ``linear_steps`` computes the same result in steps, for batch parts.
 """
 
 from __future__ import annotations

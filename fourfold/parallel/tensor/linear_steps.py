@@ -9,7 +9,7 @@ Each step is one autograd function. So the backward pass runs steps 4 to 1. In t
 all-gather of the output gradient, and step 1 waits for the reduction of the input gradient.
 
 Between two steps, the caller can run steps of another batch part (``overlap.batch_parts``). ``linear.linear_4d``
-computes the same without steps. In the planner, ``planning.cost.batch_part_events`` models these steps.
+computes the same result without steps. In the planner, ``planning.cost.batch_part_events`` models these steps.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> S
 
 
 class _State(NamedTuple):
-    """What the four steps share."""
+    """State that the four steps share."""
 
     layers: Sequence[Linear4D]
     reading: InFlight[Tensors] | None

@@ -167,7 +167,7 @@ def tie_again(model: nn.Module, tied: list[list[str]]) -> None:
         for name in others:
             if model.get_parameter(name).shape != parameter.shape:
                 raise UserError(
-                    f"{first} and {name} are one weight, but their rules split it in two ways; give both the same rule"
+                    f"{first} and {name} are one weight, but their rules split it differently; give both the same rule"
                 )
             parent, _, key = name.rpartition(".")
             setattr(model.get_submodule(parent), key, parameter)

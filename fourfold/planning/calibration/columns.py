@@ -249,9 +249,9 @@ class MeasuredRow(BaseModel):
         sizes = (("tp", self.tp), ("pp", self.pp), ("cp", self.cp), ("ep", self.ep))
         for name, size in sizes:
             if size is not None and size > self.gpus:
-                raise ValueError(f"{name} = {size:g} is more than the {self.gpus:g} GPUs")
+                raise ValueError(f"{name} = {size:g} is larger than the number of GPUs, {self.gpus:g}")
         if self.pp == 1 and self.vpp > 1:
-            raise ValueError(f"vpp = {self.vpp:g} needs pp, and pp is 1")
+            raise ValueError(f"vpp = {self.vpp:g} needs pp, but pp is 1")
         if self.out_of_memory and self.step_seconds is not None:
             raise ValueError("a run that ran out of memory has no step_seconds; leave one of the two columns empty")
         return self
@@ -276,7 +276,7 @@ def check_header(names: list[str]) -> str | None:
     if unknown := next((name for name in names if name not in known), None):
         close = difflib.get_close_matches(unknown, known, n=1)
         hint = f"did you mean {close[0]}?" if close else "remove it, or keep its text in notes"
-        return f"has a column {unknown!r} that is not known; {hint}"
+        return f"has an unknown column {unknown!r}; {hint}"
     return None
 
 
@@ -296,4 +296,4 @@ def parse_cells(cells: Mapping[str, str]) -> MeasuredRow:
 
 def _choices(column: str) -> str:
     choices = get_args(MeasuredRow.model_fields[column].annotation)
-    return f"give {', '.join(map(str, choices))}" if choices else "docs/measured-rows.md says what it holds"
+    return f"give {', '.join(map(str, choices))}" if choices else "docs/measured-rows.md describes this column"

@@ -62,8 +62,8 @@ def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) 
     rows = [row for row in rows if row.seconds is not None and not row.doubt]
     if others := sorted({row.machine.name for row in rows} - {base.name}):
         raise UserError(
-            f"the rows are from {' and '.join(others)}, and --machine is {base.name}; calibrate one machine at a time, "
-            f"with --machine {others[0]}"
+            f"the rows are from {' and '.join(others)}, but --machine is {base.name}; calibrate one machine at a "
+            f"time, with --machine {others[0]}"
         )
     if not rows:
         raise UserError("there is no row with a step time: " + (", ".join(skipped) or "the files are empty"))

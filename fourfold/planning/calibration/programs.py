@@ -53,5 +53,5 @@ def _traits(source: str, flags: dict[str, Any] | None = None, **traits: Any) -> 
 _TABLE = tomllib.loads((files("fourfold.planning.calibration") / "programs.toml").read_text(encoding="utf-8"))
 
 PROGRAMS = {name: _traits(**table) for name, table in _TABLE.items()} | {
-    "fourfold": Traits("this project: the flags are those of its own runs", OWN_PROGRAM)
+    "fourfold": Traits("this project: the flags describe its own runs", OWN_PROGRAM)
 }

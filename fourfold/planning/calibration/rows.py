@@ -148,7 +148,7 @@ def row_of(measured: MeasuredRow) -> Row:
     experts = bool(measured.experts)
     work, machine = _model(measured).but(**_step(measured), **_program(measured)), _machine(measured)
     if measured.offload != "none" and not machine.host:
-        raise Skipped("offload, and the machine file does not say how fast the host's memory is")
+        raise Skipped("offload, but the machine file does not say how fast the host's memory is")
     work = _divided(work.but(**_layout(measured, machine)), measured)
     return Row(
         row_id=measured.row_id, source=measured.source, program=measured.program, work=work, machine=machine,

@@ -68,7 +68,7 @@ def validate(file: Path, calibration_files: Sequence[Path], leave_out: str | Non
             no rows to predict or to fit.
     """
     if calibration_files and leave_out is not None:
-        raise UserError("--calibrate-on and --leave-out contradict each other; give one")
+        raise UserError("--calibrate-on and --leave-out contradict each other; give only one of them")
     constants, calibration = "shipped with fourfold", shipped()
     rows, skipped = read_rows([file])
     if not rows:

@@ -127,8 +127,8 @@ NO_GRADIENTS = Gradients()
 
 @dataclass(frozen=True)
 class BlockBytes(ArrayFields):
-    """Bytes of a block's and of the head's activations for one micro-batch. Among the layouts of one search, they
-    depend only on x, y, cp, the context-parallel method, ep, the micro-batch size, the number of batch parts, and
+    """Bytes of a block's and of the head's activations for one micro-batch. Among the layouts of one search, these
+    bytes depend only on x, y, cp, the context-parallel method, ep, the micro-batch size, the number of batch parts, and
     whether weight gradients are deferred.
 
     - whole, selective, full: bytes that a block saves for its backward pass if it recomputes nothing, recomputes

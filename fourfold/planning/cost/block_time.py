@@ -26,8 +26,8 @@ from fourfold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class BlockTime(ArrayFields):
-    """Seconds of one block, or of the head, for one micro-batch. Among the layouts of one search, they depend only on
-    the fields of ``fastest.BLOCK_KEY``.
+    """Seconds of one block, or of the head, for one micro-batch. Among the layouts of one search, these seconds depend
+    only on the fields of ``fastest.BLOCK_KEY``.
 
     - forward, backward: computation.
     - x_forward, x_backward, y_forward, y_backward: communication over x and y, with nothing hidden.

@@ -18,7 +18,7 @@ from fourfold.planning.workload import Workload
 @dataclass(frozen=True)
 class WeightTraffic(ArrayFields):
     """Seconds of weight and gradient traffic if nothing hides it. ``gradients`` is per step, and all other times are
-    per micro-batch. Within one search, they depend only on the grid and on ``zero``.
+    per micro-batch. Within one search, these seconds depend only on the grid and on ``zero``.
 
     - block: gather a block's weights for forward and backward, and scatter its gradients.
     - table: gather the weight of the embedding or of the head once, and scatter its gradient.

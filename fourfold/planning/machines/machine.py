@@ -129,7 +129,7 @@ def load_machine(name: str, given_as: str = "--machine") -> Machine:
     if name not in machine_names():
         near = " or ".join(f"'{similar}'" for similar in similar_machines(name))
         hint = f"did you mean {near}?" if near else f"choose from {', '.join(machine_names())}."
-        raise UserError(f"{given_as} {name} is unknown; {hint} A file of your own ends in .toml.")
+        raise UserError(f"{given_as} {name} is unknown; {hint} The name of a machine file ends in .toml.")
     return parse_machine((FOLDER / f"{name}.toml").read_text(encoding="utf-8"), where=f"{name}.toml")
 
 

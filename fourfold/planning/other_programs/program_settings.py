@@ -195,7 +195,7 @@ def _expert_layers(pattern: str) -> dict[str, float]:
     text = listed.replace(" ", "").strip("()")
     lists = re.findall(r"(\[[01](?:,[01])*\])(\*\d{1,4})?", text)
     if "+".join(map("".join, lists)) != text:
-        raise ValueError(f"{pattern} is no pattern of layers such as [0]*3+[1]*29")
+        raise ValueError(f"{pattern} is not a pattern of layers, such as [0]*3+[1]*29")
     return {"dense_layers": sum(layers.count("0") * int(times[1:] or 1) for layers, times in lists)}
 
 

@@ -134,7 +134,7 @@ def search(
     limits = limits or SearchLimits()
     grids = all_grids(base, gpus, limits)
     if not len(grids["x"]):
-        raise UserError(f"{limits.written}: no layout of {gpus} GPUs is within these limits; leave one out")
+        raise UserError(f"{limits.written}: no layout of {gpus} GPUs is within these limits; leave a limit out")
     reason, layouts = refused_grids(base, grids, limits, machine)
     refused = np.bincount(reason, layouts * (reason > 0), len(REASONS)).astype(int)
     choices = choices_of(base, {name: column[reason == 0] for name, column in grids.items()}, limits)

@@ -31,7 +31,7 @@ LARGEST_SIZE = 1 << 24
 """Largest size in a limit."""
 SYNTAX = (
     "write it as x<=8 (only axes and ep), pp=1, micro_batch_size=1, batch_parts=2, zero=0, stages_per_rank=2, "
-    "schedule=1F1B, cp_method=ring or recompute=full, or with several values as pp=1,2"
+    "schedule=1F1B, cp_method=ring or recompute=full, or with several values, such as pp=1,2"
 )
 
 
@@ -77,7 +77,7 @@ def parse_limits(settings: Sequence[str], option: str = "--limit") -> SearchLimi
     contradicted += [name for name, (field, _) in CHOICE_OF.items() if not getattr(limits, field)]
     if contradicted:
         names_of = ", ".join(dict.fromkeys(contradicted))
-        raise UserError(f"{written}: these limits contradict each other ({names_of}); leave one out")
+        raise UserError(f"{written}: these limits contradict each other ({names_of}); leave a limit out")
     if "micro_batch_size" in sizes:
         limits = replace(limits, micro_batches=sizes.pop("micro_batch_size"))
     return replace(limits, at_most=tuple(at_most), fixed=tuple(sizes.items()), written=written)

@@ -223,7 +223,7 @@ def _nothing_fits(
     likely = f", so it runs out of memory with a probability of {point.p_oom:.0%}" if point.p_oom < 0.995 else ""
     sentence = (
         f"nothing fits: of {len(legal):,} legal layouts, {point.describe()} needs the least memory, "
-        f"{point.memory_bytes / 1e9:.1f} GB, and a {machine.name} GPU has {machine.memory / 1e9:.0f} GB{likely}"
+        f"{point.memory_bytes / 1e9:.1f} GB, but a {machine.name} GPU has {machine.memory / 1e9:.0f} GB{likely}"
     )
     limits = limits or SearchLimits()
     leanest = replace(limits, micro_batches=limits.micro_batches[:1])
@@ -232,7 +232,7 @@ def _nothing_fits(
             if _something_fits(base.but(global_batch_size=batch), machine, constants, more, leanest):
                 grown = f" with a global batch of {int(batch)}" if batch != base.step.global_batch_size else ""
                 return f"{sentence}; {more} GPUs{grown} would be enough, or a shorter --seq"
-    return f"{sentence}; a machine with more memory is needed, or a smaller model"
+    return f"{sentence}; use a machine with more memory, or a smaller model"
 
 
 def _something_fits(base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits) -> bool:

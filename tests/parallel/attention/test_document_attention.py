@@ -63,13 +63,13 @@ def assert_equal_to_dense(tensors: list[Tensor], *options: float) -> None:
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_it_is_dense_attention_under_the_mask(dtype: torch.dtype, kv_heads: int) -> None:
+def test_document_attention_equals_dense_attention_with_a_mask(dtype: torch.dtype, kv_heads: int) -> None:
     assert_equal_to_dense(inputs(dtype, kv_heads), 0.25)
 
 
 @pytest.mark.parametrize("queries", [3, 16], ids=["in pieces", "whole"])
 @pytest.mark.parametrize(("window", "softcap"), [(5, 0.0), (1, 0.0), (0, 0.7), (5, 0.7), (99, 0.7)])
-def test_windows_and_caps_are_those_of_dense_attention(
+def test_windows_and_caps_equal_dense_attention(
     window: int, softcap: float, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(document_attention, "LEAST_QUERIES", queries)

@@ -163,7 +163,7 @@ def kernel_of(dtype: torch.dtype, width: int, is_masked: bool = False, length: i
         return kernel_for(tensor, tensor, is_masked)
 
 
-def test_ring_blocks_ask_for_cudnn_where_torch_prefers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ring_blocks_use_cudnn_if_torch_prefers_it(monkeypatch: pytest.MonkeyPatch) -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
     capability, version = on_hopper()
     with capability, version:

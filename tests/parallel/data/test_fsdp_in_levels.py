@@ -98,7 +98,7 @@ class Recorded:
         return True
 
 
-def test_a_node_gathers_when_the_others_shards_have_come(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
+def test_a_node_gathers_after_the_shards_of_other_nodes_arrive(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     assert pool.run(4, order_of_levels) == [["across begins", "across ends", "inside begins"]] * 4
 
 

@@ -168,7 +168,7 @@ def sums_at_once(rank: int, world_size: int, changes: dict[str, Any]) -> list[bo
         ),
     ],
 )
-def test_sums_are_waited_for_where_they_are_read(pool: Pool, changes: dict[str, Any], first: bool, last: bool) -> None:
+def test_sums_are_waited_for_if_fsdp2_reads_them(pool: Pool, changes: dict[str, Any], first: bool, last: bool) -> None:
     for seen in pool.run(2, sums_at_once, changes):
         assert seen
         assert (seen[0], seen[-1]) == (first, last)

@@ -26,7 +26,7 @@ from fourfold.parallel.grid.process_group import warn_of_other_nodes
 @pytest.mark.parametrize(
     ("listed", "cores"), [("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}), ("5\n", {5}), ("\n", set()), (None, set())]
 )
-def test_cores_beside_a_device(
+def test_cores_next_to_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str | None, cores: set[int]
 ) -> None:
     monkeypatch.setattr(numa, "PCI_DEVICES", tmp_path)
@@ -96,7 +96,7 @@ def test_the_users_own_allocator_settings_win(monkeypatch: pytest.MonkeyPatch, n
     assert of_allocator == {name: "max_split_size_mb:64"}
 
 
-def test_a_program_that_used_its_gpu_too_early_is_told(
+def test_a_program_that_used_its_gpu_too_early_gets_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", None)

@@ -21,7 +21,7 @@ from fourfold.parallel.grid.process_group import end_process_group, start_proces
 
 
 def test_a_grid_of_several_processes_needs_a_launcher() -> None:
-    with pytest.raises(UserError, match=r"this grid needs 4 processes, and no launcher started them.*nproc-per-node 4"):
+    with pytest.raises(UserError, match=r"this grid needs 4 processes, but no launcher started them.*nproc-per-node 4"):
         fourfold.Grid(fourfold.ParallelConfig(x=2, y=2), "cpu")
     assert not dist.is_initialized()
 

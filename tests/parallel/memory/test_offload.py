@@ -103,7 +103,7 @@ def test_a_copy_runs_after_what_was_issued_before_and_before_what_waits_for_it(d
 
 
 @pytest.mark.parametrize("device", ["late"], indirect=True)
-def test_computation_that_does_not_wait_goes_on(device: Device) -> None:
+def test_computation_that_does_not_wait_continues(device: Device) -> None:
     copies, source, out = CopyStream(GPU), late([1.0]), late([0.0])
     copies.start(out, source)
     device.computation.run()
@@ -160,7 +160,7 @@ def test_an_input_is_on_its_way_before_the_backward_comes_to_it(notes: list[str]
         assert torch.equal(found, wanted)
 
 
-def test_micro_batches_under_way_at_once_do_not_meet(notes: list[str]) -> None:
+def test_micro_batches_in_flight_do_not_mix(notes: list[str]) -> None:
     """As in a pipeline, the second micro-batch's forward comes before the first one's backward."""
     chain = Chain([0.5, 1.5], notes)
     xs = [torch.tensor([value], requires_grad=True) for value in (0.3, 0.7)]

@@ -33,7 +33,7 @@ def taken_in_turn(parts: int, ends: list[Until], runs_ahead: bool = True) -> str
     return " ".join(taken)
 
 
-def test_parts_run_ahead_where_products_hide_what_they_start() -> None:
+def test_parts_run_ahead_if_a_matmul_hides_their_collective() -> None:
     """The steps are the steps of a block whose attention and MLP run collectives only over x. With three parts, one
     part already gathers for its MLP before another part begins its attention."""
     ends = [Until.GATHERED, Until.SUMMED_TO_GATHER, Until.GATHERED, Until.SUMMED]
@@ -48,7 +48,7 @@ def test_a_part_enters_the_next_block_before_the_last_computes_its_mlp() -> None
     assert taken.index("a4") < taken.index("c3") < taken.index("a5")
 
 
-def test_parts_wait_for_the_others() -> None:
+def test_parts_wait_until_all_parts_arrive() -> None:
     ends = [Until.GATHERED, Until.ALL_PARTS, Until.SUMMED_TO_GATHER, Until.GATHERED]
     taken = taken_in_turn(3, ends).split()
     assert max(taken.index(f"{name}1") for name in "abc") < min(taken.index(f"{name}2") for name in "abc")

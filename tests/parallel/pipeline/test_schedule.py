@@ -38,7 +38,7 @@ def in_flight(ops: list[Op]) -> int:
     return most
 
 
-def test_the_schedules_are_those_of_torch() -> None:
+def test_the_schedules_match_torch() -> None:
     """This fails if a new release of torch brings another schedule."""
     of_torch = {name.removeprefix("Schedule") for name in pipelining.__all__ if name.startswith("Schedule")}
     assert of_torch == set(SCHEDULES)
@@ -104,7 +104,7 @@ def test_two_ranks_see_their_transfers_in_one_order(schedule: str, pp: int, micr
 @pytest.mark.parametrize("pp", [2, 4, 8])
 @pytest.mark.parametrize("micro_batches", [1, 4, 16])
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-def test_one_stage_a_rank_idles_by_the_formula(schedule: str, pp: int, micro_batches: int) -> None:
+def test_one_stage_per_rank_idles_by_the_formula(schedule: str, pp: int, micro_batches: int) -> None:
     """The idle fraction is (p − 1)/(m + p − 1), as in Narayanan et al. 2021 (arXiv 2104.04473), whatever a backward
     costs."""
     grid = ParallelConfig(pp=pp, schedule=schedule)
@@ -140,7 +140,7 @@ def test_weight_gradients_fill_the_bubble(schedule: str) -> None:
 
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 12])
-def test_micro_batches_under_way(pp: int, micro_batches: int) -> None:
+def test_micro_batches_in_flight(pp: int, micro_batches: int) -> None:
     gpipe = schedule_ops(ParallelConfig(pp=pp, schedule="GPipe"), micro_batches)
     assert [in_flight(ops) for ops in gpipe] == [micro_batches] * pp
     ones = schedule_ops(ParallelConfig(pp=pp), micro_batches)
@@ -148,7 +148,7 @@ def test_micro_batches_under_way(pp: int, micro_batches: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s not in ("GPipe", "LoopedBFS")])
-def test_micro_batches_under_way_do_not_grow_with_their_number(schedule: str) -> None:
+def test_micro_batches_in_flight_do_not_grow_with_their_number(schedule: str) -> None:
     grid = ParallelConfig(pp=4, schedule=schedule)
     some, more = ([in_flight(ops) for ops in schedule_ops(grid, m)] for m in (16, 32))
     assert some == more

@@ -52,7 +52,7 @@ class Event:
         return 1000 * (later.seconds - self.seconds)
 
 
-def test_times_on_a_gpu_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_on_a_gpu_are_measured_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     monkeypatch.setattr(Event, "device", device, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", Event)

@@ -53,7 +53,7 @@ def scales_rows() -> bool:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_three_products_are_torchaos(recipe: str) -> None:
+def test_the_three_matmuls_equal_torchaos(recipe: str) -> None:
     if recipe != "tensorwise" and not scales_rows():
         pytest.skip("the CPU kernel of torch 2.11 scales whole tensors only")
     torch.manual_seed(0)
@@ -135,8 +135,8 @@ def test_the_trace_keeps_what_bf16_keeps(grid: dict[str, int]) -> None:
     assert rounded.memory.activations_peak == pytest.approx(exact.memory.activations_peak, rel=0.02)
 
 
-def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"needs a GPU, and this run is on the CPU; set training.float8 = 'none'"):
+def test_unsupported_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"needs a GPU, but this run is on the CPU; set training.float8 = 'none'"):
         require_float8(CPU)
     with pytest.raises(UserError, match=r"needs training.precision = 'bf16'"):
         tiny_run(SIXTEENS, training={"float8": "rowwise"})

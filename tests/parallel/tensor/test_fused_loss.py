@@ -105,7 +105,7 @@ def test_parity_holds_with_the_fused_loss(
     assert report.ok, report.record()
 
 
-def test_the_loss_is_fused_where_triton_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_is_fused_if_triton_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fuses_loss("cuda") == triton_works() and not fuses_loss("cpu")
     monkeypatch.delenv("CC", raising=False)
     triton_works.cache_clear()
