@@ -249,7 +249,7 @@ class RunConfig(Strict):
 
 def _conflicts(run: RunConfig) -> Iterator[str]:
     """Yield a sentence for each key whose value does not fit another section, with a value that works."""
-    training, moe = run.training, run.moe
+    training = run.training
     if run.optimizer.stochastic_rounding and training.master_weights != "bf16":
         yield (
             "optimizer.stochastic_rounding = true needs training.master_weights = 'bf16', but it is 'fp32'; "
@@ -261,17 +261,7 @@ def _conflicts(run: RunConfig) -> Iterator[str]:
             f"{training.global_batch_size}; data.streams = {math.gcd(run.data.streams, training.global_batch_size)} "
             "works"
         )
-    given = [key for key in MoEConfig.model_fields if getattr(moe, key)]
-    if given and not run.model.num_experts:
-        yield (
-            f"moe.{given[0]} = {getattr(moe, given[0])} is for MoE models, but model.num_experts = 0; moe.{given[0]} "
-            "= 0 works"
-        )
-    if moe.bias_update_rate and not run.model.router_bias:
-        yield (
-            f"moe.bias_update_rate = {moe.bias_update_rate} needs model.router_bias, which is false; "
-            "router_bias = true works, and so does bias_update_rate = 0"
-        )
+    yield from _conflicts_with_the_model(run)
     if run.audit.interval and run.audit.suffix > training.seq_length:
         yield (
             f"audit.suffix = {run.audit.suffix} is more than training.seq_length = {training.seq_length}, and "
@@ -295,6 +285,21 @@ def _conflicts(run: RunConfig) -> Iterator[str]:
                 f"checks.{key} = 'roll_back' returns to a checkpoint, but checkpoint.interval = 0 saves none before "
                 "the end; checkpoint.interval = 100 works"
             )
+
+
+def _conflicts_with_the_model(run: RunConfig) -> Iterator[str]:
+    """Yield the settings that the model has no layers for."""
+    moe, weight, default = run.moe, run.training.mtp_loss_weight, TrainingConfig.model_fields["mtp_loss_weight"].default
+    if weight != default and not run.model.num_nextn_predict_layers:
+        yield f"training.mtp_loss_weight = {weight} needs model.num_nextn_predict_layers > 0; {default} works"
+    key = next((key for key in MoEConfig.model_fields if getattr(moe, key)), "")
+    if key and not run.model.num_experts:
+        yield f"moe.{key} = {getattr(moe, key)} is for MoE models, but model.num_experts = 0; moe.{key} = 0 works"
+    if moe.bias_update_rate and not run.model.router_bias:
+        yield (
+            f"moe.bias_update_rate = {moe.bias_update_rate} needs model.router_bias, which is false; "
+            "router_bias = true works, and so does bias_update_rate = 0"
+        )
 
 
 def _conflicts_of_adapters(run: RunConfig) -> Iterator[str]:

@@ -344,3 +344,8 @@ def test_canaries_longer_than_what_the_model_sees() -> None:
     wanted = {"interval": 1, "documents": "c.jsonl", "suffix": 129}
     assert "audit.suffix = 129 is more than training.seq_length = 128" in refusal(table(audit=wanted))
     make_run(table(audit=wanted | {"suffix": 128}))
+
+
+def test_a_weight_of_multi_token_prediction_needs_its_layers() -> None:
+    wanted = "training.mtp_loss_weight = 0.3 needs model.num_nextn_predict_layers > 0; 0.1 works"
+    assert wanted in refusal(table(training={"mtp_loss_weight": 0.3}))
