@@ -2,8 +2,6 @@
 applies the run file's options for matmul layouts, float8, batch parts, recompute, compilation, offload, and sharding.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Both fourfold's trainer and ``fourfold.parallelize`` use this module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 

@@ -5,8 +5,6 @@ does not know about the tensor axes x and y, so torch's own functions (``clip_gr
 ``dcp.save(model.state_dict())``) silently give wrong results. Use the functions in this module instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

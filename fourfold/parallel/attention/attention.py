@@ -1,8 +1,6 @@
 """Attention between the tensor-parallel linear layers. Each rank computes its own heads, sequences, or queries, so no
 rank repeats the work of another rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

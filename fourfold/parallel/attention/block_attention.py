@@ -8,8 +8,6 @@ kernels can soft-cap scores, so attention with soft-capping runs as separate ope
 and values are [B, K, S, D], and K divides N.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any, Literal, NamedTuple
 

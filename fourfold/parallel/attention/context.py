@@ -5,8 +5,6 @@ this head-tail layout, all ranks have equal work under a causal mask. Only atten
 because all other layers process each token separately.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 

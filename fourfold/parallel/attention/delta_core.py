@@ -1,7 +1,5 @@
 """Linear attention on the grid. Each rank computes its own heads, or its own sequences."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from fourfold.config.layout import AttentionSplit

@@ -12,8 +12,6 @@ cuDNN's kernel is faster on Hopper, but torch's operators for this kernel do not
 public ``varlen_attn`` either: in torch 2.13, it never calls cuDNN, and it refuses grouped key-value heads on Hopper.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ own tokens to latents. The projections from latents to keys and values need the 
 gather the latents, which are much narrower than the hidden states.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from fourfold.config.layout import AttentionSplit, ContextMethod

@@ -7,8 +7,6 @@ The rank merges the outputs of the steps, weighted by their log-sum-exps. The ba
 the ring again, together with their gradients.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

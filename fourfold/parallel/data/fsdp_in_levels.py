@@ -7,8 +7,6 @@ reduce-scatter first runs inside each node. So only one sum per node crosses the
 sends its share of this sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

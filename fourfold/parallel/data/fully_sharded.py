@@ -1,8 +1,6 @@
 """Shard weights with torch's FSDP2. The axis z always shards the weights. With ``zero`` = 1, 2, or 3 in the run file,
 the axes dp and cp shard them too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Data parallelism with a full copy of the weights on every rank. Gradients are summed over the ranks during the
 backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakMethod

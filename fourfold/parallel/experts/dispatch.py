@@ -8,8 +8,6 @@ gather the received rows from each other. In this order, no row is sent over ep 
 Shapes: N rows, h channels, E experts, e experts on this rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

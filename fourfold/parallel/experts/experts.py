@@ -5,8 +5,6 @@ Each token is sent to K experts, so it becomes K rows. Shapes: T tokens of this 
 experts per token, N rows, f = F/x (this rank's share of an expert's inner width F).
 """
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """The router of an MoE layer on the grid. The tensor axis x splits the tokens, and y splits the channels of a token."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

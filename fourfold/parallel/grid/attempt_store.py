@@ -3,8 +3,6 @@
 If torchrun restarts a job, the new attempt may use the same store as the earlier attempts.
 """
 
-from __future__ import annotations
-
 import time
 import uuid
 from datetime import timedelta

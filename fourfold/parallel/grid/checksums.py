@@ -3,8 +3,6 @@
 Two runs of the same step must send the same data. If they do not, the records show which rank computed a wrong result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

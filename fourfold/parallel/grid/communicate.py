@@ -5,8 +5,6 @@ The ``start_*`` functions return immediately, so that computation can continue u
 ``gather`` to the end of the module are differentiable: their backward passes run collectives on gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Pin a process to the CPU cores next to its GPU. Copies between the host and the GPU then stay within a socket."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

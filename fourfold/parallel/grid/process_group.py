@@ -1,7 +1,5 @@
 """Start torch's default process group from the launcher's environment variables."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

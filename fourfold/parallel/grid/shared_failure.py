@@ -1,7 +1,5 @@
 """Raise one process's failure on all processes, and share small values between them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Choose which parts of a decoder are recomputed in the backward pass, and which parts are compiled."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

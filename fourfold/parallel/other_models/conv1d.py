@@ -1,7 +1,5 @@
 """Support linear layers that store their weight as [in, out], such as GPT-2's ``Conv1D`` in transformers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor, nn

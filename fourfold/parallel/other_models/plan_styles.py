@@ -7,8 +7,6 @@ rank computes the whole module. If a published plan cannot split one of the modu
 whole group.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import logging
 import tomllib

@@ -5,8 +5,6 @@ E / (x·y), one past the last expert. The model's code skips tokens whose expert
 of transformers works in the same way.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

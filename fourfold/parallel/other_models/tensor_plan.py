@@ -1,7 +1,5 @@
 """Split any model over the tensor axes x and y. Each module has a style that says how to split it (``plan_styles``)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ and y repeats the same work (residual, norms). So the model's code need not know
 the same tensor, each of them also gets the full gradient of this tensor.
 """
 
-from __future__ import annotations
-
 import weakref
 
 from torch import Tensor, nn

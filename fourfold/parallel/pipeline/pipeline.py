@@ -1,8 +1,6 @@
 """Run one step of a pipeline. Each rank runs its own list of operations, and exchanges hidden states and gradients with
 the ranks of the neighboring stages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """List the operations of each pipeline rank, in order, for the schedules of torch.distributed.pipelining."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple

@@ -5,8 +5,6 @@ We cannot use ``torch.autograd.grad`` here. It would need one call for the input
 gradients. Each layer's backward pass would then run twice, including its collectives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 

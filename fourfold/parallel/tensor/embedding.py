@@ -4,8 +4,6 @@ Each rank looks up the rows that it holds, and uses zeros for all other rows. A 
 of the ranks. After that, each rank has the embeddings of its own share of the sequence.
 """
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Wrap the two kernels of ``loss_kernels`` as custom operators, so that ``fourfold trace`` needs no Triton."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -5,8 +5,6 @@ The forward pass computes the loss and its gradients together, for a chunk of to
 one chunk are in memory (as in Hsu et al. 2024, arXiv 2410.10989).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

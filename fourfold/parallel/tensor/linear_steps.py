@@ -12,8 +12,6 @@ Between two steps, the caller can run steps of another batch part (``overlap.bat
 computes the same result without steps. In the planner, ``planning.cost.batch_part_events`` models these steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar

@@ -4,8 +4,6 @@ The first kernel reads the logits. The second kernel reads them again and overwr
 PyTorch operations would read or write float32 copies of the logits about twelve times.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -9,8 +9,6 @@ stored as its transpose, the three matmuls are NN, NT, and TN. This costs no tim
 copy of an operand in every step.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor

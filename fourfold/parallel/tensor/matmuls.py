@@ -8,8 +8,6 @@ gradients of A and B. The gradient of A is summed over the axis that splits the 
 summed over the axis that splits the columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

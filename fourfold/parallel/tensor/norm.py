@@ -1,7 +1,5 @@
 """RMSNorm and LayerNorm for tokens whose channels are split over ranks. The ranks exchange small sums per token."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,8 +1,6 @@
 """The LM head for preference optimization (DPO). It computes log-probabilities of whole answers, and the DPO loss of
 pairs of answers."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,8 +1,6 @@
 """Describe which tile of each parameter a rank holds. Initial weights, checkpoints, parity, and gradient norms use this
 description."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

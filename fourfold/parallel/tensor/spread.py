@@ -1,8 +1,6 @@
 """Describe how the ranks of an axis hold a tensor: in shares or as copies. Run the collectives that gather the whole
 tensor or sum partial tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
