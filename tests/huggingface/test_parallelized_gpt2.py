@@ -70,7 +70,7 @@ def refused_body(rank: int, world_size: int, changes: dict[str, Any], rules: dic
     ("changes", "rules", "says"),
     [
         ({"vocab_size": 201}, {}, "num_embeddings = 201 cannot be split over x = 2"),
-        ({"resid_pdrop": 0.1}, {}, r"attn.resid_dropout.p = 0.1 makes .* set it to 0"),
+        ({"resid_pdrop": 0.1}, {}, r"attn.resid_dropout.p = 0.1 gives .* set it to 0"),
         ({}, {"*.c_fc": "colwise_in_parts"}, "whose module cuts its features into parts of split_size"),
     ],
 )

@@ -52,8 +52,8 @@ DATA_PATH = [
     Mutant(
         "all tokens after the first padding count as padding",
         "data.loader:Loader.assemble",
-        "np.ascontiguousarray(is_data[row, :-1])",
-        "np.logical_and.accumulate(is_data[row, :-1], axis=1)",
+        "np.ascontiguousarray(windows.is_data[:, :-1])",
+        "np.logical_and.accumulate(windows.is_data[:, :-1], axis=1)",
         MIXTURE,
         EP2,
         PACKED,

@@ -166,8 +166,8 @@ DATA = [
     Mutant(
         "every micro-batch has the labels of the first micro-batch",
         "data.loader:Loader.assemble",
-        "labels[row]",
-        "labels[rows[0]]",
+        "whole.map(itemgetter(row))",
+        "replace(whole.map(itemgetter(row)), labels=labels[rows[0]])",
     ),
     Mutant(
         "the goldfish mask drops one token in k + 1, not one in k",
