@@ -12,7 +12,7 @@ from fourfold.memorization.scored_model import ScoringRequest
 
 @dataclass(frozen=True, kw_only=True)
 class AuditRequest(ScoringRequest):
-    """What to audit: a model and documents, with the options of the audit."""
+    """A request to audit a model on documents."""
 
     documents: Path
     """A .jsonl file with the documents to audit. Documents with a count of 0 are controls. All other documents are
