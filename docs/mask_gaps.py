@@ -40,7 +40,7 @@ def measured(corpus: Path, tokens: int = TOKENS) -> dict[str, dict[str, Any]]:
     found = {}
     for name, config in MASKS.items():
         goldfish = Goldfish(config)
-        windows = TokenWindows.open(corpus, SEQ, seed=0, look_back=goldfish.look_back).read(np.arange(tokens // SEQ))
+        windows = TokenWindows(corpus, SEQ, 0, goldfish.look_back).read(np.arange(tokens // SEQ))
         found[name] = counts(windows, ~goldfish(windows), config.k)
     return found
 
