@@ -93,7 +93,7 @@ def _their_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
         kept = ("rope_type", *ROPE_KEYS[model.rope_scaling.rope_type])
         scaling = {key: getattr(model.rope_scaling, key) for key in kept}
         config["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
-    elif "rope_parameters" in family.defaults:  # Without a table, transformers would use the family's default.
+    elif "rope_parameters" in family.defaults:  # Without rope_scaling, transformers would use the family's default.
         config["rope_scaling"] = {"rope_type": "default"}
     if family.rope_local_theta is not None and not family.reads_local_theta:
         of_full = config.get("rope_scaling", {"rope_type": "default"}) | {"rope_theta": model.rope_theta}

@@ -231,7 +231,7 @@ class Visit:
         self.joined: JoinedAttention | None = None
 
     def enter(self, x_BTh: Tensor) -> Tensor:
-        """Return the input that the block reads, given a part's input."""
+        """Prepare a part to enter the block, and return the part's hidden states. This class returns them unchanged."""
         return x_BTh
 
     def leave(self, index: int, x_BTh: Tensor) -> None:
