@@ -52,7 +52,7 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
     family = FAMILIES[kind]
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": kind}
     # Without these keys, transformers would use the special token ids of the family's original model. This model's
-    # vocabulary may not have these ids.
+    # vocabulary might not have these ids.
     config |= {key: family.defaults.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config |= {theirs: getattr(model, ours) for ours, theirs in family.keys.items()}
     config |= {key: None for key in NONE_IS_0 if config.get(key) == 0}
