@@ -19,7 +19,7 @@ def print_matmuls(record: Mapping[str, Any]) -> None:
 
 
 def matmul_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the rows of the table."""
+    """Return the rows of the table of matmuls, one per matmul."""
     rows = []
     for layer in layers:
         sizes = [layer[key] for key in ("tokens", "outputs", "inputs")]
