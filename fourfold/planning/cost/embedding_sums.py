@@ -21,7 +21,7 @@ def with_embedding(
         layers: Number of blocks on the rank.
         block: The bytes of a block.
         held: Four numbers of bytes: the activations when a backward pass begins, all gradients, the gathered weights,
-            and the gradients of one block while they are summed. The gathered weights include these gradients.
+            and the gradients of one block while they are summed. The third number includes the fourth number.
         entries: Number of weight entries in the rank's tile of the embedding. 0 if the rank has no embedding.
     """
     (activations, gradients, weights, of_block), layout, step = held, work.layout, work.step
