@@ -21,17 +21,18 @@ def with_embedding(
         layers: Number of blocks on the rank.
         block: The bytes of a block.
         held: Four numbers of bytes: the activations when a backward pass begins, all gradients, the gathered weights,
-            and the gradients of one block while they are summed. The gathered weights include these gradients.
+            and the gradients of one block while they are summed. The third number includes the fourth number.
         entries: Number of weight entries in the rank's tile of the embedding. 0 if the rank has no embedding.
     """
     (activations, gradients, weights, of_block), layout, step = held, work.layout, work.step
     flying, kept = in_flight(work, rank), kept_by_micro_batch(work, layers, block)
-    # Replicas and ``zero`` 1 sum gradients only at the end of a step, when few activations are left.
+    # Without shards, and with ``zero`` = 1, gradients are summed only at the end of a step, when few activations are
+    # left.
     is_late = (layout.shards == 1) | ((layout.zero == 1) & (layout.dp * layout.cp > 1))
     # FSDP2 holds the embedding's gradients until it sums the gradients of a block in the next backward pass.
     summed = np.where(is_late, 0, step.reduce_bytes * entries)
     waiting = np.maximum(summed - np.maximum(of_block, 0), 0)
-    # If no micro-batch follows those in flight, gradients exist only after a backward pass has freed its activations.
+    # If all micro-batches are in flight, no gradients exist until the first backward pass has freed its activations.
     is_full = np.equal(flying, work.micro_batches)
     started = activations + waiting - np.where(is_full, np.minimum(gradients + waiting, kept), 0)
     # At the end of a backward pass, the gradients in the step's dtype are copied to be summed. The sum is a new tensor.
