@@ -26,8 +26,8 @@ PIECE = 2**24
 
 
 ELSEWHERE = "; resume from another checkpoint"
-"""End of an error message about damage. A run that falls back to another checkpoint removes this advice from the
-message."""
+"""Advice at the end of an error message about damage. A run that falls back to another checkpoint removes this advice
+from the message."""
 
 BESIDE = "huggingface"
 """Subfolder of an imported model, with small files for a later export. Its files are not checked."""

@@ -13,7 +13,8 @@ FORWARDS_FIRST = ("GPipe", "LoopedBFS")
 """Schedules that run all forward passes of a step before its first backward pass."""
 
 IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
-"""Schedules that run the micro-batches in rounds of pp micro-batches each (Narayanan et al. 2021, arXiv 2104.04473)."""
+"""Schedules that run the micro-batches in rounds of at least pp micro-batches each (Narayanan et al. 2021, arXiv
+2104.04473)."""
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Schedules that give each rank two stages. Rank r of p ranks has the stages r and 2p − 1 − r, so rank 0 has the first
@@ -68,8 +69,8 @@ def balanced(layers: int, stages: int, first: float, last: float) -> tuple[int, 
     which counts as ``last`` layers.
 
     The head counts because it takes time: each of its weights costs one multiplication per token, like a weight of a
-    layer. The embedding takes hardly any time. It counts because of memory: the first stage stores its weights and
-    optimizer states, and also holds the most micro-batches.
+    layer. The embedding takes hardly any time. The embedding counts because of memory: the first stage stores the
+    embedding's weights and optimizer states, and also the activations of the most micro-batches.
     """
     counts, work = [1] * stages, [1.0] * stages
     work[0] += first

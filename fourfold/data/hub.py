@@ -46,6 +46,7 @@ class HubStream:
             epoch, state = epoch + 1, None
 
     def _text(self, row: dict[str, Any]) -> str | None:
+        """Return the text of a row, or None if the row has none. Raise ``UserError`` if the row lacks the column."""
         if self._text_key not in row:
             raise UserError(
                 f"{self._name} has no '{self._text_key}' among {', '.join(row)}; set data.text_key to the text's column"

@@ -146,7 +146,8 @@ def prepare(
 def _make(
     request: _Request, prefix: Path, tokenizer: str | Path | int, ends: Ends, workers: int, force: bool
 ) -> tuple[Manifest, Manifest | None]:
-    """Create the corpus. If `tokenizer` is a number, train a tokenizer of that size."""
+    """Create the corpus. If `tokenizer` is a number, train a tokenizer of that size. Return what `write_manifests`
+    returns."""
     with unfinished(prefix) as parts:
         if force:
             _remove_all_but(parts, set())
@@ -288,8 +289,8 @@ def _check_filled(splits: dict[str, CorpusSplit], request: _Request) -> None:
 def _publish(
     splits: dict[str, CorpusSplit], prefix: Path, request: _Request, tokenizer: Tokenizer, notes: list[str]
 ) -> tuple[Manifest, Manifest | None]:
-    """Rename the merged corpora to their final names, and write their manifests. While some files are old and some are
-    new, there is no manifest, so no reader mixes them."""
+    """Rename the merged corpora to their final names, write their manifests, and return what `write_manifests` returns.
+    While some files are old and some are new, there is no manifest, so no reader mixes old and new files."""
     held_out = validation_prefix(prefix)
     manifest_path(prefix).unlink(missing_ok=True)
     if manifest_path(held_out).is_file():  # Remove only files that an earlier preparation wrote.

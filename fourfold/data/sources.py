@@ -147,6 +147,7 @@ def _name_file_in_errors(path: Path) -> Iterator[None]:
 
 
 def _open_reader(path: Path, text_key: str, start: int, stop: int | None) -> Iterator[str | None]:
+    """Return an iterator over the texts of a file. None stands for a row without text."""
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         return (text for _, text in _parse_lines(path, partial(_parse_text, key=text_key), start, stop))
     assert start == 0, path

@@ -170,8 +170,8 @@ def training_keys(precision: str) -> dict[str, str]:
 
 
 def _load_model(name: str, precision: str) -> tuple[ModelConfig, str, str | None]:
-    """Load the sizes of a preset, of a config.json, or of a folder with one. Return them with a short name and a
-    note."""
+    """Load the sizes of a preset, of a config.json, or of a folder with one. Return the sizes, a short name, and a note
+    for the user (or None)."""
     path = Path(name)
     if not path.is_dir() and path.suffix != ".json":
         if os.sep in name:

@@ -83,7 +83,8 @@ class Layout(ArrayFields):
 
     @property
     def in_rounds(self) -> Flag:
-        """Return whether the schedule runs micro-batches in rounds of pp micro-batches."""
+        """Return whether the schedule runs the micro-batches in rounds of at least pp micro-batches
+        (``config.stages.IN_ROUNDS``)."""
         return _is_one_of(self.schedule, IN_ROUNDS) & (np.asarray(self.pp) > 1)
 
     @property

@@ -170,7 +170,7 @@ def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, T
 def _training_data(
     run: RunConfig, train: list[Source], tokenizer: Tokenizer | None
 ) -> tuple[Samples, list[LossMask], Goldfish | None]:
-    """Return the training data, the loss masks except goldfish, and the goldfish mask."""
+    """Return the training data, the loss masks except goldfish, and the goldfish mask (or None)."""
     training = run.training
     masks, goldfish = build_masks(run.masks, tokenizer, training.seq_length, training.global_batch_size)
     look_back = 0 if goldfish is None else goldfish.look_back

@@ -33,7 +33,8 @@ class PlannerCheck:
         self._seconds: list[float] = []
 
     def after_step(self, metrics: StepMetrics) -> Facts | None:
-        """Record a step. After the last measured step, write the comparison and return it as lines to print."""
+        """Record a step. After the last measured step, write the comparison and return it as lines to print. After any
+        other step, return None."""
         if self.machine is None or len(self._seconds) == STEPS:
             return None
         self._seconds.append(metrics.step_seconds)

@@ -130,6 +130,7 @@ class StepChecks:
         )
 
     def _spike(self, loss: float, grad_norm: float) -> str | None:
+        """Return what is wrong with the step if its loss or gradient norm is a spike. Otherwise return None."""
         recent, window, sigmas = self.job.recent, self.config.spike_window, self.config.spike_sigma
         for name, value, before in (("loss", loss, recent.losses), ("gradient norm", grad_norm, recent.grad_norms)):
             if len(before) >= window:
@@ -209,6 +210,7 @@ def _done(line: dict[str, Any]) -> str:
 
 
 def _not_finite(loss: float, grad_norm: float) -> str | None:
+    """Return which value is not finite, or None if both values are finite."""
     for name, value in (("loss", loss), ("gradient norm", grad_norm)):
         if not math.isfinite(value):
             return f"the {name} is {value}"

@@ -302,7 +302,7 @@ class Trainer:
 
 
 def _find_start(run: RunConfig, run_dir: Path, stack: ExitStack) -> Path | None:
-    """Return the checkpoint to resume from, if any. If the run folder exists, lock it until ``stack`` is closed."""
+    """Return the checkpoint to resume from, or None. If the run folder exists, lock it until ``stack`` is closed."""
     if run_dir.is_dir():
         stack.enter_context(open_run_folder(run_dir))
         with writing(run_dir / CHECKPOINTS):
@@ -314,8 +314,8 @@ def _fill_weights(job: Job, corpora: Corpora, checkpoint: Path | None) -> tuple[
     """Fill the weights from the checkpoint, from a pretrained model, or from the seed.
 
     Returns:
-        The checkpoint that was loaded, and its number of steps. If the given checkpoint was damaged, an earlier one was
-        loaded.
+        The checkpoint that was loaded, and its number of steps, or (None, 0) without a checkpoint. If the given
+        checkpoint was damaged, an earlier one was loaded.
     """
     run = job.run
     if run.model.from_hf is not None:

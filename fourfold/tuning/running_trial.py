@@ -74,6 +74,7 @@ class RunningTrial:
         return replace(found, wall_seconds=self._taken(), memory_bytes=used)
 
     def _hung(self, longest: float | None) -> TrialResult | None:
+        """Return the result of a trial that has run too long, or None if its time is not up."""
         taken = self._taken()
         limit = self.timeout if longest is None else min(self.timeout, TIMES_AS_LONG * longest + AT_LEAST)
         if taken > limit:

@@ -153,8 +153,8 @@ class Search:
                 self._interrupted.append((number, index))
 
     def _fill(self) -> Proposal | None:
-        """Start trials as long as there are free slots. If nothing is left to start, return the reason as a proposal
-        without a layout."""
+        """Start trials until all slots are taken, and return None. If nothing is left to start, return the reason as a
+        proposal without a layout."""
         while len(self._running) < self.settings.at_once:
             trials = self.ledger.trials()
             if len(trials) + len(self._running) >= self.settings.trials:

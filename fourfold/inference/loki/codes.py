@@ -1,8 +1,9 @@
 """Encode the leading components of keys in 2 bits each. Loki ranks the keys by these codes.
 
-A code says in which interval a component lies. The intervals are as wide as the component's standard deviation, which
-is nearly the best width for 4 intervals of a normal distribution. In the bytes of one bfloat16 number, eight components
-fit. So with the same number of bytes, codes rank better than exact numbers.
+A code says in which of four intervals a component lies. A component outside all intervals belongs to the nearest one.
+The intervals are as wide as the component's standard deviation, which is nearly the best width for 4 intervals of a
+normal distribution. The codes of eight components fit into the bytes of one bfloat16 number. So with the same number of
+bytes, codes rank better than exact numbers.
 
 Shape letters as in attend.py. C bytes hold the codes of d components.
 """

@@ -88,7 +88,7 @@ def _largest_k(length: int) -> int:
 
 
 def _measured(config: LokiConfig, head_dim: int, dense: Predictions, sparse: Predictions) -> dict[str, Any]:
-    """Return the quality of settings as JSON values. Only tokens that see more keys than they attend to count.
+    """Return the quality of settings as JSON values. Tokens that attend to all keys that they see are left out.
 
     The bytes are a share of the bytes that dense attention reads. The increase is the relative increase of the
     perplexity over dense attention. With more text, the upper bound is closer to the increase.

@@ -83,8 +83,8 @@ def published_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _style(name: str, plan: Mapping[str, str]) -> str | None:
-    """Look up the style of a module: by its exact name if the plan has it, and otherwise by the longest matching
-    pattern."""
+    """Look up the style of a module: by the module's exact name if the plan has it, and otherwise by the longest
+    matching pattern. Return None if no pattern matches."""
     matching = [pattern for pattern in plan if fnmatch.fnmatchcase(name, pattern)]
     if not matching:
         return None

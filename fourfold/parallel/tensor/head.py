@@ -105,7 +105,8 @@ _loss = not_compiled(_Loss.apply)
 
 
 def saved_gradients(ctx: Context[Tensor | float], scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the input and of the weight, which the forward pass has saved.
+    """Return the gradients of the input and of the weight, which the forward pass has saved. A gradient that it did not
+    compute is None.
 
     Args:
         ctx: the context of the forward pass. Its saved gradients are already multiplied by the loss scale ``ctx.kept``.

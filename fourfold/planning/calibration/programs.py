@@ -14,13 +14,13 @@ Overlap = Literal["none", "backward", "pieces"]
 ZERO3_HOOKS = 530
 """Host time that DeepSpeed's ZeRO-3 hooks add per block, in units of one kernel launch.
 
-With full recompute, a block of Qwen-1.8B takes 11 ms both with 256 tokens and with 2,048 tokens. So this is the time
-that the host needs for a block.
+With full recompute, a block of Qwen-1.8B takes 11 ms both with 256 tokens and with 2,048 tokens. So the 11 ms are the
+time that the host needs for a block.
 """
 
 ZERO3_MODULES = 6
-"""Number of all-gathers per block and pass with DeepSpeed's ZeRO-3. Its hooks gather the weights of each module
-separately. A block has two norms and four linear layers."""
+"""Number of all-gathers per block and pass with DeepSpeed's ZeRO-3. ZeRO-3's hooks gather the weights of each module
+separately, and a block has six modules with weights: two norms and four linear layers."""
 
 
 class Traits(NamedTuple):
