@@ -195,8 +195,8 @@ def fill_second_copies(shards: Sequence[LocalShard], tensors: Callable[[int], Ma
 def _first_copies(shards: Sequence[LocalShard]) -> dict[str, int]:
     """Return the index of the first shard with each name.
 
-    A process can have the first and the last stage of a pipeline (V-shaped schedules). It then has two copies of a tied
-    weight. A checkpoint saves only the first copy.
+    A process can have the first and the last stage of a pipeline (V-shaped schedules). Such a process has two copies of
+    a tied weight. A checkpoint saves only the first copy.
     """
     first: dict[str, int] = {}
     for index, shard in enumerate(shards):

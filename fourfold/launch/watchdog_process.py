@@ -48,8 +48,8 @@ class Watch(NamedTuple):
     heartbeat: int
     stacks: int
     signals: int
-    """Pipe from which the watchdog reads the numbers of the signals that the rank receives. It closes when the rank
-    ends."""
+    """Pipe from which the watchdog reads the numbers of the signals that the rank receives. The pipe closes when the
+    rank ends."""
     tell: int
     """Pipe through which the watchdog tells the rank to exit with a given code."""
     process: int

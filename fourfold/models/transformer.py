@@ -216,9 +216,9 @@ class PredictionBlock(AttentionAndMLP):
     2412.19437, section 2.2). Its attention and MLP have their own weights, and the same types as in the decoder's last
     layer.
 
-    At position i, the layer of depth k reads the hidden state of depth k − 1 and the embedding of token i + k. It
-    predicts token i + k + 1. Hidden states of depth 0 are the outputs of the decoder's last layer, before the final
-    norm. In weight files, [e_proj, h_proj] is one matrix [H, 2H], ``eh_proj``.
+    At position i, the layer of depth k reads the hidden state of depth k − 1 and the embedding of token i + k. The
+    layer predicts token i + k + 1. Hidden states of depth 0 are the outputs of the decoder's last layer, before the
+    final norm. In weight files, [e_proj, h_proj] is one matrix [H, 2H], ``eh_proj``.
     """
 
     def __init__(self, config: ModelConfig) -> None:

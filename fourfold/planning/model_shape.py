@@ -158,8 +158,8 @@ class ModelShape(ArrayFields):
 
     @property
     def dense_first(self) -> Number:
-        """Return the number of blocks of an MoE model that have a dense MLP. They are the first blocks. Return 0 for
-        dense models."""
+        """Return the number of blocks of an MoE model that have a dense MLP. These are the model's first blocks. Return
+        0 for dense models."""
         return np.where(np.greater(self.sparse, 0), np.rint(self.num_hidden_layers * (1 - self.sparse)), 0)
 
     def keys_seen(self, seq: Number) -> Number:

@@ -217,8 +217,8 @@ class Workload(ArrayFields):
 
     @property
     def token_matrices(self) -> Number:
-        """Return the number of weight entries in all matrices that take part in the matmuls of one token. They are in
-        the blocks and in the padded head."""
+        """Return the number of weight entries in all matrices that take part in the matmuls of one token. These
+        matrices are in the blocks and in the padded head."""
         gates = self.model.sparse * self.model.shared_expert_gate * self.model.hidden_size
         head = self.model.padded_vocab_size * self.model.hidden_size
         return self.model.num_hidden_layers * (self.model.active_weights + gates) + head

@@ -52,14 +52,14 @@ class Parts:
     number: int
     """Number of parts per micro-batch."""
     multiple: int
-    """The number of sequences in a part must be a multiple of this number. It is the size of y if y splits the batch in
-    attention, and otherwise 1."""
+    """The number of sequences in a part must be a multiple of this number. This number is the size of y if y splits the
+    batch in attention, and otherwise 1."""
     by_tokens: bool
     """Whether parts may divide the tokens of each sequence if there are too few sequences. False if y splits the
     queries in attention."""
     token_ranks: int
-    """Number of ranks whose tokens are joined in the sequence dim of attention's inputs. It is the size of x if y
-    splits the batch, and otherwise 1. ``JoinedAttention`` needs this number to put the tokens in order."""
+    """Number of ranks whose tokens are joined in the sequence dim of attention's inputs. This number is the size of x
+    if y splits the batch, and otherwise 1. ``JoinedAttention`` needs this number to put the tokens in order."""
     run_ahead: bool
     """Whether a part may run several steps while another part waits. This is False with y > 1. If parts ran ahead with
     y > 1, most collectives could hide behind the matmuls of only one part."""

@@ -48,7 +48,7 @@ def differentiate_logits(
 
     Args:
         normalizer_m: the log-sum-exp of each row, over the columns of all ranks.
-        factor_m: the factor that each row's gradient is multiplied by. It must be 0 for tokens without a loss.
+        factor_m: the factor that each row's gradient is multiplied by. The factor must be 0 for tokens without a loss.
         first: as in ``normalize_logits``.
         real: as in ``normalize_logits``.
         softcap: as in ``normalize_logits``.

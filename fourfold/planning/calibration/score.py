@@ -183,8 +183,8 @@ def sweeps_in(scored: Sequence[Scored]) -> list[list[Scored]]:
 def sweeps_of(scored: Sequence[Scored]) -> Statistics:
     """Score how well predictions rank the rows of each sweep.
 
-    The *regret* of a sweep says what it costs to trust the predictions. It is the measured time of the row that is
-    predicted to be fastest, divided by the shortest measured time, minus 1.
+    The *regret* of a sweep says what it costs to trust the predictions. The regret is the measured time of the row that
+    is predicted to be fastest, divided by the shortest measured time, minus 1.
     """
     regrets, correlations = [], []
     for sweep in sweeps_in(scored):

@@ -25,8 +25,8 @@ class Machine(ArrayFields):
     """Constants of one machine, in SI units (bytes, seconds, FLOP/s).
 
     - gpus_per_node: number of devices per node.
-    - domain: number of devices that the fast links connect. It is larger than a node if these links connect several
-      nodes (NVL72).
+    - domain: number of devices that the fast links connect. The domain is larger than a node if these links connect
+      several nodes (NVL72).
     - peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates. ``peak`` is the advertised bf16 rate. The
       achieved rates are the rates of the best shape.
     - units: number of processors of a device, over which the tiles of a matmul are divided.
