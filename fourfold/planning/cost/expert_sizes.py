@@ -189,37 +189,6 @@ def weights_of_experts(work: Workload) -> Number:
     return every / (layout.x * layout.y * layout.ep)
 
 
-def sums_of_one_shard(work: Workload) -> Number:
-    """Return the bytes that a block needs while FSDP2 sums the gradients of experts that no other rank shards (z = ep
-    and ``zero`` = 0). In all other cases, return -inf.
-
-    At first, there are the gradients in the step's dtype and a copy in ``reduce_dtype``, and FSDP2 has just freed the
-    gathered weights. If there are replicas, FSDP2 then frees the gradients and divides the copy, which makes a second
-    copy.
-    """
-    step = work.step
-    divided = np.where(_shards_and_copies(work)[1] > 1, 2 * step.reduce_bytes - step.item_bytes, 0)
-    return np.where(_has_one_shard(work), np.maximum(step.reduce_bytes, divided) * weights_of_experts(work), -np.inf)
-
-
-def experts_freed_early(work: Workload) -> Number:
-    """Return the bytes of a block's expert weights that FSDP2 frees before the backward pass of the block's attention
-    begins."""
-    return np.where(has_own_shards(work), work.step.item_bytes * weights_of_experts(work), 0)
-
-
-def experts_of_one_shard(work: Workload, item_bytes: Number) -> Number:
-    """Return the bytes of a block's expert weights in a dtype of ``item_bytes``, if no other rank shards these
-    experts. Otherwise, return 0."""
-    return np.where(_has_one_shard(work), item_bytes * weights_of_experts(work), 0)
-
-
-def _has_one_shard(work: Workload) -> Flag:
-    z, copies = _shards_and_copies(work)
-    is_alone: Flag = z * np.where(work.layout.zero > 0, copies, 1) == 1
-    return has_own_shards(work) & is_alone
-
-
 def has_own_shards(work: Workload) -> Flag:
     """Return whether FSDP2 gathers experts apart from the block's other weights."""
     layout = work.layout
