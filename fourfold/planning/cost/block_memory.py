@@ -173,6 +173,13 @@ class BlockBytes(ArrayFields):
     dense: BlockBytes | None = None
     linear: BlockBytes | None = None
 
+    def in_unit(self, work: Workload) -> Number:
+        """Return the number of weight entries whose gradients FSDP2 sums together: all entries of the block, except
+        experts that FSDP2 gathers apart."""
+        if not has_experts(work):
+            return self.entries
+        return self.entries + np.where(has_own_shards(work), 0, _entries_of_experts(work))
+
     def kept(self, work: Workload, layers: Number) -> Number:
         """Return the bytes that ``layers`` blocks save for a micro-batch."""
         own = self._kept(work, layers)
@@ -195,7 +202,7 @@ class BlockBytes(ArrayFields):
             return own
         # When the backward pass reaches the last block with linear attention, later blocks have freed what they saved.
         later = np.minimum(work.model.after_linear, layers - 1)
-        before = np.where(later > 0, grads.of_block * self.entries, grads.before)
+        before = np.where(later > 0, grads.of_block * self.in_unit(work), grads.before)
         linear = self.linear.in_backward(work, layers, grads._replace(before=before)) - self._kept(work, later)
         return np.where(work.model.linear > 0, np.maximum(own, linear), own)
 
@@ -211,15 +218,14 @@ class BlockBytes(ArrayFields):
         in_mlp = np.where(is_replicated(work), self.backward_replicated, self.backward)
         in_mlp = in_mlp + grads.size * self.shared_grads + grads.before
         in_attention = self.attention_backward + core_again + grads.size * self.attention_grads
-        entries, before = self.entries, grads.before
+        before = grads.before
         if has_experts(work):
-            own, experts = has_own_shards(work), where_experts(work, weights_of_experts(work) * work.model.sparse)
+            own, experts = has_own_shards(work), _entries_of_experts(work)
             summed = self.summed_experts + grads.size * self.shared_grads + grads.experts_copied * experts
             in_mlp = np.maximum(in_mlp, np.where(own, summed, -np.inf))
             # FSDP2 has summed the gradients of experts, and has freed their weights.
             in_attention = in_attention - np.where(own, work.step.item_bytes * experts, 0)
             before = np.where(own, grads.of_experts * experts, before)
-            entries = entries + np.where(own, 0, experts)
             in_attention = in_attention + np.where(own, 0, grads.size * experts)
         # The input of the next recomputed block counts too, because it is already being copied back from host memory.
         several = np.ceil(layers / layout.recompute_every) > 1
@@ -229,7 +235,7 @@ class BlockBytes(ArrayFields):
         freed = (layers - 1) % layout.recompute_every * self.whole
         backward = np.maximum(in_mlp, in_attention + before) + np.maximum(again - freed, 0)
         # At the end of its backward pass, the block has freed what it saved.
-        last = self.at_end + grads.size * entries + before - self._kept(work, 1)
+        last = self.at_end + grads.size * self.in_unit(work) + before - self._kept(work, 1)
         highest: Number = np.maximum(backward, np.where(np.greater(grads.size, 0), last, -np.inf))
         return highest
 
@@ -267,6 +273,10 @@ def _bytes_of_one_kind(work: Workload) -> BlockBytes:
         p.residual * (3 + np.where(work.model.layer_norm, 12, 8) / work.step.item_bytes),
     )
     return _bytes_with_experts(block, work) if has_experts(work) else block
+
+
+def _entries_of_experts(work: Workload) -> Number:
+    return where_experts(work, weights_of_experts(work) * work.model.sparse)
 
 
 def _entries(work: Workload) -> tuple[Number, Number]:
@@ -330,12 +340,12 @@ def kept_and_in_backward(
     if block.dense is None:
         return block.kept(work, layers), block.in_backward(work, layers, grads) - kept_weights(work)[0]
     share = dense_share(work)
-    of_dense_weights, of_others = (kept_weights(kind)[0] for kind in kinds_of_blocks(work))
+    dense, others = kinds_of_blocks(work)
     kept_by_others = (1 - share) * block.kept(work, layers)
-    in_others = np.where(share < 1, block.in_backward(work, layers, grads) - of_others, -np.inf)
+    in_others = np.where(share < 1, block.in_backward(others, layers, grads) - kept_weights(others)[0], -np.inf)
     # The dense blocks come first in the model. When the backward pass reaches them, all other blocks have freed what
     # they had saved.
-    of_dense = grads._replace(before=np.where(share < 1, grads.of_block * block.entries, grads.before))
-    in_dense = block.dense.in_backward(work, layers, of_dense) - of_dense_weights - kept_by_others
+    of_dense = grads._replace(before=np.where(share < 1, grads.of_block * block.in_unit(others), grads.before))
+    in_dense = block.dense.in_backward(dense, layers, of_dense) - kept_weights(dense)[0] - kept_by_others
     in_dense = np.where(share > 0, in_dense, -np.inf)
     return kept_by_others + share * block.dense.kept(work, layers), np.maximum(in_others, in_dense)

@@ -167,19 +167,25 @@ def _activated(work: Workload, rows: Rows) -> Number:
 def backward_of_experts(work: Workload) -> tuple[Number, Number]:
     """Return the peak bytes of the backward pass of a block's experts.
 
-    There are two groups of tensors, which are never in memory at the same time. The peak is the size of the larger one:
+    There are three groups of tensors, which are never in memory at the same time. The peak is the size of the largest
+    one:
 
     - the gradients of gate, of up, and of their product, and one more tensor if the gate is clamped
     - the gradients of the rows, once in the order of arrival and once sorted by expert
+    - while the last weight gradient is computed: the gradients of all weights, of gate or up, and of the rows from both
+      gate and up. By then, all saved tensors are freed, except the experts' input rows and the router's tensors
 
     Returns:
         The bytes if weights are sharded over data-parallel ranks, and the bytes if weights are replicated.
     """
     rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
-    inner, hidden = item * rows.on_rank * rows.inner, item * rows.on_rank * model.hidden_size / layout.y
+    inner, width = item * rows.on_rank * rows.inner, item * model.hidden_size / layout.y
+    hidden, returned = rows.on_rank * width, np.where(work.program.is_fourfold, rows.sent * width, 0)
     weight = weights_of_experts(work) / 3
     both = np.maximum(np.where(model.clamps_gate, 4, 3) * inner, 2 * hidden)
-    return both + item * weight, both + 4 * weight
+    last = 2 * hidden + inner - (2 * inner + _activated(work, rows) + returned)
+    sharded, replicated = (np.maximum(both + size * weight, last + 3 * size * weight) for size in (item, 4))
+    return sharded, replicated
 
 
 def weights_of_experts(work: Workload) -> Number:

@@ -150,6 +150,14 @@ def first_block(work: Workload) -> Workload:
     return work.but(sparse=np.where(dense_share(work) > 0, 0.0, work.model.sparse))
 
 
+def last_block(work: Workload) -> Workload:
+    """Return a workload whose blocks are all like the rank's last block. The last block has experts if any block of
+    the rank has them."""
+    if not has_dense_first(work):
+        return work
+    return work.but(sparse=np.where(dense_share(work) < 1, np.sign(work.model.num_experts), 0.0))
+
+
 def _copy_bytes(work: Workload) -> Number:
     """Return the bytes per entry of a gathered weight or of a 16-bit copy. Return 0 if there is no copy."""
     step, program = work.step, work.program

@@ -19,7 +19,7 @@ from fourfold.planning.cost.block_memory import (
     kept_and_in_backward,
     kept_by_micro_batch,
 )
-from fourfold.planning.cost.expert_sizes import has_experts, has_own_shards, states_of_experts, weights_of_experts
+from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts
 from fourfold.planning.cost.gathered_weights import (
     GatheredWeights,
     Tables,
@@ -29,6 +29,7 @@ from fourfold.planning.cost.gathered_weights import (
     is_replicated,
     is_resharded,
     kept_weights,
+    last_block,
 )
 from fourfold.planning.cost.stage_split import in_flight
 from fourfold.planning.workload import Workload
@@ -195,7 +196,7 @@ def _in_blocks(memory: RankMemory, weights: GatheredWeights) -> list[Moment]:
     # A block's own weights are gathered into a buffer first.
     is_alone = is_freed_after_use(work) & np.equal(layers, 1)
     in_block = np.where(is_alone, np.maximum(in_block, weights.in_block + sums.before), in_block)
-    in_sum = block.full + sums.copied * _entries_in_unit(work, block) - block.kept(work, 1) - kept_weights(work)[0]
+    in_sum = block.full + sums.copied * block.in_unit(last_block(work)) - block.kept(work, 1) - kept_weights(work)[0]
     begin, second, of_first = _first_blocks(work, layers, block, sums)
     of_first = np.where(memory.is_first, of_first, 0)
     end, next_begun = _gradients_of_blocks(memory), memory.begun - memory.kept + tied
@@ -216,7 +217,11 @@ def _in_embedding(memory: RankMemory, weights: Number) -> list[Moment]:
     entries, of_table = memory.tables.embedding, memory.each * memory.tables.embedding
     # Both parts of a tied gradient and their sum are in memory. A replicated gradient is then cast.
     summands = np.where(is_replicated(memory.work), np.maximum(tied, sums.size * entries), tied)
-    backward = memory.work.step.item_bytes * entries + summands + sums.of_block * memory.block.entries
+    backward = (
+        memory.work.step.item_bytes * entries
+        + summands
+        + sums.of_block * memory.block.in_unit(first_block(memory.work))
+    )
     # When the embedding's gradients are summed late, the gradients of blocks are already sharded.
     of_blocks = (memory.gradients - of_table) * np.where(layout.zero == 1, 1 / layout.shards, 1)
     end = _gradients_of_blocks(memory)
@@ -252,18 +257,11 @@ def _copied_of_table(memory: RankMemory) -> Number:
     return memory.sums.copied + np.where(is_freed, memory.work.step.item_bytes, 0)
 
 
-def _entries_in_unit(work: Workload, block: BlockBytes) -> Number:
-    """Return the number of a block's weight entries whose gradients FSDP2 sums together."""
-    if not has_experts(work):
-        return block.entries
-    return block.entries + np.where(has_own_shards(work), 0, work.model.sparse * weights_of_experts(work))
-
-
 def _first_blocks(work: Workload, layers: Number, block: BlockBytes, sums: Gradients) -> tuple[Number, Number, Number]:
     """Return the bytes of activations in the backward pass of the rank's first block and of its second block, and the
     bytes of a block's gradients afterwards."""
     first = first_block(work)
-    before = np.where(np.greater(layers, 1), sums.of_block * block.entries, sums.before)
+    before = np.where(np.greater(layers, 1), sums.of_block * block.in_unit(last_block(work)), sums.before)
     kept, in_backward = kept_and_in_backward(first, 1, block, sums._replace(before=before))
     entries = first.block_weights / (work.layout.x * work.layout.y)
     if not has_experts(work):
@@ -291,8 +289,8 @@ def _sums(work: Workload, layers: Number, block: BlockBytes, tables: Tables, is_
     of_block = np.where(is_fsdp & ~late, reduced, 0)
     first = of_block * np.where(tables.is_last, tables.own_head, 0)
     of_embedding = np.where(np.greater(tables.positions, 0), tables.positions, tables.embedding)
-    earlier = of_block * np.where(tables.is_first, of_embedding, block.entries) * several
-    after_one = of_block * block.entries - block.kept(work, 1) - kept_weights(work)[0]
+    earlier = of_block * np.where(tables.is_first, of_embedding, block.in_unit(first_block(work))) * several
+    after_one = of_block * block.in_unit(last_block(work)) - block.kept(work, 1) - kept_weights(work)[0]
     first = np.maximum(first, np.where(np.greater(layers, 2), after_one, 0))
     before = np.where(tables.is_last | is_first, first, np.maximum(earlier, first))
     # Some pipeline schedules compute weight gradients after the backward pass.
