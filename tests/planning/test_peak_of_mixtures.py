@@ -1,4 +1,4 @@
-"""The planner's memory peak equals the trace's peak for GPT-OSS, for DeepSeek's latent attention, and for models with
+"""The planner's memory peak equals the trace's peak for mixtures, for DeepSeek's latent attention, and for models with
 linear attention, on every rank of the pipeline."""
 
 from __future__ import annotations
@@ -14,10 +14,19 @@ from fourfold.verification.trace import trace
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss": {"preset": "gpt-oss-20b", "num_experts": 16},
+    "qwen3": {"preset": "qwen3-30b-a3b", "num_experts": 16},
+    "large experts": {"preset": "qwen3-30b-a3b", "num_experts": 8, "num_experts_per_tok": 2},
     "deepseek": {
         "preset": "deepseek-v3",
         "num_experts": 16,
         "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "deepseek dense twice": {
+        "preset": "deepseek-v3",
+        "num_experts": 16,
+        "first_k_dense_replace": 2,
         "n_group": 4,
         "topk_group": 2,
     },
@@ -33,8 +42,16 @@ OFTEN: list[Case] = [
     ("deepseek", 2, {"z": 4, "zero": 2, "ep": 4}, "none", 2048, 2, 1, {}),
     ("gpt-oss", 4, {"z": 2, "dp": 4}, "selective", 1024, 1, 1, {}),
     ("hybrid", 4, {"z": 2, "dp": 4, "zero": 1}, "selective", 512, 2, 1, {}),
+    # More ranks shard the experts than a rank has experts.
+    ("deepseek dense twice", 3, {"z": 4, "dp": 4, "cp": 2, "zero": 2, "ep": 2}, "none", 1024, 1, 2, {}),
 ]
 SELDOM: list[Case] = [
+    ("qwen3", 4, {"z": 4}, "full", 4096, 1, 1, {}),
+    ("qwen3", 3, {"z": 4, "cp": 2, "zero": 3}, "selective", 1024, 1, 2, HALF),
+    ("qwen3", 4, {"z": 4, "zero": 2, "ep": 2}, "full", 1024, 1, 2, {}),
+    ("large experts", 4, {"dp": 2, "cp": 2, "zero": 1}, "selective", 512, 1, 1, {}),
+    ("large experts", 3, {"x": 2, "dp": 16, "zero": 3, "ep": 2}, "none", 512, 2, 2, {}),
+    ("deepseek dense twice", 3, {"dp": 4, "cp": 2, "zero": 1, "ep": 2}, "selective", 4096, 2, 4, HALF),
     ("gpt-oss", 3, {"y": 2, "z": 2, "zero": 1, "ep": 2}, "selective", 1024, 1, 2, {}),
     ("gpt-oss", 3, {"z": 2, "dp": 2, "zero": 2, "ep": 2}, "full", 4096, 1, 1, HALF | PARTS),
     ("gpt-oss", 4, {"y": 2, "z": 2, "dp": 2, "zero": 3}, "selective", 2048, 1, 2, HALF),
