@@ -127,6 +127,8 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
     else:
         in_block, one = once + gathered * first[0], once + first[0]
     own_head = np.where(is_sharded, item * tables.own_head, 0)
+    # Weights that are gathered once per step leave one buffer, of the unit that was gathered last.
+    buffer = np.where(np.greater(tables.own_head, 0), own_head, _bytes_of_block(last_block(work))[1] * is_sharded)
     # If all forward passes come first, only the first micro-batch gathers the head.
     is_gathered = np.greater(tables.own_head, 0) & ~(work.layout.forwards_first & ~single)
     in_head = np.where(is_gathered, once + 2 * own_head, one + own_head)
@@ -136,7 +138,7 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
     return GatheredWeights(
         in_block,
         left,
-        np.where(is_freed, in_head, in_block + np.where(single, own_head, 0)),
+        np.where(is_freed, in_head, in_block + np.where(single, buffer, 0)),
         np.where(is_freed, one, in_block),
         np.where(is_freed, 0, left),
     )
