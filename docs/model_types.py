@@ -320,7 +320,7 @@ random model and compares fourfold's results with the library's results:
 
 "ok" means that the check succeeded. A result may differ from the library's result by at most {LIMIT:g} of the tensor's
 norm. "no" means that fourfold refuses the model with a message ([all messages](#messages)). "–" means that the script
-did not run the check, because an earlier check failed. For a few types, the script found no tiny model that runs. For
+did not run the check, because an earlier check failed. For some types, the script found no tiny model that runs. For
 these types, the column *parallelize* says "no", and all other columns say "–".
 
 {head}

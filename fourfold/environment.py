@@ -71,7 +71,7 @@ def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
 def first_host(node_list: str) -> str:
     """Return the first host of a SLURM node list. For example, `nid[0003-0007,0012],login1` gives `nid0003`.
 
-    scontrol could do this, but a compute node may not have it.
+    scontrol could do this, but a compute node might not have it.
     """
     end = re.search(r",(?![^\[]*\])", node_list)  # Cut the list at the first comma outside brackets.
     first = node_list[: end.start()] if end else node_list

@@ -104,7 +104,7 @@ def main() -> None:
         elif isinstance(error, PermissionError) and error.filename is not None:
             problem = f"cannot open {error.filename}: {error.strerror}"
         elif error.errno == errno.EMFILE:
-            problem = "this process may not open more files; raise the limit, for example with: ulimit -n 4096"
+            problem = "this process cannot open more files; raise the limit, for example with: ulimit -n 4096"
         elif error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             problem = f"cannot write {error.filename or 'the output'}: {error.strerror}"
         else:

@@ -51,7 +51,7 @@ class Divides:
 
     def broken(self, sizes: Sizes) -> Number:
         number: Number = getattr(sizes, self.number)
-        if isinstance(number, int) and number == 0:  # Save time, because a search checks many layouts.
+        if isinstance(number, int) and number == 0:  # Skip the modulo to save time: a search checks many layouts.
             return False
         return number % self._ranks(sizes) != 0
 

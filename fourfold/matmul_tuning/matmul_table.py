@@ -63,7 +63,7 @@ class MatmulTable(Strict):
 
 
 def key_of(sizes: MatmulSizes, dtype: torch.dtype) -> str:
-    """Return the key of a layer's sizes in the table."""
+    """Return a layer's key in ``MatmulTable.layers``."""
     return f"{str(dtype).removeprefix('torch.')} {sizes.tokens}x{sizes.outputs}x{sizes.inputs}"
 
 

@@ -110,7 +110,7 @@ def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> R
     # Drop all other sections, because they affect only training.
     table = {key: table[key] for key in ("model", "data", "masks", "parallel", "training") if key in table}
     # The section [data] names the tokenizer. Reset two of its keys: the format "preferences" would require a section
-    # [dpo], and the number of streams may not divide the new batch size.
+    # [dpo], and the new batch size might not be divisible by the number of streams.
     for override in ("data.format=text", "data.streams=1", *request.overrides):
         apply_override(table, override)
     parallel = table["parallel"]

@@ -75,8 +75,8 @@ def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     integers.
 
     Returns:
-        Two arrays. The first has the index of each unique row's first occurrence. The second [n] says for each row of
-        the table which unique row it equals: it has positions in the first array.
+        Two arrays. The first has the index of each unique row's first occurrence. The second [n] has, for each row of
+        the table, the position of its unique row in the first array.
     """
     codes, numbers = np.zeros(np.shape(columns[0]), dtype=np.int64), 1
     for column in columns:

@@ -1,4 +1,5 @@
-"""Describe the sizes of the decoders to predict. The sizes can be arrays with one entry per case."""
+"""Describe the sizes of a decoder for the planner. The sizes can be arrays with one entry per case, such as one entry
+per layout."""
 
 from __future__ import annotations
 

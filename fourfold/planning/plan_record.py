@@ -124,7 +124,7 @@ def plan_request(
     Args:
         request: The model, its step, and the number of GPUs.
         machine_name: Name of a built-in machine, or path of a machine file.
-        limit_settings: Limits of the search, as ``limits.parse_limits`` reads them.
+        limit_settings: Limits of the search, in the format of ``limits.parse_limits``.
         top: Number of layouts to return.
         tokens: Number of tokens to train on, to compute costs. None computes no costs.
         explained: Whether to explain why the best layout is the fastest.

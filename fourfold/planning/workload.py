@@ -1,5 +1,5 @@
-"""Describe the workloads to predict: models, layouts, steps, and training frameworks. Their fields can be arrays with
-one entry per case. x, y, z, dp, cp, pp, and ep are the axes of the grid."""
+"""Describe the planner's workloads: models, layouts, steps, and training frameworks. Their fields can be arrays with
+one entry per case, such as one entry per layout. x, y, z, dp, cp, pp, and ep are the axes of the grid."""
 
 from __future__ import annotations
 

@@ -107,8 +107,8 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
     shared = [header for header in CHOICES if header != "also" and len(set(columns.get(header, []))) == 1]
     numbers = ("tokens/s/GPU", "HFU", "90 % interval", f"of {gigabytes(float(result.plan.machine.memory))}", "MFU")
     for place, header in enumerate([*shared, *(header for header in numbers if header in columns)]):
-        # From the third name in ``numbers`` on, remove a column only if the table is too wide even with line breaks in
-        # the columns ``WORDS``.
+        # The shared choices and the first two columns of ``numbers`` are removed to avoid line breaks. All other
+        # columns are removed only if the table is too wide even with line breaks in the columns ``WORDS``.
         if least_width(columns, () if place < len(shared) + 2 else WORDS) <= width:
             break
         cells = columns.pop(header)

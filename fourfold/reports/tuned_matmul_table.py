@@ -19,7 +19,7 @@ def print_matmuls(record: Mapping[str, Any]) -> None:
 
 
 def matmul_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the rows of the table."""
+    """Return the rows of the table of matmuls, one per matmul."""
     rows = []
     for layer in layers:
         sizes = [layer[key] for key in ("tokens", "outputs", "inputs")]
@@ -28,7 +28,7 @@ def matmul_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             is_first = number == 0
             first = [", ".join(layer["layers"]), " × ".join(map(str, sizes))] if is_first else ["", ""]
             other = f"{layer['other_order']:.2f}" if is_first else ""
-            words = [*(["weight turned"] if layer["turned"] else []), *([own["copies"]] if own["copies"] else [])]
+            words = [*(["weight transposed"] if layer["turned"] else []), *([own["copies"]] if own["copies"] else [])]
             gain = f"{own['gain']:.2f} ({own['low']:.2f} to {own['high']:.2f})" if words else ""
             name = matmul.replace("_", " ")
             rows.append([*first, name, "; ".join(words) or "as stored", f"{rate:,.0f}", gain, other])

@@ -87,7 +87,7 @@ def _failures(lines: list[dict[str, Any]], taken: int) -> int:
 
 
 def _read(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of the file. A crash may have left half a line, which is skipped."""
+    """Return the lines of ``ATTEMPTS_FILE``. A crash may have left half a line, which is skipped."""
     path, lines = run_dir / ATTEMPTS_FILE, []
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     for line in text.split("\n"):

@@ -49,7 +49,8 @@ class Replay:
             kept: Number of tokens in the loss over all ranks (see ``Job.forward_backward``).
 
         Raises:
-            UserError: Results or replicas differ, or the GPU has no deterministic kernel for an operation.
+            UserError: The two passes gave different results, replicas hold different bits, or the GPU has no
+                deterministic kernel for an operation.
         """
         self.seconds = 0.0
         if not self.interval or (step + 1) % self.interval:

@@ -103,8 +103,8 @@ def search_candidates(
     """Return at most ``MOST`` legal layouts within the limits that may fit into memory, fastest first.
 
     Args:
-        on_gpu: Whether trials run on GPUs. On a CPU, layouts that may not fit are returned too, process groups take no
-            memory, and the predictions are less certain.
+        on_gpu: Whether trials run on GPUs. On a CPU, layouts that might not fit are returned too, process groups take
+            no memory, and the predictions are less certain.
 
     Raises:
         UserError: No layout is left.

@@ -47,7 +47,7 @@ def search_for(
         overrides: Overrides of the run file.
         nproc: Number of devices of a trial. Default: the run file's number of processes.
         machine_name: The planner's machine. Default: metrics.machine, or "laptop" on a CPU.
-        space: Limits on the layouts, as ``limits.parse_limits`` reads them.
+        space: Limits on the layouts, in the format of ``limits.parse_limits``.
         folder: The search's folder. Default: tune-NAME.
         settings: Settings of the search.
         site: The SLURM site to run trials on. None runs them on this machine.

@@ -29,8 +29,8 @@ class Deviation(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Return the grid's deviation divided by one process's deviation. The ratio is infinite if either is not
-        finite."""
+        """Return the grid's deviation divided by one process's deviation. The ratio is infinite if one of the
+        deviations is not finite."""
         if not (math.isfinite(self.grid) and math.isfinite(self.one_process)):
             return math.inf
         if self.grid == 0:

@@ -177,8 +177,9 @@ class Recorder(TorchDispatchMode):
         entry = self.collectives.setdefault(line, [0, 0])
         entry[0] += 1
         entry[1] += whole.nbytes
-        # FSDP2 waits for a unit's gradient sum only when it issues the next sum. The storage of the first sum may be
-        # freed by then, so the storage cannot be the key. Use ``line`` instead. ``issue`` then waits for the first sum.
+        # The storage of a collective's result identifies the collective, except in FSDP2's gradient sums. FSDP2 waits
+        # for a sum only when it issues the next sum, and the first sum's storage may be freed by then. So ``line``
+        # identifies these sums, and ``issue`` waits for the first sum before it records the next sum.
         is_sum_of_fsdp = purpose is None and operation != "all_gather"
         duration = 0
         if self._durations is not None:

@@ -27,21 +27,21 @@ CONTEXT = [
         grid=CP2,
     ),
     Mutant(
-        "in the ring of cp, queries attend to later keys",
+        "in ring attention, queries attend to later keys",
         "parallel.attention.ring:block_of_step",
         "queries, keys = everything, slice(0, half)",
         "queries, keys = everything, everything",
         grid=CP2,
     ),
     Mutant(
-        "the ring of cp merges partial results without rescaling them",
+        "ring attention merges partial results without rescaling them",
         "parallel.attention.ring:merge",
         "out.mul_((lse - both).exp_()[..., None])",
         "out.mul_(1.0)",
         grid=CP2,
     ),
     Mutant(
-        "in the ring of cp, queries attend to earlier documents",
+        "in ring attention, queries attend to earlier documents",
         "parallel.attention.ring:block_of_step",
         "mask_BQK = ours_BQ[:, :, None] == theirs_BK[:, None, :]",
         "mask_BQK = ours_BQ[:, :, None] >= theirs_BK[:, None, :]",
@@ -49,7 +49,7 @@ CONTEXT = [
         sections=PACKED,
     ),
     Mutant(
-        "in the ring of cp, a document that starts in the middle of the sequence loses its first token",
+        "in ring attention, a document that starts in the middle of the sequence loses its first token",
         "parallel.attention.ring:block_of_step",
         "ours_BQ, theirs_BK = _of_both(documents_BS, source, queries, keys, cp)",
         "documents_BS = documents_BS.clone()\ndocuments_BS[:, length // 2] = documents_BS[:, length // 2 - 1]\n"
@@ -58,14 +58,14 @@ CONTEXT = [
         sections=PACKED | {"training": {"seq_length": 256}},
     ),
     Mutant(
-        "the ring of cp overwrites the gradients of queries instead of adding to them",
+        "ring attention overwrites the gradients of queries instead of adding to them",
         "parallel.attention.ring:_Ring.backward",
         "dq[:, :, rows] += dq_part",
         "dq[:, :, rows] = dq_part",
         grid=CP2,
     ),
     Mutant(
-        "the ring of cp loses the gradients of keys from other ranks",
+        "ring attention loses the gradients of keys from other ranks",
         "parallel.attention.ring:_Ring.backward",
         "torch.zeros_like(kv, dtype=torch.float32) if dkv_coming is None else dkv_coming.wait()",
         "torch.zeros_like(kv, dtype=torch.float32) if dkv_coming is None else dkv_coming.wait() * 0",

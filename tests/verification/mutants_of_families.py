@@ -39,7 +39,7 @@ WINDOWS = [
         ULYSSES,
     ),
     Mutant(
-        "the ring of cp ignores the sliding window",
+        "ring attention ignores the sliding window",
         "parallel.attention.ring:block_of_step",
         "ours_1Q[:, :, None] - theirs_1K[:, None, :] < window",
         "ours_1Q[:, :, None] - theirs_1K[:, None, :] < length",
@@ -47,7 +47,7 @@ WINDOWS = [
         CP2,
     ),
     Mutant(
-        "the ring of cp skips ranks with keys inside the sliding window",
+        "ring attention skips ranks with keys inside the sliding window",
         "parallel.attention.ring:block_of_step",
         "(abs(source - cp.rank) - 1) * half + 1 >= window",
         "(abs(source - cp.rank) - 0) * half + 1 >= window",

@@ -9,7 +9,7 @@ SINKS_ONLY = {"attention_sinks": True}
 
 SINKS = [
     Mutant(
-        "the ring of cp leaves sinks out of its merged results",
+        "ring attention leaves sinks out of its merged results",
         "parallel.attention.ring:_Ring.forward",
         "out_BNTD.mul_(share_BNT[..., None])",
         "pass",

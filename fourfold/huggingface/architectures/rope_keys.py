@@ -93,7 +93,8 @@ def _local_rope(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the rotary base of sliding-window layers, and the rotary table of full-attention layers. rope_scaling
     applies only to full-attention layers."""
-    # In these families, each type of layer has its own table. transformers would silently ignore a single table.
+    # In these families, rope_parameters has one table per type of layer. transformers would silently ignore a table
+    # without a type.
     if tables and not tables.keys() & {FULL, SLIDING}:
         raise UserError(f"{where}: rope_parameters has no table of '{FULL}' or '{SLIDING}'")
     own, full = tables.get(SLIDING) or {}, tables.get(FULL) or {"rope_type": "default"}

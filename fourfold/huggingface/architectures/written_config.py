@@ -52,7 +52,7 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
     family = FAMILIES[kind]
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": kind}
     # Without these keys, transformers would use the special token ids of the family's original model. This model's
-    # vocabulary may not have these ids.
+    # vocabulary might not have these ids.
     config |= {key: family.defaults.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config |= {theirs: getattr(model, ours) for ours, theirs in family.keys.items()}
     config |= {key: None for key in NONE_IS_0 if config.get(key) == 0}
@@ -93,7 +93,7 @@ def _their_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
         kept = ("rope_type", *ROPE_KEYS[model.rope_scaling.rope_type])
         scaling = {key: getattr(model.rope_scaling, key) for key in kept}
         config["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
-    elif "rope_parameters" in family.defaults:  # Without a table, transformers would use the family's default.
+    elif "rope_parameters" in family.defaults:  # Without rope_scaling, transformers would use the family's default.
         config["rope_scaling"] = {"rope_type": "default"}
     if family.rope_local_theta is not None and not family.reads_local_theta:
         of_full = config.get("rope_scaling", {"rope_type": "default"}) | {"rope_theta": model.rope_theta}

@@ -56,7 +56,8 @@ class _LayerObserver:
 
     def note_rotary(self, module: AttentionModule, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self.rotary = keywords["position_embeddings"] if getattr(module, "use_rope", True) else None
-        if self.rotary is not None and module.config.model_type == "gpt_oss":  # Its cos and sin are for half a head.
+        # In GPT-OSS, cos and sin have entries for half a head only.
+        if self.rotary is not None and module.config.model_type == "gpt_oss":
             cos, sin = (torch.cat([half, half], -1) for half in self.rotary)
             self.rotary = cos, sin
 

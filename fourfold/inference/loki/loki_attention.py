@@ -128,7 +128,7 @@ def loki_attention(
     if keywords.get("softcap") is not None:
         raise UserError("loki: this model's attention has softcap, which is not supported; use dense attention")
     config, layer = state.recipe.config, state.layer
-    if dropout:  # Use dense attention, because dropout is on only in training.
+    if dropout:  # The model is in training, and Loki is only for inference.
         return dense()
     length, is_simple = key.shape[2], _is_simple(attention_mask)
     if query.shape[2] == 1 and isinstance(layer, LokiLayer) and is_simple and not config.is_dense_at(length):

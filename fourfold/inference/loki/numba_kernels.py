@@ -162,7 +162,7 @@ def _rank(scores_GS, visible_S, kept_S, ranks_S):
             for s in range(length):
                 if not visible_S[s]:
                     scores_GS[g, s] = NEVER
-    worth_S = ranks_S.view(np.float32)  # Compute the combined scores in the memory of the ranks.
+    worth_S = ranks_S.view(np.float32)  # Reuse the memory of ``ranks_S`` for the combined scores.
     worth_S[:] = np.float32(0)
     if scores_GS.shape[0] == 1:  # The scores of a single query head need no normalization to rank keys.
         worth_S[:] = scores_GS[0]

@@ -46,8 +46,8 @@ def score(query_Hd, code_SC, scores_HS):
 
 
 def _look_up(count: int) -> Callable[..., None]:
-    """Return a compiled function that adds the table entries of ``count`` bytes to the scores of four query heads. The
-    first bytes begin the sums."""
+    """Return a compiled function that adds the table entries of ``count`` bytes to the scores of four query heads. For
+    the first bytes of the codes, it overwrites the scores instead."""
     sum_of = _sum_of_entries(count)
 
     @compiled

@@ -91,9 +91,9 @@ def _measured(config: LokiConfig, head_dim: int, dense: Predictions, sparse: Pre
     """Return the quality of settings as JSON values. Only tokens that see more keys than they attend to count.
 
     The bytes are a share of the bytes that dense attention reads. The increase is the relative increase of the
-    perplexity over dense attention. More text brings its upper bound closer to it.
+    perplexity over dense attention. With more text, the upper bound is closer to the increase.
     """
-    # A loss belongs to a token that sees one key more than its index, and the last token of a window has no loss.
+    # Token i sees i + 1 keys. The last token of a window has no loss, so a window has one token more than losses.
     counts = [config.key_count(len(losses) + 1) for losses in dense.losses]
 
     def counted(of_windows: list[Tensor]) -> Tensor:

@@ -32,7 +32,7 @@ def share_of_chosen(
         coded_S: The scores of all keys by their codes.
         is_rest_S: True for visible keys that are not chosen.
     """
-    lowest = torch.finfo(exact_k.dtype).min  # With −inf, the gradients would be NaN if there were no rest.
+    lowest = torch.finfo(exact_k.dtype).min  # With −inf instead, gradients would be NaN if all keys were chosen.
     count = is_chosen_k.sum(-1, keepdim=True).clamp(min=1)
     constant = (exact_k - coded_k).masked_fill(~is_chosen_k, 0.0).sum(-1, keepdim=True) / count
     of_chosen = exact_k.masked_fill(~is_chosen_k, lowest).logsumexp(-1, keepdim=True)

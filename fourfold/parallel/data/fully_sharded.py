@@ -129,7 +129,8 @@ class FullySharded(DataParallel):
         model, self._is_complete = _fsdp(self.model), last
         self.sums.finish()
         groups = self.fsdp_groups()
-        # FSDP2 reads the next gradient sums at once if it adds them to sums of earlier micro-batches.
+        # If sums of earlier micro-batches exist, FSDP2 adds the next sums to them immediately. So the next sums must be
+        # complete.
         self.sums.at_once = any(p.sharded_param.grad is not None for group in groups for p in group.fsdp_params)
         self.sums.at_once_over_shards = any(g._partial_reduce_output is not None for g in groups)
         for group in groups:
@@ -256,7 +257,8 @@ class FullySharded(DataParallel):
         return [_fsdp(module) for module in modules]
 
     def _keep_z_shards_after_forward(self, z_mesh: DeviceMesh) -> None:
-        """Between the forward and the backward pass, keep weights that are split only over z.
+        """After the forward pass, keep 1/z of each tile instead of 1/(dp·cp·z), so that the backward pass gathers only
+        over z.
 
         FSDP2 has an argument for this (``reshard_after_forward=N``), but this argument makes FSDP2 create process
         groups. With x, y, or pp, there are several shard groups, and creating groups in each of them would deadlock.

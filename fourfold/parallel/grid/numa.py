@@ -12,7 +12,7 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 def bind_to_gpu(device: torch.device) -> None:
     """Restrict this process to the cores next to its GPU.
 
-    Do nothing if these cores are unknown, or if the process may not use any of them.
+    Do nothing if these cores are unknown, or if the process is not allowed to use any of them.
     """
     # Old versions of torch do not report the device's PCI address.
     properties: Any = torch.cuda.get_device_properties(device)

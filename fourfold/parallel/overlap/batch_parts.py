@@ -231,11 +231,12 @@ class Visit:
         self.joined: JoinedAttention | None = None
 
     def enter(self, x_BTh: Tensor) -> Tensor:
-        """Return the input that the block reads, given a part's input."""
+        """Prepare a part to enter the block, and return the part's hidden states. The base class returns them
+        unchanged."""
         return x_BTh
 
     def leave(self, index: int, x_BTh: Tensor) -> None:
-        """Handle the output of a part. This class does nothing."""
+        """Handle the output of a part. The base class ignores it."""
 
 
 class HookedVisit(Visit):

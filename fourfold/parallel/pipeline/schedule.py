@@ -110,7 +110,7 @@ def simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[i
 def alternatives_of(op: Op, grid: ParallelConfig) -> list[list[Op]]:
     """Return lists of operations. ``op`` can run as soon as all operations of any one list are done.
 
-    The next stage computes the gradient of its input either in B or in I.
+    The next stage computes the gradient of its input in B (a full backward pass) or in I (only input gradients).
     """
     stage, i = op.stage, op.micro_batch
     if op.kind == "F":

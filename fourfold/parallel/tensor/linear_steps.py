@@ -101,7 +101,7 @@ def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> S
             yield Until.SUMMED
         yield Until.ALL_PARTS
     outputs = _Multiply.apply(gathered, state, *(matrix.detach() for matrix in matrices), *places)
-    # If the backward pass needs neither tensor, their memory is free while the sum is in flight.
+    # If the backward pass does not need these tensors, their memory is free while the sum is in flight.
     del x, gathered
     if writing is not None:
         yield Until.SUMMED_TO_GATHER if schedule.gather_follows else Until.SUMMED

@@ -113,7 +113,7 @@ def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = Non
     peak = _fullest(work, machine, block, (0, split.first), (layout.pp - 1, split.last))
     for place, blocks in split.between:
         has_one = np.broadcast_to(np.greater(place, 0), np.shape(peak))
-        # Few cases have such a rank, so compute the memory only for them.
+        # Few layouts have such a rank, so compute the memory only for these layouts.
         index = np.flatnonzero(has_one)
         rank, *numbers = (np.broadcast_to(part, has_one.shape).reshape(-1)[index] for part in (place, *blocks))
         between = _fullest(work.take(index), machine.take(index), block.take(index), (rank, Blocks(*numbers)))

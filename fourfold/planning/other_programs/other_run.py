@@ -83,7 +83,7 @@ def best_in_program(
 
     Args:
         run: The run.
-        limits: Limits of the search, as ``limits.parse_limits`` reads them.
+        limits: Limits of the search, in the format of ``limits.parse_limits``.
         watch: Called with the number of evaluated layouts and the number of legal layouts.
     """
     found, row = list[Prediction](), run.row.model_copy(update={"step_seconds": 1.0})

@@ -60,7 +60,7 @@ def neighbors(plan: Plan) -> list[Neighbor]:
 
     def look(changes: dict[str, int], text: str, parts: Sequence[int] = found.batch_parts) -> Neighbor:
         there = here | changes
-        # Choices that have no effect on this neighbor, or that follow from the change.
+        # These choices may differ from ``there``, because they have no effect, or because they follow from the change.
         free = {"zero"} if there["dp"] * there["cp"] == 1 else set()
         free |= {"stages_per_rank", "schedule"} if there["pp"] == 1 else set()
         free |= {"cp_method"} if there["cp"] == 1 else set()

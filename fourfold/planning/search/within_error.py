@@ -45,8 +45,8 @@ def layouts_within_error(plan: Plan, factor: float) -> WithinError:
 
 
 def tuning_space(works: Sequence[Workload]) -> list[str]:
-    """Return limits that allow the layouts of all ``works``, as ``limits.parse_limits`` reads them. For each choice,
-    they list all values that occur."""
+    """Return limits that allow the layouts of all ``works``, in the format of ``limits.parse_limits``. For each choice,
+    the limits list all values that occur."""
     layouts = [work.layout for work in works]
     pipelined, shared = ([layout for layout in layouts if getattr(layout, axis) > 1] for axis in ("pp", "cp"))
     some = {"schedule": pipelined, "stages_per_rank": pipelined, "cp_method": shared}

@@ -180,7 +180,7 @@ def expert_bytes(
     biased = np.where(in_place, 0.0, biased)
     forward = moved + gates[0] * inner + rounding * (here + inner) + biased * EXPERT_BIAS_PASSES[0] * here
     backward = moved + gates[1] * inner + rounding * (here + 2 * inner)
-    # A bias gradient of gate or up is a sum over the rows of that tensor's gradient, so both gradients are read once
-    # more.
+    # The gradient of gate's bias is a sum over the rows of gate's gradient, and the same is true for up. So the
+    # gradients of gate and up are read once more.
     backward = backward + biased * (EXPERT_BIAS_PASSES[1] * here + 2 * inner)
     return forward, backward, gates[0] * inner
