@@ -1,8 +1,6 @@
 """Compute the sizes of an MoE layer's experts on one rank: the number of rows, the number of weights, and the bytes of
 activations."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Compute the bytes of weights on a rank that are gathered, or kept between forward and backward pass."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

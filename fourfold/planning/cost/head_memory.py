@@ -1,7 +1,5 @@
 """Compute the memory of the head and the loss on one rank."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fourfold.planning.array_fields import Number

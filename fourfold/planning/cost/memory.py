@@ -1,7 +1,5 @@
 """Compute the peak memory of each pipeline rank by category."""
 
-from __future__ import annotations
-
 from functools import reduce
 
 import numpy as np

@@ -5,8 +5,6 @@ gradients at the end of the unit's backward pass. For the sum, it copies the gra
 buffer until it sums the gradients of the next unit.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Compute the time of a training step, split into parts."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
