@@ -24,7 +24,7 @@ from fourfold.planning.cost.expert_sizes import (
     weights_of_experts,
     where_experts,
 )  # fmt: skip
-from fourfold.planning.cost.gathered_weights import is_replicated, kept_weights
+from fourfold.planning.cost.gathered_weights import freed_by_block, is_replicated, kept_weights
 from fourfold.planning.cost.head_memory import head_bytes, head_kept_bytes
 from fourfold.planning.cost.linear_attention import has_linear, kinds_of_attention, mean_of_kinds, saved_by_core
 from fourfold.planning.cost.tensor_sizes import copies_heads, log_sum_exp_bytes, mlp_made_again, tensor_bytes
@@ -200,10 +200,12 @@ class BlockBytes(ArrayFields):
         own = self._in_backward(work, layers, grads)
         if self.linear is None:
             return own
-        # When the backward pass reaches the last block with linear attention, later blocks have freed what they saved.
+        # When the backward pass reaches the last block with linear attention, later blocks have freed what they saved,
+        # and their weights.
         later = np.minimum(work.model.after_linear, layers - 1)
         before = np.where(later > 0, grads.of_block * self.in_unit(work), grads.before)
         linear = self.linear.in_backward(work, layers, grads._replace(before=before)) - self._kept(work, later)
+        linear = linear - later * freed_by_block(work)
         return np.where(work.model.linear > 0, np.maximum(own, linear), own)
 
     def _in_backward(self, work: Workload, layers: Number, grads: Gradients) -> Number:

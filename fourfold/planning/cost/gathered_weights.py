@@ -88,13 +88,14 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
 class GatheredWeights(NamedTuple):
     """Bytes of gathered weights or of 16-bit copies on a rank.
 
-    - in_block, in_first: in the backward pass of most blocks, and of the rank's first block.
+    - in_block, in_second, in_first: in the backward pass of most blocks, and of the rank's second and first block.
     - in_head: in the head, with the buffer that received the last gathered weights.
     - after_head: while the gradients of the head are summed.
     - at_end: after the backward pass of the first block.
     """
 
     in_block: Number
+    in_second: Number
     in_first: Number
     in_head: Number
     after_head: Number
@@ -108,12 +109,12 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
     """
     item, is_freed, single = work.step.item_bytes, is_freed_after_use(work), np.equal(work.micro_batches, 1)
     copy, is_sharded = _copy_bytes(work), ~np.asarray(work.program.half_weights, bool) & (work.layout.shards > 1)
-    kept = layers * _bytes_of_block(work)[1]
+    kept = layers * bytes_of_block(work)[1]
     once = kept + np.where(is_freed, copy * (tables.head - tables.own_head), copy * tables.every)
     gathered = np.minimum(1 + work.program.prefetch + work.parts_cross_blocks, layers)
-    first = _bytes_of_block(work)
+    first = bytes_of_block(work)
     if has_dense_first(work):
-        dense, sparse = (_bytes_of_block(kind) for kind in kinds_of_blocks(work))
+        dense, sparse = (bytes_of_block(kind) for kind in kinds_of_blocks(work))
         share = dense_share(work)
         first = np.where(share > 0, dense[0], sparse[0]), np.where(share > 0, dense[1], sparse[1])
         in_block = once
@@ -126,15 +127,17 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
         in_block, one = once + gathered * first[0], once + first[0]
     own_head = np.where(is_sharded, item * tables.own_head, 0)
     # Weights that are gathered once per step leave one buffer, of the unit that was gathered last.
-    buffer = np.where(np.greater(tables.own_head, 0), own_head, _bytes_of_block(last_block(work))[1] * is_sharded)
+    buffer = np.where(np.greater(tables.own_head, 0), own_head, bytes_of_block(last_block(work))[1] * is_sharded)
     # If all forward passes come first, only the first micro-batch gathers the head.
     is_gathered = np.greater(tables.own_head, 0) & ~(work.layout.forwards_first & ~single)
     in_head = np.where(is_gathered, once + 2 * own_head, one + own_head)
     # In the last backward pass, weights that are gathered once per step are freed too.
     left = once - kept - np.where(is_freed, 0, copy * tables.own_head) + sum(first)
-    left = np.where(single & is_sharded, left, np.where(is_freed, once + first[0], in_block))
+    frees = (work.micro_batches <= 2) & is_sharded
+    left = np.where(frees, left, np.where(is_freed, once + first[0], in_block))
     return GatheredWeights(
         in_block,
+        in_block - np.maximum(layers - 2, 0) * freed_by_block(work),
         left,
         np.where(is_freed, in_head, in_block + np.where(single, buffer, 0)),
         np.where(is_freed, one, in_block),
@@ -148,6 +151,13 @@ def first_block(work: Workload) -> Workload:
     if not has_dense_first(work):
         return work
     return work.but(sparse=np.where(dense_share(work) > 0, 0.0, work.model.sparse))
+
+
+def freed_by_block(work: Workload) -> Number:
+    """Return the bytes of gathered weights that a block's backward pass frees although they are gathered only once per
+    step. FSDP2 frees them in the step's last backward pass. With more than two micro-batches, memory peaks before."""
+    frees = (work.layout.shards > 1) & (work.micro_batches <= 2) & ~np.asarray(work.program.half_weights, bool)
+    return np.where(frees, bytes_of_block(work)[1], 0)
 
 
 def last_block(work: Workload) -> Workload:
@@ -166,7 +176,7 @@ def _copy_bytes(work: Workload) -> Number:
     return np.where(copies & ~np.asarray(program.half_weights, bool), item, 0)
 
 
-def _bytes_of_block(work: Workload) -> tuple[Number, Number]:
+def bytes_of_block(work: Workload) -> tuple[Number, Number]:
     """Return the bytes of a block's gathered weights that are freed after use, and of the weights that are kept until
     the step ends."""
     is_freed = is_freed_after_use(work)

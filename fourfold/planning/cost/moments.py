@@ -195,16 +195,20 @@ def _in_blocks(memory: RankMemory, weights: GatheredWeights) -> list[Moment]:
     is_alone = is_freed_after_use(work) & np.equal(layers, 1)
     in_block = np.where(is_alone, np.maximum(in_block, weights.in_block + sums.before), in_block)
     in_sum = block.full + sums.copied * block.in_unit(last_block(work)) - block.kept(work, 1) - kept_weights(work)[0]
-    begin, second, of_first = _first_blocks(work, layers, block, sums)
-    of_first = np.where(memory.is_first, of_first, 0)
+    begin, second, of_block = _first_blocks(work, layers, block, sums)
+    of_first = np.where(memory.is_first, of_block, 0)
     end, next_begun = _gradients_of_blocks(memory), memory.begun - memory.kept + tied
+    # In the first of two backward passes, the rank's first block has no gradients yet, but no weights are freed.
+    is_first_of_two = ~np.asarray(memory.is_first) & np.equal(work.micro_batches, 2)
+    in_first_of_two = np.where(is_first_of_two, next_begun + begin, -np.inf)
     second = np.where(np.greater(layers, 2), next_begun + second, -np.inf)
     before = np.where(memory.is_first, memory.each * memory.tables.own_head, memory.earlier)
     return [
         Moment(before, weights.in_block, memory.begun + in_block),
         _sum_of_gradients(memory, weights.in_block, tied + in_sum),
         Moment(end - of_first, weights.in_first, next_begun + begin),
-        Moment(end - 2 * of_first, weights.in_block, second),
+        Moment(end - of_block, weights.in_block, in_first_of_two),
+        Moment(end - 2 * of_first, weights.in_second, second),
     ]
 
 
