@@ -24,7 +24,7 @@ class Accelerators(TorchDispatchMode):
     """
 
     def __init__(self, flops_per_second: float) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         self.flops_per_second = flops_per_second
 
     def __torch_dispatch__(

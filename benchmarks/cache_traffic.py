@@ -35,7 +35,7 @@ class CacheTraffic(TorchDispatchMode):
     """
 
     def __init__(self, cache: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         self.bytes_read = 0
         self._spans = [_span(tensor) for tensor in cache]
 

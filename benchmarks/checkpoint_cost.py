@@ -39,7 +39,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.tiny:
         arguments.hidden, arguments.rounds = 32, 1
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # this name is public
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     job = job_of(arguments.hidden)
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     saves, loads, loads_again = [], [], []

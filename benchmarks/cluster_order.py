@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +112,16 @@ def _this_cluster() -> Machine:
     """Return the machine file that ``fourfold machine calibrate`` would write if each process were a node. Every rank
     must call this, because the calibration runs collectives, but only the result of rank 0 is used."""
     place = Place(dist.get_rank(), 0, dist.get_world_size(), 1, launcher="torchrun")
-    return measured_machine(measure(place).record(), load_machine("laptop"), "cluster")
+    return measured_machine(asdict(measure(place)), load_machine("laptop"), "cluster")
 
 
 def _record(measured: dict[str, float], predicted: dict[str, float]) -> dict[str, Any]:
     order = sorted(measured, key=lambda name: measured[name])
-    ranks = [np.argsort(np.argsort([seconds[name] for name in order])) for seconds in (measured, predicted)]
+    x, y = (np.argsort(np.argsort([seconds[name] for name in order])) for seconds in (measured, predicted))
     first = min(predicted, key=lambda name: predicted[name])
     return {
         "grids": {name: {"measured": measured[name], "predicted": predicted[name]} for name in order},
-        "spearman": float(np.corrcoef(*ranks)[0, 1]),
+        "spearman": float(np.corrcoef(x, y)[0, 1]),
         "first_choice": measured[first] / measured[order[0]],
     }
 

@@ -47,9 +47,9 @@ def main() -> int:
 def speeds(experts: int, inputs: int, outputs: int, mean: int, device: torch.device, rounds: int) -> dict[str, float]:
     """Return the TFLOP/s of grouped matmuls, of the loop, and of the single matmul."""
     generator = torch.Generator().manual_seed(0)
-    sizes = torch.randint(mean // 2, mean * 3 // 2, (experts,), generator=generator)
-    groups, sizes = Groups(sizes.to(device)), sizes.tolist()
-    options = {"device": device, "dtype": torch.bfloat16}
+    counts = torch.randint(mean // 2, mean * 3 // 2, (experts,), generator=generator)
+    groups, sizes = Groups(counts.to(device)), counts.tolist()
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     rows = torch.randn(sum(sizes), inputs, **options).requires_grad_()
     weights = torch.randn(experts, outputs, inputs, **options).requires_grad_()
     grad = torch.randn(sum(sizes), outputs, **options)

@@ -26,7 +26,7 @@ from fourfold.parallel.attention.document_attention import attend_documents, att
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MASKS = ("none", "causal", "documents", "blind", "packed")
-SIZES = [
+SIZES: list[tuple[int, int, int]] = [
     *((length, 64, 4) for length in (512, 4096, 1001)),
     *((333, width, 4) for width in (80, 96, 128, 192, 256)),
     *((500, 128, group) for group in (1, 7, 8)),
@@ -35,17 +35,19 @@ SIZES = [
 ]
 """Length, head width, and number of query heads per key-value head."""
 TINY = [(64, 64, 4), (33, 80, 7)]
+KEYS = ("type", "mask", "length", "width", "group")
 Tensors = tuple[Tensor, ...]
 
 
 def main() -> int:
     arguments = _arguments()
     device = device_of(arguments.device)
+    sizes = TINY if arguments.tiny else SIZES
     record: dict[str, Any] = {"torch": torch.__version__, "device": name_of(device), "errors": [], "chosen": []}
     head = f"{'length':>8}{'width':>7}{'group':>7}"
     print(f"{'type':6}{'mask':12}{head}{'ours':>12}{'plain':>12}{'ratio':>8}")
-    for size, name, mask in itertools.product(TINY if arguments.tiny else SIZES, DTYPES, MASKS):
-        row = dict(zip(("type", "mask", "length", "width", "group"), (name, mask, *size), strict=True))
+    for size, name, mask in itertools.product(sizes, DTYPES, MASKS):
+        row: dict[str, Any] = dict(zip(KEYS, (name, mask, *size), strict=True))
         with failure_in(row):
             row |= error_of(name, mask, *size, device)
             end = f"{row['ours']:12.3g}{row['plain']:12.3g}{row['ratio']:8.2f}"
@@ -55,10 +57,10 @@ def main() -> int:
         record["errors"].append(row)
         write_figures(arguments.json, record)
     print(f"\n{'type':6}{'mask':12}{head}  kernel")
-    for size, name, mask in itertools.product(TINY if arguments.tiny else SIZES, DTYPES, MASKS[:3]):
-        row = dict(zip(("type", "mask", "length", "width", "group"), (name, mask, *size), strict=True))
-        row["kernel"] = chosen_kernel(name, mask, *size, device)
-        print(f"{name:6}{mask:12}{size[0]:8}{size[1]:7}{size[2]:7}  {row['kernel']}")
+    for (length, width, group), name, mask in itertools.product(sizes, DTYPES, MASKS[:3]):
+        row = dict(zip(KEYS, (name, mask, length, width, group), strict=True))
+        row["kernel"] = chosen_kernel(name, mask, length, width, group, device)
+        print(f"{name:6}{mask:12}{length:8}{width:7}{group:7}  {row['kernel']}")
         record["chosen"].append(row)
     write_figures(arguments.json, record)
     return 1 if all("error" in row for row in record["errors"]) else 0
@@ -70,7 +72,7 @@ def error_of(name: str, mask: str, length: int, width: int, group: int, device: 
     dtype = DTYPES[name]
     q, k, v, gradient = (t.to(dtype) for t in inputs(length, width, group, device))
     seen = mask_of(mask, length, device)
-    exact = differentiated(*(t.double() for t in (q, k, v, gradient)), seen)
+    exact = differentiated(q.double(), k.double(), v.double(), gradient.double(), seen)
     ours = packed(q, k, v, gradient) if mask == "packed" else block(q, k, v, gradient, mask, seen)
     plain = differentiated(q, k, v, gradient, seen)
     error, plain_error = (

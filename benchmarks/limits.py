@@ -49,7 +49,7 @@ class RecordedProducts(TorchDispatchMode):
     """Record every call of a matmul or of an attention operation inside this context, with copies of its operands."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
 
     def __torch_dispatch__(

@@ -30,11 +30,11 @@ from torch import Tensor
 from benchmarks.cache_traffic import CacheTraffic, dense_bytes, floor_bytes
 from benchmarks.one_gpu import name_of, round_seconds
 from benchmarks.options import add_device, write_figures
-from fourfold.huggingface.transformers_models import DTYPES
 from fourfold.inference.loki import LokiConfig
 from fourfold.inference.loki.attend import decode
 from fourfold.inference.loki.cache import GrowingLayer, LokiLayer
 from fourfold.inference.loki.codes import Encoder
+from fourfold.models.dtypes import DTYPES
 
 GOALS = {
     ("cpu", 1, 32_768): 4.0,
@@ -165,16 +165,18 @@ def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
     new, query = _tokens(shape, 1), _query(shape)
 
     def step(config: LokiConfig = config) -> Tensor:
-        layer.update(new, new)
-        value_sum_BKD, scaling = layer.value_sum.of(layer.values, None), shape.head_dim**-0.5
-        out = decode(query, layer.keys, layer.values, value_sum_BKD, layer.code_BKSC, encoder, k, config, scaling)
+        keys, values = layer.update(new, new)
+        assert layer.code_BKSC is not None
+        value_sum_BKD, scaling = layer.value_sum.of(values, None), shape.head_dim**-0.5
+        out = decode(query, keys, values, value_sum_BKD, layer.code_BKSC, encoder, k, config, scaling)
         layer.crop(-1)
         return out
 
     if shape.device != "cpu":
         return step, None
     step()
-    with CacheTraffic([layer.keys, layer.values, layer.code_BKSC]) as traffic:
+    cache = [tensor for tensor in (layer.keys, layer.values, layer.code_BKSC) if tensor is not None]
+    with CacheTraffic(cache) as traffic:
         step(config.model_copy(update={"kernels": "torch"}))
     return step, traffic.bytes_read
 
@@ -209,12 +211,11 @@ def dense_steps(shape: Shape, context: int) -> dict[str, Step]:
 
 def interleaved(steps: dict[str, Step], rounds: int, device: str) -> dict[str, list[float]]:
     """Return the seconds of every step in every round. Each round runs all steps once."""
-    if device != "cpu":
-        steps = {name: _graph(step) for name, step in steps.items()}
+    runs = {name: step if device == "cpu" else _graph(step) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(rounds + 2):
-        for name, step in steps.items():
-            seconds = _seconds(step, device)
+        for name, run in runs.items():
+            seconds = _seconds(run, device)
             if round_ >= 2:  # The first two rounds only warm up.
                 times[name].append(seconds)
     return times

@@ -13,6 +13,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ import torch
 
 from benchmarks.one_gpu import device_of, process_group
 from benchmarks.options import add_tiny
-from fourfold.config.loss_masks import GoldfishConfig
+from fourfold.config.loss_masks import GoldfishConfig, Strategy
 from fourfold.config.run import RunConfig
 from fourfold.data.dataset import TokenWindows
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.indexed import IndexedWriter
 from fourfold.data.loader import Loader
-from fourfold.data.masks import document_boundary
+from fourfold.data.masks import LossMask, document_boundary
 from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import AttackSampling
 from fourfold.parallel.grid.grid import Grid
@@ -53,7 +54,7 @@ MODELS: dict[str, tuple[dict[str, Any], int, int]] = {
 """By name: the model, the number of sequences in a batch, and the length of a sequence."""
 TINY: dict[str, tuple[dict[str, Any], int, int]] = {"llama-tiny": ({"preset": "llama-tiny"}, 2, 64)}
 
-HASHES = (("hash", 13), ("hash", 50), ("hash-table", 13))
+HASHES: tuple[tuple[Strategy, int], ...] = (("hash", 13), ("hash", 50), ("hash-table", 13))
 
 
 def main() -> None:
@@ -85,7 +86,7 @@ def measure(
         batches = micro_batches(loaders["no mask"].step(0), run, job.grid.cp, device)
         step = least([lambda: wait(job.train_step(batches, 0).loss)], rounds)[0]
         print(f"{name}: a training step of {batch} × {length} tokens takes {step * 1e3:.1f} ms")
-        seconds = least([lambda loader=loader: loader.step(1) for loader in loaders.values()], 4 * rounds)
+        seconds = least([partial(loader.step, 1) for loader in loaders.values()], 4 * rounds)
         for label, time_of in zip(loaders, seconds, strict=True):
             found[f"mask share, {label}"] = (time_of - seconds[0]) / step
             if label != "no mask":
@@ -111,7 +112,7 @@ def loader_of(run: RunConfig, folder: Path, goldfish: GoldfishConfig | None) -> 
     look_back = 0 if mask is None else mask.look_back
     training = run.training
     windows = TokenWindows(prefix, training.seq_length, 0, look_back)
-    masks = [document_boundary] if mask is None else [document_boundary, mask]
+    masks: list[LossMask] = [document_boundary] if mask is None else [document_boundary, mask]
     return Loader(windows, training.seq_length, training.global_batch_size, training.micro_batch_size, masks=masks)
 
 

@@ -61,7 +61,7 @@ TRANSFORMERS = "transformers, grouped_mm"
 
 
 def contenders(run: RunConfig, device: torch.device) -> dict[str, Callable[[], Step]]:
-    options = {"autocast": torch.bfloat16, "same_weights": False, "experts": "grouped_mm"}
+    options: dict[str, Any] = {"autocast": torch.bfloat16, "same_weights": False, "experts": "grouped_mm"}
     return {
         TRANSFORMERS: lambda: hugging_face(run, device, **options),
         "fourfold": lambda: fourfold(run, device, quick_weights=True),

@@ -47,7 +47,7 @@ def main() -> int:
     arguments = _arguments()
     device = device_of(arguments.device)
     if arguments.tiny:
-        torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
+        torch.compile = partial(torch.compile, backend="aot_eager")
     rows: list[dict[str, Any]] = []
     print(
         f"{'recompute':17}{'compiled':>9}{'graphs of 2':>13}{'of 4':>7}{'waits':>7}{'peak GiB':>10}{'over trace':>12}"

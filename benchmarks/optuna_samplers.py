@@ -112,7 +112,7 @@ class Sampled:
 
     def _outcome(self, result: TrialResult) -> tuple[dict[str, float], float | None]:
         """Return the constraints of a result, and the step time in seconds (None if the trial failed)."""
-        limit, used = self.candidates.machine.memory, result.memory_bytes
+        limit, used = float(self.candidates.machine.memory), result.memory_bytes
         if result.outcome == "out of memory":
             excess = 1.0 if used is None else max(used / limit - 1, LEAST_EXCESS)
             return {"runs": 0.0, "memory": excess}, None

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -27,14 +27,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from fourfold.config.model import ModelConfig
+from fourfold.config.model import IGNORE_INDEX, ModelConfig
 from fourfold.config.run import RunConfig
 from fourfold.huggingface.architectures.written_config import config_of
 from fourfold.huggingface.expert_files import in_modules, rows_in_files
 from fourfold.huggingface.weight_names import name_map
 from fourfold.models.initialize import initialize
 from fourfold.models.rope import apply_rope, rope_frequencies, rope_tables
-from fourfold.models.transformer import IGNORE_INDEX, Transformer
+from fourfold.models.transformer import Transformer
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -217,7 +217,6 @@ def fsdp2_tensor_parallel(run: RunConfig, device_type: str = "cpu") -> Step:
         },
     )
     for layer in model.layers:
-        whole_sequence = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
         parallelize_module(
             layer,
             mesh["tp"],
@@ -231,7 +230,7 @@ def fsdp2_tensor_parallel(run: RunConfig, device_type: str = "cpu") -> Step:
                 "self_attn.v_proj": ColwiseParallel(),
                 "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
                 "post_attention_layernorm": SequenceParallel(),
-                "mlp": PrepareModuleInput(**{key: (layout,) for key, layout in whole_sequence.items()}),
+                "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
                 "mlp.gate_proj": ColwiseParallel(),
                 "mlp.up_proj": ColwiseParallel(),
                 "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
@@ -242,7 +241,7 @@ def fsdp2_tensor_parallel(run: RunConfig, device_type: str = "cpu") -> Step:
     fully_shard([model.norm, model.lm_head], mesh=mesh["fsdp"], reshard_after_forward=False)
     fully_shard(model, mesh=mesh["fsdp"])
     for module in model.modules():
-        if hasattr(module, "set_force_sum_reduction_for_comms"):
+        if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # By default, FSDP2 scales the sum of gradients inside the collective, which gloo cannot do.
             module.set_force_sum_reduction_for_comms(True)
@@ -261,9 +260,11 @@ def fsdp2_tensor_parallel(run: RunConfig, device_type: str = "cpu") -> Step:
             loss = loss / kept
             loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.max_grad_norm)
+        total = loss.detach()
+        assert isinstance(norm, DTensor) and isinstance(total, DTensor)
         norm.full_tensor()
         optimizer.step()
-        total = loss.detach().full_tensor()
+        total = total.full_tensor()
         dist.all_reduce(total, group=group)
         return total
 

@@ -15,9 +15,9 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from benchmarks.peers import Step, my_rows
+from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
 from fourfold.data.loader import MicroBatch
-from fourfold.models.transformer import IGNORE_INDEX
 from fourfold.parallel.grid.grid import Grid
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job

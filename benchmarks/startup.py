@@ -119,7 +119,7 @@ def command() -> None:
     from fourfold.processes import time_of_start
     from fourfold.run_file.load import load_run
 
-    assert app.train is not None, "the command line imports every command"
+    assert app.app.registered_commands, "the command line imports every command"
     run = load_run(Path("run.toml"), [f"output_dir={tempfile.mkdtemp(dir='.')}"])
     function, arguments = "benchmarks.startup_job:measured", [run, time.time()]
     parts = run_on_grid(function, arguments, run.parallel.world_size, "cpu", started=time_of_start())

@@ -170,7 +170,7 @@ the matmuls, as with autocast."""
 
 
 def _time_one_process(size: Size, section: str) -> Times:
-    def ours(**training: object) -> Any:
+    def ours(**training: Any) -> Any:
         return fourfold(one_micro_batch_run({}, size.batch, size.seq_length, size.model, **training), CPU)
 
     run = one_micro_batch_run({}, size.batch, size.seq_length, size.model)

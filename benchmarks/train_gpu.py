@@ -81,7 +81,7 @@ def _compare(sequence: int, device: torch.device, arguments: argparse.Namespace,
     file."""
     layers = arguments.layers or (2 if arguments.tiny else layers_that_fit(sequence, device))
     model = {**(TINY if arguments.tiny else LLAMA3_8B), "num_hidden_layers": layers}
-    options = {"precision": "bf16", "device": device.type}
+    options: dict[str, Any] = {"precision": "bf16", "device": device.type}
     eager = one_micro_batch_run({}, 1, sequence, model, **options)
     print(f"\nsequence {sequence}, {layers} layers, {num_parameters(eager.model) / 1e9:.2f} B parameters", flush=True)
     print(f"{'':26}{'ms/step':>9}{'tokens/s':>10}{'TFLOP/s':>10}{'of ceiling':>12}{'peak GiB':>10}{'× HF':>8}")
@@ -130,6 +130,7 @@ def _print(row: Row) -> None:
     if row.error is not None:
         print(f"{row.contender:26}  failed: {row.error.splitlines()[0][:120]}", flush=True)
         return
+    assert row.step_seconds is not None
     ratio = "" if row.times_hugging_face is None else f"{row.times_hugging_face:8.2f}"
     print(
         f"{row.contender:26}{row.step_seconds * 1e3:9.1f}{row.tokens_per_second:10.0f}{row.tflops:10.2f}"

@@ -50,7 +50,10 @@ LEAST_LAYOUTS = 4
 NEAR = 0.03
 SEEDS = range(12)
 SPACES, METHODS = ("measured", "whole"), ("tuner", "machine out", "tpe", "random")
-GOALS = {"tuner": {"median trials": 3, "failures": 0.10}, "machine out": {"median trials": 4}}
+GOALS: dict[str, dict[str, float]] = {
+    "tuner": {"median trials": 3, "failures": 0.10},
+    "machine out": {"median trials": 4},
+}
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,8 @@ class Played:
 
 def main() -> int:
     arguments = _arguments()
-    if arguments.tiny:
-        sweeps, rows = [synthetic_sweep()], []
-    else:
-        rows, _ = read_rows(arguments.rows)
-        sweeps = sweeps_of(rows)
+    rows = [] if arguments.tiny else read_rows(arguments.rows)[0]
+    sweeps = [synthetic_sweep()] if arguments.tiny else sweeps_of(rows)
     record: dict[str, Any] = {"sweeps": [], "goals": {}}
     for space in SPACES:
         print(f"\n{space} space: trials to within {NEAR:.0%} of the best, and the share of them that failed")

@@ -12,6 +12,7 @@ import argparse
 import os
 import statistics
 import timeit
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ def steps_on_grid(ranks: int, rounds: int) -> tuple[int, float]:
     seconds, counts = [], []
     for step in range(rounds):
         before = memory.read().number
-        seconds.append(timeit.timeit(lambda step=step: job.train_step(batches, step), number=1))
+        seconds.append(timeit.timeit(partial(job.train_step, batches, step), number=1))
         counts.append(memory.read().number - before)
         dist.barrier()
     return round(statistics.median(counts)), min(seconds)

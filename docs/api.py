@@ -100,7 +100,7 @@ def _parameter(parameter: inspect.Parameter) -> str:
 def _prose(found: Any) -> str:
     """Return the docstring as Markdown, or "" if the class has only the docstring that ``dataclass`` generates."""
     text = inspect.getdoc(found) or ""
-    if dataclasses.is_dataclass(found) and text.startswith(f"{found.__name__}("):
+    if inspect.isclass(found) and dataclasses.is_dataclass(found) and text.startswith(f"{found.__name__}("):
         return ""
     return re.sub(r"``(.+?)``", r"`\1`", text) + "\n" if text else ""
 

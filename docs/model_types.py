@@ -124,6 +124,7 @@ def config_of(kind: str) -> Any:
             problem = ValueError("it has no sizes that make it small")
         except Exception as error:  # Config classes raise many types of errors.
             problem = error
+    assert problem is not None
     raise ValueError(first_line(problem))
 
 
@@ -160,8 +161,8 @@ def parallelized(rank: int, world_size: int, kind: str) -> tuple[float, dict[str
     tokens, labels = batch()
     loss = model(input_ids=model.rows(tokens), labels=model.rows(labels)).loss
     model.backward(loss)
-    with_gradient = [shard for shard in model.shards if shard.grad is not None]
-    gradients = gather_full(with_gradient, [shard.grad for shard in with_gradient])
+    with_gradient = [(shard, shard.grad) for shard in model.shards if shard.grad is not None]
+    gradients = gather_full([shard for shard, _ in with_gradient], [gradient for _, gradient in with_gradient])
     positions = torch.cat([torch.arange(7), torch.arange(9)]).expand(4, 16)
     try:
         with torch.no_grad():
@@ -248,7 +249,7 @@ def check_loki(row: Row, kind: str) -> None:
     model, (tokens, _) = make(kind).eval(), batch()
     with torch.no_grad():
         expected = called(model, input_ids=tokens).logits
-        basis = calibrate(model, [tokens[row] for row in range(4)])
+        basis = calibrate(model, tokens.tolist())
         enable_loki(model, basis, LokiConfig(d_f=1.0, k_f=1.0, min_k=1, min_seq=0))
         past = model(tokens[:, :-1], use_cache=True).past_key_values
         check(model(tokens[:, -1:], past_key_values=past).logits[:, -1], expected[:, -1], "a logit with Loki")

@@ -12,7 +12,7 @@ import platform
 import re
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ from tuned_products import parity_on_cpu  # noqa: E402
 
 from fourfold.config.run import AXES, ParallelConfig, RunConfig  # noqa: E402
 from fourfold.run_file.load import load_run  # noqa: E402
-from fourfold.verification.comparison import Against  # noqa: E402
+from fourfold.verification.not_compared import Against  # noqa: E402
 from fourfold.verification.parity_report import LIMIT, ParityReport  # noqa: E402
 
 RUN_FILE = HERE.parent / "examples" / "parity.toml"
@@ -138,7 +138,7 @@ FAULTS_HEADER = ("fault", "file", "grid", "detected in")
 
 
 def main() -> None:
-    parts = {
+    parts: dict[str, Callable[[Pool, Path], bool]] = {
         "grids": measure_grids,
         "precisions": measure_precisions,
         "random-runs": measure_random_runs,

@@ -11,10 +11,10 @@ from fourfold.reports.tables import print_table
 def main() -> None:
     calibration = shipped()
     header = ("model", "machine", "GPUs", "published", "as run", "error", "layout", "best")
+    weak_header = ("GPUs", "model", "published", "predicted", "layout")
     words = ("machine", "layout", "best")
     print_table("Published figures (Megatron PFLOP/s)", header, published_rows(calibration), words=words)
-    header = ("GPUs", "model", "published", "predicted", "layout")
-    print_table("Efficiency of AxoNN's weak scaling", header, weak_rows(calibration), words=("model", "layout"))
+    print_table("Efficiency of AxoNN's weak scaling", weak_header, weak_rows(calibration), words=("model", "layout"))
 
 
 if __name__ == "__main__":

@@ -94,7 +94,9 @@ def task_table(results: Results, length: int, tasks: Sequence[str], budget: floa
 def verdict(results: Results, length: int, tasks: Sequence[str], budget: float) -> str:
     """Return a list item that compares the other methods with Loki. A method is better or worse if the 95 % interval of
     its difference to Loki does not contain 0."""
-    better, worse, equal = [], [], []
+    better: list[str] = []
+    worse: list[str] = []
+    equal: list[str] = []
     for method in RIVALS:
         found = results.difference(method, LOKI, budget, length, tasks) if tasks else None
         if found is None or not results.is_within(method, budget, length):

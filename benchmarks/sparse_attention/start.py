@@ -10,13 +10,14 @@ all other weights.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.sparse_attention.decoding import inverse_frequencies
 from benchmarks.sparse_attention.tasks import VOCABULARY
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
     "intermediate_size": 64,

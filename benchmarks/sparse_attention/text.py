@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ def windows(texts: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def text_table(
-    model: object, chosen_on: Sequence[Sequence[int]], held_out: Sequence[Sequence[int]], budgets: Sequence[float]
+    model: Any, chosen_on: Sequence[Sequence[int]], held_out: Sequence[Sequence[int]], budgets: Sequence[float]
 ) -> str:
     """Return a table with a row per method and a column per budget. A cell has the perplexity, and its increase over
     dense attention.

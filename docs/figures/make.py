@@ -207,12 +207,12 @@ def block() -> None:
 
     # Draw the two collectives between attention and the MLP: a reduce-scatter to the residual stream, and an
     # all-gather.
-    y = top + CARD / 2
-    d.arrow(first_end + 2, first_end + 96, y - 12, X_AXIS)
-    d.arrow(first_end + 96, first_end + 2, y + 12, X_AXIS)
-    d.text(first_end + 49, y - 38, "reduce-scatter x", 12.5, X_AXIS)
-    d.text(first_end + 49, y - 21, "to the residual", 12, SOFT)
-    d.text(first_end + 49, y + 30, "all-gather x", 12.5, X_AXIS)
+    middle = top + CARD / 2
+    d.arrow(first_end + 2, first_end + 96, middle - 12, X_AXIS)
+    d.arrow(first_end + 96, first_end + 2, middle + 12, X_AXIS)
+    d.text(first_end + 49, middle - 38, "reduce-scatter x", 12.5, X_AXIS)
+    d.text(first_end + 49, middle - 21, "to the residual", 12, SOFT)
+    d.text(first_end + 49, middle + 30, "all-gather x", 12.5, X_AXIS)
     d.save("block.svg")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from make import HERE, INK, LINE, PAPER, SOFT, Drawing
 
@@ -16,7 +17,7 @@ LEFT, SPAN, TOP, ROW = 320, 400, 74, 34
 MEMBERS, CEILING = "#d9822b", "#2f5f8f"
 
 
-def draw(results: dict, path: Path) -> None:
+def draw(results: dict[str, Any], path: Path) -> None:
     """Draw a bar for each arm (way of training): the share of documents that the model repeats, with its interval. A
     dashed line shows the share of documents whose suffix has no gap."""
     height = TOP + ROW * len(results) + 62

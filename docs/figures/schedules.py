@@ -99,7 +99,7 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def spans_of(schedule: str, micro_batches: int) -> list[list[Span]]:
+def spans_of(schedule: PipelineSchedule, micro_batches: int) -> list[list[Span]]:
     grid = ParallelConfig(pp=PP, schedule=schedule)
     return timeline(schedule_ops(grid, micro_batches), grid)
 

@@ -72,7 +72,8 @@ def misfits(rows: list[Row]) -> list[str]:
     ]
     (precision, recall), (careful, careful_recall) = cases.refused(0.5), cases.refused(MAX_P_OUT_OF_MEMORY)
     capacities = np.array(CAPACITIES)
-    exact = FitCases(1 - normal_share(-np.log(capacities) / SPREAD), capacities >= 1).refused(MAX_P_OUT_OF_MEMORY)[0]
+    fits = np.asarray(normal_share(-np.log(capacities) / SPREAD))
+    exact = FitCases(1 - fits, capacities >= 1).refused(MAX_P_OUT_OF_MEMORY)[0]
     margin = np.exp(NormalDist().inv_cdf(1 - MAX_P_OUT_OF_MEMORY) * SPREAD) - 1
     refused = [size for size in CAPACITIES if 1 <= size < 1 + margin]
     return [

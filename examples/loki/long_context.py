@@ -14,7 +14,9 @@ import sysconfig
 from dataclasses import asdict
 from pathlib import Path
 
-from fourfold.data.transformers_tokenizer import load_any_tokenizer
+from transformers import PreTrainedModel
+
+from fourfold.data.transformers_tokenizer import AnyTokenizer, load_any_tokenizer
 from fourfold.huggingface.export_model import as_huggingface
 from fourfold.huggingface.transformers_models import load_model
 from fourfold.inference.generate import Sampling, generate
@@ -56,7 +58,7 @@ def main() -> None:
     continue_with_both(model, basis, text, (LIBRARY / "tarfile.py").read_text(encoding="utf-8")[:900])
 
 
-def continue_with_both(model: object, basis: LokiBasis, text: object, prompt: str) -> None:
+def continue_with_both(model: PreTrainedModel, basis: LokiBasis, text: AnyTokenizer, prompt: str) -> None:
     """Continue a prompt twice: with dense attention, and with Loki, which attends to a quarter of the keys."""
     for name in ("full", "loki"):
         if name == "loki":

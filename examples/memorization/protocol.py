@@ -26,7 +26,7 @@ from fourfold.data.canaries import Canaries, ledger_path
 from fourfold.data.order import falls_within
 from fourfold.data.prepare import prepare
 from fourfold.launch.job_processes import run_on_grid
-from fourfold.memorization.audit import AuditRequest
+from fourfold.memorization.audit_request import AuditRequest
 from fourfold.memorization.goldfish_laws import exact_match_law
 from fourfold.memorization.intervals import wilson
 from fourfold.memorization.scored_model import find_model
