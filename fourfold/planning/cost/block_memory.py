@@ -147,8 +147,8 @@ class BlockBytes(ArrayFields):
       these gradients. By then, the tensors that the experts saved are freed, but ``whole`` or ``selective`` still
       counts them. So they are subtracted here, and the number can be negative.
     - shared_grads: number of weight entries of the shared expert.
-    - linear_core: tensors that the core of linear attention saves in a block with full recompute. In all other blocks,
-      the core is recomputed on its own, and ``attention_backward`` includes these tensors.
+    - linear_core: tensors that the core of linear attention saves in a block with full recompute. Other blocks recompute
+      the core on its own, and ``attention_backward`` includes these tensors.
     - dense: the bytes of blocks with a dense MLP, if some blocks of an MoE model have one.
     - linear: the bytes of blocks with linear attention, if some blocks have it. The other fields are for blocks with
       softmax attention.
@@ -174,8 +174,7 @@ class BlockBytes(ArrayFields):
     linear: BlockBytes | None = None
 
     def in_unit(self, work: Workload) -> Number:
-        """Return the number of weight entries whose gradients FSDP2 sums together: all entries of the block, except
-        experts that FSDP2 gathers apart."""
+        """Return the number of entries whose gradients FSDP2 sums together: all but experts that it gathers apart."""
         if not has_experts(work):
             return self.entries
         return self.entries + np.where(has_own_shards(work), 0, _entries_of_experts(work))
@@ -200,12 +199,11 @@ class BlockBytes(ArrayFields):
         own = self._in_backward(work, layers, grads)
         if self.linear is None:
             return own
-        # When the backward pass reaches the last block with linear attention, later blocks have freed what they saved,
-        # and their weights.
+        # At the last block with linear attention, later blocks have freed their weights and what they saved.
         later = np.minimum(work.model.after_linear, layers - 1)
         before = np.where(later > 0, grads.of_block * self.in_unit(work), grads.before)
-        linear = self.linear.in_backward(work, layers, grads._replace(before=before)) - self._kept(work, later)
-        linear = linear - later * freed_by_block(work)
+        freed = self._kept(work, later) + later * freed_by_block(work)
+        linear = self.linear.in_backward(work, layers, grads._replace(before=before)) - freed
         return np.where(work.model.linear > 0, np.maximum(own, linear), own)
 
     def _in_backward(self, work: Workload, layers: Number, grads: Gradients) -> Number:
@@ -232,8 +230,7 @@ class BlockBytes(ArrayFields):
         # The input of the next recomputed block counts too, because it is already being copied back from host memory.
         several = np.ceil(layers / layout.recompute_every) > 1
         again = again + np.where(full & layout.offload & several, self.full, 0)
-        # The backward pass begins with the blocks that come after the last recomputed block. When it reaches the
-        # recomputed block, everything that those blocks saved is freed.
+        # The backward pass begins with the blocks after the last recomputed block. They have freed what they saved.
         freed = (layers - 1) % layout.recompute_every * self.whole
         backward = np.maximum(in_mlp, in_attention + before) + np.maximum(again - freed, 0)
         # At the end of its backward pass, the block has freed what it saved.
