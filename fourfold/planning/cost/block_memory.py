@@ -174,7 +174,7 @@ class BlockBytes(ArrayFields):
     linear: BlockBytes | None = None
 
     def in_unit(self, work: Workload) -> Number:
-        """Return the number of entries whose gradients FSDP2 sums together: all but experts that it gathers apart."""
+        """Return how many entries' gradients FSDP2 sums together: all except experts that it gathers apart."""
         if not has_experts(work):
             return self.entries
         return self.entries + np.where(has_own_shards(work), 0, _entries_of_experts(work))
