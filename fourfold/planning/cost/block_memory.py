@@ -147,8 +147,8 @@ class BlockBytes(ArrayFields):
       these gradients. By then, the tensors that the experts saved are freed, but ``whole`` or ``selective`` still
       counts them. So they are subtracted here, and the number can be negative.
     - shared_grads: number of weight entries of the shared expert.
-    - linear_core: tensors that the core of linear attention saves in a block with full recompute. Other blocks recompute
-      the core on its own, and ``attention_backward`` includes these tensors.
+    - linear_core: tensors that the core of linear attention saves in a block with full recompute. Other blocks
+      recompute the core on its own, and ``attention_backward`` includes these tensors.
     - dense: the bytes of blocks with a dense MLP, if some blocks of an MoE model have one.
     - linear: the bytes of blocks with linear attention, if some blocks have it. The other fields are for blocks with
       softmax attention.
