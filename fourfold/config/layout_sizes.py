@@ -125,8 +125,8 @@ class Sizes:
     def sequences_per_part(self) -> Number:
         """Return the number of sequences that one matmul processes.
 
-        If ``batch_parts`` divides the number of sequences of the micro-batch, a matmul processes the sequences of one
-        batch part. Otherwise it processes all sequences of the micro-batch.
+        If x·y > 1 and ``batch_parts`` divides the number of sequences of the micro-batch, a matmul processes the
+        sequences of one batch part. Otherwise it processes all sequences of the micro-batch.
         """
         parts_are_sequences = (self.x * self.y > 1) & (self.micro_batch % self.batch_parts == 0)
         return self.micro_batch // (1 + (self.batch_parts - 1) * parts_are_sequences)

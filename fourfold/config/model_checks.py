@@ -1,5 +1,5 @@
-"""Check keys of [model] that depend on each other: the sizes of latent attention, linear attention, and experts, and
-keys without an effect. Every function raises ``ValueError`` on a mistake."""
+"""Check keys of [model] that depend on each other: the keys of latent attention, of linear attention, and of experts.
+Also refuse keys that have no effect. Every function raises ``ValueError`` on a mistake."""
 
 import math
 import tomllib

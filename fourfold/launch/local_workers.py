@@ -122,7 +122,7 @@ def run_workers(
 
 def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connection) -> None:
     """Run the task in a worker, and report the result. Unpickling the task may import torch, so only workers do it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent relays Ctrl-C to the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # After Ctrl-C, the parent sends ``RELAYED_INTERRUPT`` instead.
     if not heeds_stop_signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     end_with_parent()

@@ -145,7 +145,9 @@ def _membership(
 
 
 def _reference(inputs: AuditInputs, members: Sequence[int]) -> dict[str, Any] | None:
-    """Summarize the reference model on the members, and count documents that only one of the two models reproduces."""
+    """Summarize how much of the members the reference model reproduces. Also count the members that only the audited
+    model reproduces, and the members that only the reference model reproduces. Return None if there is no reference
+    model."""
     if inputs.reference is None:
         return None
     found = [extraction(inputs.reference[n], inputs.request.suffix) for n in members]

@@ -25,7 +25,7 @@ class Program(ArrayFields):
     fused_loss: Flag = True
     """Whether the loss reads 16-bit logits, as fourfold's loss does on a GPU."""
     eager_loss: Flag = False
-    """Whether a loss that is not fused stores three 32-bit tensors: the logits, their softmax, and its gradient."""
+    """Whether a loss that is not fused stores three 32-bit tensors: the logits, their softmax, and their gradient."""
     in_place_loss: Flag = False
     """Whether a loss that is not fused overwrites its 32-bit logits with their softmax and gradient (Megatron-LM)."""
     keeps_float8_inputs: Flag = False

@@ -1,4 +1,5 @@
-"""Find the axis, operation, and purpose of a collective from its process group. FSDP2's collectives are included."""
+"""Name the axis, the operation, and the purpose of each collective, including FSDP2's collectives. The axis follows
+from the process group."""
 
 import torch.distributed as dist
 

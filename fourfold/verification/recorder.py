@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         # FSDP2 resizes the storage of gathered weights, which a dispatch mode does not see. So replace the method.
-        setattr(torch.UntypedStorage, "resize_", self._counting_resize())  # noqa: B010 (mypy: a method is replaced)
+        setattr(torch.UntypedStorage, "resize_", self._counting_resize())  # noqa: B010 (mypy rejects the assignment)
         super().__enter__()  # type: ignore[no-untyped-call]
         self._notified = ON_WAIT.set(lambda out: self.flights.land(id(out.untyped_storage())))
         return self
@@ -215,7 +215,8 @@ class Recorder(TorchDispatchMode):
         # Skip DTensors, because they only describe a tensor. The local tensor is recorded separately.
         if isinstance(tensor, DTensor):
             return
-        # torch keeps one Python object per storage as long as a tensor uses it, so its id identifies the storage.
+        # As long as a tensor uses a storage, torch keeps the same Python object for this storage. So the object's id
+        # identifies the storage.
         storage = tensor.untyped_storage()
         if (key := id(storage)) in self._storages:
             return

@@ -52,8 +52,8 @@ def _as_sequences(x: Tensor) -> Tensor:
 
 
 def _as_before(out_BSD: Tensor, read: Tensor) -> Tensor:
-    """Give a layer's output as many dims as its input has. A removed dim needs a copy, because FSDP2 cannot track a
-    view of the output."""
+    """Give a layer's output as many dims as its input has. If this removes a dim, copy the output, because FSDP2 cannot
+    track a view of the output."""
     return out_BSD[0].clone() if read.dim() == 2 else out_BSD
 
 

@@ -82,7 +82,7 @@ class MeasuredRow(BaseModel):
     ffn_hidden: Count | None = None
     """Width of the MLP. Default: 4 · hidden."""
     mlp: Literal["gelu", "sqrelu", "geglu", "swiglu"] = "gelu"
-    """Type of the MLP. A model with `swiglu` has rotary embeddings."""
+    """Type of the MLP. The planner assumes rotary embeddings for `swiglu`, and none for the other types."""
     tie_word_embeddings: Flag | None = None
     """Whether embedding and head share one weight. Default: yes for `gelu` and `geglu`, otherwise no."""
     heads: Count | None = None
@@ -150,8 +150,8 @@ class MeasuredRow(BaseModel):
     """How the exchange sends a token to a GPU with several of the token's experts: `alltoall` sends it once per expert,
     and `deepep` (DeepEP and HybridEP) sends it once."""
     fused_experts: Flag = False
-    """Whether the experts run as fused kernels. A fused matmul kernel also computes the activation and rounds the
-    result to 8 bits. The exchange delivers the tokens sorted by expert."""
+    """Whether the experts run as fused kernels. With `yes`, a matmul kernel also computes the activation and rounds the
+    result to 8 bits, and the exchange delivers the tokens sorted by expert."""
     ep_overlap: Flag = False
     """Whether the exchange runs at the same time as the matmuls of another micro-batch."""
     cuda_graph: Literal["none", "blocks", "step"] = "none"
@@ -166,7 +166,7 @@ class MeasuredRow(BaseModel):
     """The pipeline schedule."""
 
     program: Annotated[str, AfterValidator(_program)]
-    """The training framework. `planning/calibration/programs.toml` lists the names."""
+    """The training framework. `fourfold/planning/calibration/programs.toml` lists the names."""
     sharding: Literal["none", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = "none"
     """What the data-parallel ranks shard. With `hsdp`, each shard group holds one copy of the model."""
     shard_group: Count | None = None
@@ -175,11 +175,12 @@ class MeasuredRow(BaseModel):
     recompute: Literal["none", "selective", "full"] | None = None
     """Which activations of a block the backward pass recomputes: none (`none`), some (`selective`), or all (`full`)."""
     recompute_what: Literal["attention", "ops", "layers", "activations"] = "attention"
-    """What selective recompute repeats. `attention`: the attention core. `layers`: some layers. `activations`: the
-    norms, and the activation functions of MLPs and experts. `ops` (torchtitan's per-op mode): half of the matmuls, and
-    all other operations except the attention core."""
+    """What selective recompute repeats. `attention`: the attention core. `layers`: everything in some blocks, and
+    nothing in the other blocks. The planner predicts `layers` like `attention`. `activations`: the norms, and the
+    activation functions of MLPs and experts. `ops` (torchtitan's per-op mode): half of the matmuls, and all other
+    operations except the attention core."""
     recompute_every: Count = 1.0
-    """If this is n, only every n-th layer recomputes."""
+    """If this is n, only every n-th block is recomputed."""
     attention: Literal["flash", "flash2", "flash3", "cudnn", "unfused"] = "flash"
     """The attention kernel. `flash`: the framework's usual fused kernel. `flash2`, `flash3`: FlashAttention-2 or -3.
     `cudnn`: cuDNN's fused kernel. `unfused`: separate kernels that write the scores to memory."""
@@ -217,7 +218,8 @@ class MeasuredRow(BaseModel):
     states, and 32-bit weights. `both`: all of these."""
     loss: Literal["fused", "compiled", "eager"] | None = None
     """Which 32-bit tensors the loss stores if the logits have 16 bits: none (`fused`), a copy of the logits
-    (`compiled`), or the copy, the softmax, and its gradient (`eager`). Default: the framework's usual choice."""
+    (`compiled`), or the copy, its softmax, and the gradient of the copy (`eager`). Default: the framework's usual
+    choice."""
 
     expert_bias: Flag = False
     """Whether the experts have biases (GPT-OSS)."""

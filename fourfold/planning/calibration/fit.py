@@ -161,8 +161,8 @@ def from_table(table: dict[str, dict[str, float]]) -> Calibration:
 
 
 def to_toml(calibration: Calibration) -> str:
-    """Return a calibration as TOML. Its [constants] table has factors by level and constant, which ``from_table``
-    reads."""
+    """Return a calibration as TOML. In the table [constants], each key is a level, and its value has one factor per
+    constant. ``from_table`` reads this table."""
     lines = []
     for key, logs in calibration.offsets.items():
         factors = ", ".join(f"{name} = {factor:.4f}" for name, factor in zip(NAMES, np.exp(logs), strict=True))
