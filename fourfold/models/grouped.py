@@ -129,7 +129,7 @@ class _KeepOperands(Function):
     def backward(ctx: Context[Groups], grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (rows_NI, weights_EOI), groups = ctx.saved_tensors, ctx.kept
         d_rows = _multiply(grad_NO, weights_EOI.mT, groups) if ctx.needs_input_grad[0] else None
-        d_weights = _outer(grad_NO, rows_NI, groups) if ctx.needs_input_grad[1] else None
+        d_weights = _outer(grad_NO, rows_NI, groups, weights_EOI) if ctx.needs_input_grad[1] else None
         return d_rows, d_weights, None
 
 
@@ -156,14 +156,16 @@ def _multiply(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
     return out_NO
 
 
-def _outer(grad_NO: Tensor, rows_NI: Tensor, groups: Groups) -> Tensor:
-    """Return the weight gradient gradᵀ x of each group, [E, O, I]. The gradient of an empty group is zero."""
+def _outer(grad_NO: Tensor, rows_NI: Tensor, groups: Groups, weights_EOI: Tensor | None = None) -> Tensor:
+    """Return the weight gradient gradᵀ x of each group, [E, O, I]. The gradient of an empty group is zero. If possible,
+    its memory format is the weights' format, so that autograd need not copy it."""
     if has_kernel(grad_NO, rows_NI, grad_NO.shape[1], rows_NI.shape[1]):
         out_EOI = F.grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), offs=groups.ends_E)
         # Some kernels leave the matrices of empty groups unwritten (pytorch issue 172439).
         groups.zero_empty(out_EOI)
         return out_EOI
-    out_EOI = rows_NI.new_empty(len(groups.sizes), grad_NO.shape[1], rows_NI.shape[1])
+    shape = len(groups.sizes), grad_NO.shape[1], rows_NI.shape[1]
+    out_EOI = rows_NI.new_empty(shape) if weights_EOI is None else torch.empty_like(weights_EOI, dtype=rows_NI.dtype)
     for grad, rows, out_OI in zip(groups.split(grad_NO), groups.split(rows_NI), out_EOI, strict=True):
         torch.mm(grad.T, rows, out=out_OI)  # An empty group gets zeros.
     return out_EOI

@@ -1,8 +1,6 @@
 """Define dataclasses whose fields are scalars or arrays. If the arrays have n entries, one call predicts n *cases*,
 such as n layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeVar

@@ -1,8 +1,6 @@
 """Compute the budget of a training run: days, GPU-hours, energy, price, the best checkpoint interval, and the goodput
 if GPUs fail."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

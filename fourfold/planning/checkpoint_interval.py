@@ -1,7 +1,5 @@
 """Plan how often a run saves checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fourfold.config.model import ModelConfig

@@ -1,8 +1,6 @@
 """Describe the sizes of a decoder for the planner. The sizes can be arrays with one entry per case, such as one entry
 per layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Build the full answer of ``fourfold plan`` to a request: ranked layouts, an explanation, and costs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Write a planned layout as a run file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 step. A *program* is a framework, such as fourfold or Megatron-LM. x, y, z, dp, and ep are the axes of the grid
 (docs/parallelism.md)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fourfold.planning.array_fields import ArrayFields, Flag, Number

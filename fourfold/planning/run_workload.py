@@ -1,7 +1,5 @@
 """Convert a run file to a workload."""
 
-from __future__ import annotations
-
 from fourfold.config.layout import CHUNK_LOGITS, context_method
 from fourfold.config.model import ModelConfig
 from fourfold.config.parameter_counts import active_parameters_per_layer

@@ -1,7 +1,5 @@
 """Compute a model's scaling curve, by planning the model at each number of GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -178,12 +178,10 @@ class ShardedOptimizer:
 
         def ahead(matrix: Matrix) -> Tensor:
             mean = _matrix_of(self._mean(matrix.shard), matrix)
-            tile = self.shards[matrix.shard].tile
-            return tile.as_tile(self._gradient(matrix).lerp(mean, momentum)).to(self._products)
+            return self._gradient(matrix).lerp(mean, momentum).to(self._products)
 
         def take(matrix: Matrix, update: Tensor) -> None:
-            shard = self.shards[matrix.shard]
-            self._apply(matrix, shard.tile.as_tile(update), lr, update_scale(shard.global_shape))
+            self._apply(matrix, update, lr, update_scale(self.shards[matrix.shard].global_shape))
 
         empty = torch.empty(0, dtype=self._products, device=self.parameters[0].device)
         matrices.transform(ahead, orthogonalize, take, empty)
@@ -192,17 +190,21 @@ class ShardedOptimizer:
         """Return the gradient of a shard or of one of its experts, in the dtype of the running mean."""
         shard = self.shards[matrix.shard]
         assert shard.grad is not None, f"{shard.name} has no gradient"
-        return _matrix_of(shard.tile.as_tile(shard.grad), matrix).to(self._mean(matrix.shard).dtype)
+        return _matrix_of(shard.grad, matrix).to(self._mean(matrix.shard).dtype)
 
     def _apply(self, matrix: Matrix, update: Tensor, lr: float, scale: float) -> None:
         """Apply weight decay to a shard or to one of its experts, and subtract lr · scale · ``update``."""
-        parameter, own = _matrix_of(self.parameters[matrix.shard].detach(), matrix), self.treatments[matrix.shard]
+        parameter, own = self._weight(matrix), self.treatments[matrix.shard]
         rounds = self.config.stochastic_rounding
         wide = parameter.float() if rounds else parameter
         rate = lr * own.lr_ratio
         wide.mul_(1 - rate * own.weight_decay).sub_(update, alpha=rate * scale)
         if rounds:
             self._round(matrix, wide)
+
+    def _weight(self, matrix: Matrix) -> Tensor:
+        tile = self.shards[matrix.shard].tile
+        return _matrix_of(tile.as_tile(self.parameters[matrix.shard].detach()), matrix)
 
     @torch.no_grad()
     def _step_and_round(self, lr: float) -> None:
@@ -228,7 +230,7 @@ class ShardedOptimizer:
                 eps=self.config.eps,
                 maximize=False,
             )
-            self._round(Matrix(index), wide)
+            self._round(Matrix(index), shard.tile.as_tile(wide))
 
     def _round(self, matrix: Matrix, wide: Tensor) -> None:
         """Round a float32 copy of a weight stochastically, and store the result in the weight."""
@@ -238,14 +240,14 @@ class ShardedOptimizer:
         expert = "" if matrix.expert is None else f"[{matrix.expert}]"
         name = zlib.crc32(f"{self.shards[matrix.shard].name}{expert}".encode())
         generator.manual_seed(((self.seed * 1_000_003 + self._steps) * 1_000_003 + name) % 2**63)
-        _matrix_of(self.parameters[matrix.shard], matrix).copy_(stochastically_rounded(wide, generator))
+        self._weight(matrix).copy_(stochastically_rounded(wide, generator))
 
     def moments(self, index: int) -> dict[str, Tensor]:
         """Return the optimizer states of a shard, by name. They have the shape of the shard's ``local``, and are 0
         before the first step."""
         parameter, names = self.parameters[index], STATES[self.rules[index]]
         if self.rules[index] != "adamw":
-            return {name: self.shards[index].tile.as_tile(self._mean(index)) for name in names}
+            return {name: self._mean(index) for name in names}
         state = self.adamw.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -254,10 +256,10 @@ class ShardedOptimizer:
         return {name: self.shards[index].tile.as_tile(state[name]) for name in names}
 
     def _mean(self, index: int) -> Tensor:
-        """Return the running mean of the gradient of a shard that Lion or Muon updates."""
+        """Return the running mean of the gradient of a shard that Lion or Muon updates, in the shape of its tile."""
         if index not in self._momentum:
             self._momentum[index] = self._zeros(self.parameters[index])
-        return self._momentum[index]
+        return self.shards[index].tile.as_tile(self._momentum[index])
 
     def _zeros(self, parameter: Tensor) -> Tensor:
         dtype = torch.float32 if self.config.stochastic_rounding else parameter.dtype

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from exact_collectives import collective_lines
 from exact_parameters import stored_bytes
+from planned_memory import planned_peak
 from tiny_runs import DENSE, LLAMA, tiny_run
 
 from fourfold.config.run import RunConfig
-from fourfold.planning.cost.block_memory import peak_bytes
-from fourfold.planning.cost.stage_split import blocks_of_ranks, in_flight
 from fourfold.planning.run_workload import workload_of
 from fourfold.verification.trace import TraceReport, trace
 
@@ -115,20 +114,13 @@ def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
 
 
 def assert_activations_too(run: RunConfig, within: float | None = None) -> None:
-    """Compare everything, also the peak of the activations.
+    """Compare everything, also the peak of all memory.
 
-    In such small models, memory peaks in or near the head. If the peak is in a block's backward, the planner counts up
-    to 8 % more than the trace, and up to 20 % more if attention caps its scores. If attention with norms per head is
-    recomputed, the planner counts up to 7 % less.
+    In such small models, memory peaks in or near the head. The planner counts no norms and biases, and up to 20 % more
+    activations than the trace if attention caps its scores.
     """
-    memory = assert_equal_to_the_trace(run).memory
-    work = workload_of(run)
-    in_block = 0.25 if run.model.attn_logit_softcapping else 0.1
-    planned = float(peak_bytes(work, work.model.num_hidden_layers, 1))
-    norms_heads = run.model.qk_norm and run.model.qk_norm_over == "head"
-    assert memory.activations_peak * (0.93 if norms_heads else 0.95) < planned
-    assert planned < memory.activations_peak * (1 + in_block)
-    assert within is None or planned == pytest.approx(memory.activations_peak, rel=within)
+    peak = assert_equal_to_the_trace(run).memory.total_peak
+    assert planned_peak(run) == pytest.approx(peak, rel=within or (0.2 if run.model.attn_logit_softcapping else 0.06))
 
 
 def test_every_pair_of_model_grid_and_mode_is_in_some_case() -> None:
@@ -174,8 +166,7 @@ def test_formulas_equal_the_trace_of_parts_in_turn(
     """The formulas count the backward of a full block, but the backward of one batch part needs less memory."""
     run = run_of(model, grid, mode, micro_batch_size=sequences)
     run = run.model_copy(update={"overlap": run.overlap.model_copy(update={"batch_parts": parts})})
-    memory, work = assert_equal_to_the_trace(run).memory, workload_of(run)
-    assert 0.85 < peak_bytes(work, work.model.num_hidden_layers, 1) / memory.activations_peak < 1.3
+    assert 0.9 < planned_peak(run) / assert_equal_to_the_trace(run).memory.total_peak < 1.2
 
 
 @pytest.mark.fast_cases(2)
@@ -219,12 +210,13 @@ def test_formulas_equal_the_trace_with_inputs_on_the_cpu(model: str, grid: dict[
 
 @pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_formulas_equal_the_trace_of_wide_recomputed_blocks(offload: bool) -> None:
-    """For scale: one tensor of the residual stream is 1.6 % of the peak."""
+    """The planner counts 0.9 % too much, because it assumes that gradients of the MLP's weights exist before the
+    activations of the MLP are freed."""
     run = run_of("llama", {"x": 2}, "full", micro_batch_size=1, seq_length=512)
     wide = {"hidden_size": 2048, "intermediate_size": 7168, "num_attention_heads": 16, "head_dim": 128}
     recompute = run.activation_checkpoint.model_copy(update={"offload": offload})
     changed = {"model": run.model.model_copy(update=wide), "activation_checkpoint": recompute}
-    assert_activations_too(run.model_copy(update=changed), within=0.001)
+    assert_activations_too(run.model_copy(update=changed), within=0.01)
 
 
 def test_formulas_equal_the_trace_if_queries_are_split_and_share_keys() -> None:
@@ -324,11 +316,8 @@ def test_pipelines_and_contexts_equal_the_trace(
 ) -> None:
     run = run_of(model, grid, mode, **more)
     traced, work = assert_equal_to_the_trace(run), workload_of(run)
-    places = [told.memory.activations_peak for told in traced.pipeline or [traced]]
-    layers = blocks_of_ranks(int(work.model.num_hidden_layers), 0, 0.0, len(places), int(work.layout.stages_per_rank),
-                             bool(work.layout.v_shaped), 0.0, None)  # fmt: skip
-    head = 0 if work.layout.v_shaped else len(places) - 1
-    told = [peak_bytes(work, layers[rank].number, in_flight(work, rank), rank == head) for rank in range(len(places))]
+    places = [told.memory.total_peak for told in traced.pipeline or [traced]]
+    told = [planned_peak(run, rank) for rank in range(len(places))]
     # The planner makes two simplifications. All stages of a rank count as equal, even if some have more blocks. All
     # ranks of a zero-bubble schedule count as equal, although later ranks free some memory with the input gradients. On
     # the first rank of a small interleaved pipeline, the estimate is 7 % below the trace.

@@ -56,14 +56,13 @@ def run_of(model: dict[str, Any], grid: dict[str, Any], name: str, seq_length: i
     ids=str,
 )
 def test_states_equal_the_closed_formula(model: dict[str, Any], grid: dict[str, Any], name: str) -> None:
-    """The planner may also count Lion's temporary tensors for the largest shard, if they do not fit into the memory
-    that the activations free."""
+    """The planner may also count the temporary tensors of Lion and Muon, if they do not fit into the memory that the
+    activations free."""
     run = run_of(model, grid, name)
     work, stored = workload_of(run), stored_bytes(run)[2]
     planned = float(stage_memory(work, ONE_LINK, 0)["optimizer"])
-    made = float(
-        lion_workspace(work, work.model.num_hidden_layers, work.model.padded_vocab_size * work.model.hidden_size)
-    )
+    layers, table = work.model.num_hidden_layers, work.model.padded_vocab_size * work.model.hidden_size
+    made = float(lion_workspace(work, layers, table) + muon_workspace(work, layers))
     assert 0.975 * stored < planned < 1.025 * stored + made
 
 

@@ -5,6 +5,9 @@ Each token is sent to K experts, so it becomes K rows. Shapes: T tokens of this 
 experts per token, N rows, f = F/x (this rank's share of an expert's inner width F).
 """
 
+import math
+from dataclasses import replace
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -93,7 +96,11 @@ class ParallelMixture(nn.Module):
 
 
 class ParallelExperts(Tiled):
-    """The experts on this rank. Their weights are [E/ep, F/x, H/y] for gate and up, and [E/ep, H/y, F/x] for down."""
+    """The experts on this rank. Their weights are [E/ep, F/x, H/y] for gate and up, and [E/ep, H/y, F/x] for down.
+
+    FSDP2 splits the first dim of a stored weight. If more ranks shard the experts than a rank has experts, some of them
+    would hold nothing. So a weight is stored with its second dim first if that divides more evenly.
+    """
 
     gate_proj: nn.Parameter
     up_proj: nn.Parameter
@@ -105,18 +112,31 @@ class ParallelExperts(Tiled):
     def __init__(self, experts: Experts, grid: Grid) -> None:
         super().__init__()
         self.activation, self.x, self.y = experts.activation, grid.x, grid.y
-        self.add_tile("gate_proj", experts.gate_proj, Tile(ep=0, x=1, y=2), grid)
-        self.add_tile("up_proj", experts.up_proj, Tile(ep=0, x=1, y=2), grid)
-        self.add_tile("down_proj", experts.down_proj, Tile(ep=0, x=2, y=1), grid)
-        self.add_tile("gate_proj_bias", experts.gate_proj_bias, Tile(ep=0, x=1), grid)
-        self.add_tile("up_proj_bias", experts.up_proj_bias, Tile(ep=0, x=1), grid)
-        self.add_tile("down_proj_bias", experts.down_proj_bias, Tile(ep=0, y=1, partial_over=("x",)), grid)
+        tiles = {
+            "gate_proj": Tile(ep=0, x=1, y=2), "up_proj": Tile(ep=0, x=1, y=2), "down_proj": Tile(ep=0, x=2, y=1),
+            "gate_proj_bias": Tile(ep=0, x=1), "up_proj_bias": Tile(ep=0, x=1),
+            "down_proj_bias": Tile(ep=0, y=1, partial_over=("x",)),
+        }  # fmt: skip
+        for name, tile in tiles.items():
+            weight = getattr(experts, name)
+            turned = weight is not None and is_second_dim_sharded(tile.local_shape(tuple(weight.shape), grid), grid)
+            self.add_tile(name, weight, replace(tile, turned=turned), grid)
+
+    def weight(self, name: str) -> Tensor:
+        return self.tiles[name].as_tile(getattr(self, name))
+
+    def bias(self, name: str) -> Tensor | None:
+        return None if getattr(self, name) is None else self.weight(name)
 
     def forward(self, rows_Nh: Tensor, groups: Groups) -> Tensor:
         """Run each expert on its group of rows. Each x rank returns a partial sum of the outputs."""
         gate_Nf, up_Nf = (
-            add_biases(sum_of(grouped_matmul(rows_Nh, weight, groups), self.y, "experts: outputs of up"), bias, groups)
-            for weight, bias in ((self.gate_proj, self.gate_proj_bias), (self.up_proj, self.up_proj_bias))
+            add_biases(
+                sum_of(grouped_matmul(rows_Nh, self.weight(name), groups), self.y, "experts: outputs of up"),
+                self.bias(f"{name}_bias"),
+                groups,
+            )
+            for name in ("gate_proj", "up_proj")
         )
         return self.down(gate_Nf, up_Nf, groups)
 
@@ -125,11 +145,28 @@ class ParallelExperts(Tiled):
         """Apply the activation, and project to the hidden size. The outputs will be summed over x, so only the first x
         rank adds the biases."""
         active_Nf = sum_gradient(self.activation(gate_Nf, up_Nf), self.y, "experts: input gradient of down")
-        out_Nh = grouped_matmul(active_Nf, self.down_proj, groups)
-        if self.down_proj_bias is None or self.x.rank == 0:
-            return add_biases(out_Nh, self.down_proj_bias, groups)
+        out_Nh = grouped_matmul(active_Nf, self.weight("down_proj"), groups)
+        bias = self.bias("down_proj_bias")
+        if bias is None or self.x.rank == 0:
+            return add_biases(out_Nh, bias, groups)
         # Add zeros. All ranks must have a gradient for the biases, because the gradients are summed over x.
-        return add_biases(out_Nh, 0 * self.down_proj_bias, groups)
+        return add_biases(out_Nh, 0 * bias, groups)
+
+
+def is_second_dim_sharded(shape: tuple[int, ...], grid: Grid) -> bool:
+    """Return whether the ranks that hold the same experts should shard the second dim of a weight instead of the first
+    dim, the experts. They should if FSDP2 then pads the weight less.
+
+    Args:
+        shape: Shape of the weight on a rank, before it is sharded.
+        grid: The grid.
+    """
+    if grid.ep.size > 1:
+        shards = grid.expert_replicas if grid.sizes.zero else grid.expert_shards
+    else:
+        shards = grid.tokens if grid.sizes.zero else grid.z
+    experts, others = (math.ceil(size / shards.size) / size for size in shape[:2])
+    return others < experts
 
 
 class SharedExpertGate(Tiled):

@@ -21,8 +21,8 @@ class Tile:
             dim, x splits it first, and y splits the parts.
         partial_over: the axes over which the gradient must be summed, because each rank of such an axis computes only a
             part of the gradient.
-        turned: whether the tile of a matrix is stored as its transpose. Shapes and slices in this class always describe
-            the matrix, not its transpose.
+        turned: whether the tile is stored with its first two dims exchanged, so FSDP2 splits the second dim. Shapes
+            and slices in this class always describe the tile, not its stored form.
         sharded: whether FSDP2 may split the tile further, over z and, with ``zero``, over dp·cp. Otherwise each rank of
             z, dp, and cp holds the whole tile.
     """
@@ -59,7 +59,7 @@ class Tile:
     def as_tile(self, stored: Tensor) -> Tensor:
         """Convert a stored parameter to its tile, or a tile to its stored form. If ``turned``, return a transposed
         view."""
-        return stored.T if self.turned else stored
+        return stored.transpose(0, 1) if self.turned else stored
 
     def slices(self, shape: tuple[int, ...], grid: Grid) -> tuple[slice, ...]:
         """Return which slices of the full parameter this rank's tile holds."""
@@ -124,7 +124,8 @@ class Tiled(nn.Module):
             self.register_parameter(name, None)
             return
         local = torch.empty(tile.local_shape(tuple(parameter.shape), grid), dtype=parameter.dtype, device="meta")
-        self.register_parameter(name, nn.Parameter(local, requires_grad=parameter.requires_grad))
+        stored = tile.as_tile(local).contiguous()
+        self.register_parameter(name, nn.Parameter(stored, requires_grad=parameter.requires_grad))
         self.tiles[name] = tile
 
 

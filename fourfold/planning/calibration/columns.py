@@ -1,8 +1,6 @@
 """Define the columns of a table of measured training runs. Each line of the CSV file is one configuration with its
 measured step time or memory."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self, get_args

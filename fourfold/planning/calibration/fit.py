@@ -11,8 +11,6 @@ weight and assumes only the noise between runs. Predictions for a known source o
 The difference between the two fits is stored as a fourth level.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Choose the constants for predictions on a machine. Also check whether a workload is similar to the workloads that the
 constants were fitted to."""
 
-from __future__ import annotations
-
 import tomllib
 from functools import cache
 from importlib.resources import files

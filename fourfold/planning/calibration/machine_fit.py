@@ -1,7 +1,5 @@
 """Fit a machine's constants to the user's own measurements, and cross-validate them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Use runs of fourfold as measurements: fit constants to them, or compute the error of a run's prediction."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Describe training frameworks by name: which operations a framework fuses, which tensors it stores, and which
 communication it hides. Each description names its source."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import replace
 from importlib.resources import files

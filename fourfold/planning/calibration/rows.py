@@ -5,8 +5,6 @@ A row with a mistake raises an error. If the planner cannot predict a correct ro
 reported.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Score predictions against measured rows: errors by source, rankings within sweeps, and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

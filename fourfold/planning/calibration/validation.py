@@ -1,7 +1,5 @@
 """Validate the planner by comparing its predictions with measured rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

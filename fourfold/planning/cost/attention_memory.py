@@ -1,8 +1,6 @@
 """Compute the bytes of one block's attention on one rank: what it saves for the backward pass, and the peak of its
 backward pass."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fourfold.planning.array_fields import Number

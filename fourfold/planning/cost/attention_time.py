@@ -1,8 +1,6 @@
 """Compute the time of the attention core of one block for one micro-batch, and determine which attention kernel the
 training framework uses."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number

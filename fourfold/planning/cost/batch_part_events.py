@@ -1,8 +1,6 @@
 """List the computations and collectives of blocks whose batch parts take turns, in the order of execution. x and y are
 the tensor axes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Compute the time of each matmul and collective of one batch part in one block."""
 
-from __future__ import annotations
-
 from fourfold.planning.array_fields import Number
 from fourfold.planning.cost.attention_time import attention_seconds
 from fourfold.planning.cost.block_time import norm_seconds, whole_keys_seconds

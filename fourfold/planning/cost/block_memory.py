@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,18 +13,18 @@ from fourfold.planning.cost.expert_sizes import (
     backward_of_experts,
     choices_kept,
     dense_share,
-    experts_freed_early,
     experts_made_again,
-    experts_of_one_shard,
     fuses_gate,
     has_dense_first,
     has_experts,
+    has_own_shards,
     kept_by_experts,
     kept_by_shared_gate,
     kinds_of_blocks,
-    states_of_experts,
-    sums_of_one_shard,
+    weights_of_experts,
+    where_experts,
 )  # fmt: skip
+from fourfold.planning.cost.gathered_weights import freed_by_block, is_replicated, kept_weights
 from fourfold.planning.cost.head_memory import head_bytes, head_kept_bytes
 from fourfold.planning.cost.linear_attention import has_linear, kinds_of_attention, mean_of_kinds, saved_by_core
 from fourfold.planning.cost.tensor_sizes import copies_heads, log_sum_exp_bytes, mlp_made_again, tensor_bytes
@@ -102,32 +103,26 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
     return p.residual + sharded, p.residual + replicated
 
 
-def is_replicated(work: Workload) -> Flag:
-    """Return whether weights and gradients are replicated instead of sharded, as in ``parallel.data.replicated``."""
-    layout = work.layout
-    return (layout.z == 1) & ((layout.zero == 0) | (layout.dp * layout.cp == 1))
+class Gradients(NamedTuple):
+    """Bytes of weight gradients in a block's backward pass, in addition to the gradients that exist before it.
 
-
-def is_resharded(work: Workload) -> Flag:
-    """Return whether gathered weights are freed after their forward pass, and gathered again for the backward pass."""
-    return (work.layout.z > 1) | (work.layout.zero == 3)
-
-
-def kept_weights(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes of weights that a rank holds between forward and backward pass, in the step's dtype.
-
-    With ``zero`` 1 or 2 and z > 1, a rank keeps weights that are split only over z (docs/parallelism.md). In all other
-    cases, the bytes are 0.
-
-    Returns:
-        The bytes of one block with its experts, and the bytes of embedding and head.
+    - size: per entry of a gradient, until the backward pass of its block ends.
+    - before: the gradients of the previous unit. FSDP2 keeps them until it sums the next unit's gradients.
+    - of_block: per entry, the same for a block that comes after another block.
+    - of_experts: the same as ``of_block``, for experts that FSDP2 gathers apart.
+    - copied, experts_copied: per entry of a block and of its experts, their gradients and the copies while the
+      gradients are summed, minus the weights that FSDP2 has just freed.
     """
-    model, layout = work.model, work.layout
-    keeps = (layout.zero > 0) & (layout.zero < 3) & (layout.z > 1)
-    entry = np.where(keeps, work.step.item_bytes / (layout.x * layout.y * layout.z), 0)
-    tables = (model.positions + np.where(model.tie_word_embeddings, 0, model.padded_vocab_size)) * model.hidden_size
-    of_experts = kept_weights(states_of_experts(work))[0] if has_experts(work) else 0
-    return entry * work.block_weights + of_experts, entry * tables
+
+    size: Number = 0
+    before: Number = 0
+    of_block: Number = 0
+    of_experts: Number = 0
+    copied: Number = 0
+    experts_copied: Number = 0
+
+
+NO_GRADIENTS = Gradients()
 
 
 @dataclass(frozen=True)
@@ -144,11 +139,16 @@ class BlockBytes(ArrayFields):
     - mlp_again, core_again: tensors that selective recompute computes again, in the MLP (``mlp_made_again``) and inside
       attention.
     - head, head_kept: peak of head and loss, and the tensors that they hold until their backward pass.
+    - entries: number of weight entries of the block, without experts.
+    - mlp_grads, attention_grads: number of entries whose gradients are complete at the peaks ``backward`` and
+      ``attention_backward``. The second number does not count experts.
+    - at_end: activations at the end of the backward pass, while the gradient of the first norm is computed.
     - summed_experts: what a block has in memory while the gradients of its experts' weights are summed, not counting
       these gradients. By then, the tensors that the experts saved are freed, but ``whole`` or ``selective`` still
       counts them. So they are subtracted here, and the number can be negative.
-    - linear_core: tensors that the core of linear attention saves in a block with full recompute. In all other blocks,
-      the core is recomputed on its own, and ``attention_backward`` includes these tensors.
+    - shared_grads: number of weight entries of the shared expert.
+    - linear_core: tensors that the core of linear attention saves in a block with full recompute. Other blocks
+      recompute the core on its own, and ``attention_backward`` includes these tensors.
     - dense: the bytes of blocks with a dense MLP, if some blocks of an MoE model have one.
     - linear: the bytes of blocks with linear attention, if some blocks have it. The other fields are for blocks with
       softmax attention.
@@ -165,9 +165,19 @@ class BlockBytes(ArrayFields):
     head: Number
     head_kept: Number
     linear_core: Number
+    entries: Number
+    attention_grads: Number
+    at_end: Number
     summed_experts: Number = -np.inf
+    shared_grads: Number = 0.0
     dense: BlockBytes | None = None
     linear: BlockBytes | None = None
+
+    def in_unit(self, work: Workload) -> Number:
+        """Return how many entries' gradients FSDP2 sums together: all except experts that it gathers apart."""
+        if not has_experts(work):
+            return self.entries
+        return self.entries + np.where(has_own_shards(work), 0, _entries_of_experts(work))
 
     def kept(self, work: Workload, layers: Number) -> Number:
         """Return the bytes that ``layers`` blocks save for a micro-batch."""
@@ -183,32 +193,20 @@ class BlockBytes(ArrayFields):
         recomputed = np.ceil(layers / layout.recompute_every)
         return recomputed * light + (layers - recomputed) * self.whole
 
-    def in_backward(self, work: Workload, layers: Number) -> Number:
+    def in_backward(self, work: Workload, layers: Number, grads: Gradients = NO_GRADIENTS) -> Number:
         """Return the peak bytes that the backward pass of one block adds to the saved bytes, if the rank has ``layers``
-        blocks."""
-        own = self._in_backward(work, layers)
+        blocks. ``grads`` says how weight gradients are held."""
+        own = self._in_backward(work, layers, grads)
         if self.linear is None:
             return own
-        # When the backward pass reaches the last block with linear attention, later blocks have freed what they saved.
+        # At the last block with linear attention, later blocks have freed their weights and what they saved.
         later = np.minimum(work.model.after_linear, layers - 1)
-        freed = self._kept(work, later)
-        if has_experts(work):
-            freed = freed + later * experts_of_one_shard(work, work.step.item_bytes)
-        # FSDP2 has freed the head's weight too. In a pipeline, few ranks have a head.
-        head = work.model.padded_vocab_size * work.model.hidden_size / (work.layout.x * work.layout.y)
-        freed = freed + np.where(
-            (later > 0) & is_resharded(work) & (work.layout.pp == 1), work.step.item_bytes * head, 0
-        )
-        return np.where(work.model.linear > 0, np.maximum(own, self.linear.in_backward(work, layers) - freed), own)
+        before = np.where(later > 0, grads.of_block * self.in_unit(work), grads.before)
+        freed = self._kept(work, later) + later * freed_by_block(work)
+        linear = self.linear.in_backward(work, layers, grads._replace(before=before)) - freed
+        return np.where(work.model.linear > 0, np.maximum(own, linear), own)
 
-    def without_sums(self, summed: Number) -> BlockBytes:
-        """Return the block's bytes for a caller that already counts the summed gradients of the block's experts
-        (``summed`` bytes). During the experts' backward pass, these sums do not exist yet. So they are subtracted."""
-        linear = None if self.linear is None else self.linear.without_sums(summed)
-        backward, summed_experts = self.backward - summed, self.summed_experts - summed
-        return replace(self, backward=backward, summed_experts=summed_experts, linear=linear)
-
-    def _in_backward(self, work: Workload, layers: Number) -> Number:
+    def _in_backward(self, work: Workload, layers: Number, grads: Gradients) -> Number:
         layout, program = work.layout, work.program
         full = layout.recompute == 2
         by_module = (layout.recompute == 1) & ~np.asarray(program.recomputes_per_op, bool)
@@ -216,20 +214,29 @@ class BlockBytes(ArrayFields):
         made = self.whole + self.linear_core - np.where(layout.offload, 0, self.full)
         again = np.where(full, made, np.where(by_module & program.recomputes_mlp, self.mlp_again, 0))
         core_again = np.where(by_module & program.recomputes_attention, self.core_again, 0)
-        backward = np.where(is_replicated(work), self.backward_replicated, self.backward)
         core_again = core_again - np.where(full, self.linear_core, 0)
-        in_attention = self.attention_backward + core_again
+        in_mlp = np.where(is_replicated(work), self.backward_replicated, self.backward)
+        in_mlp = in_mlp + grads.size * self.shared_grads + grads.before
+        in_attention = self.attention_backward + core_again + grads.size * self.attention_grads
+        before = grads.before
         if has_experts(work):
-            in_attention = in_attention - experts_freed_early(work)
-            backward = np.maximum(backward, self.summed_experts + sums_of_one_shard(work))
-        backward = np.maximum(backward, in_attention)
+            own, experts = has_own_shards(work), _entries_of_experts(work)
+            summed = self.summed_experts + grads.size * self.shared_grads + grads.experts_copied * experts
+            in_mlp = np.maximum(in_mlp, np.where(own, summed, -np.inf))
+            # FSDP2 has summed the gradients of experts, and has freed their weights.
+            in_attention = in_attention - np.where(own, work.step.item_bytes * experts, 0)
+            before = np.where(own, grads.of_experts * experts, before)
+            in_attention = in_attention + np.where(own, 0, grads.size * experts)
         # The input of the next recomputed block counts too, because it is already being copied back from host memory.
         several = np.ceil(layers / layout.recompute_every) > 1
         again = again + np.where(full & layout.offload & several, self.full, 0)
-        # The backward pass begins with the blocks that come after the last recomputed block. When it reaches the
-        # recomputed block, everything that those blocks saved is freed.
+        # The backward pass begins with the blocks after the last recomputed block. They have freed what they saved.
         freed = (layers - 1) % layout.recompute_every * self.whole
-        return backward + np.maximum(again - freed, 0)
+        backward = np.maximum(in_mlp, in_attention + before) + np.maximum(again - freed, 0)
+        # At the end of its backward pass, the block has freed what it saved.
+        last = self.at_end + grads.size * self.in_unit(work) + before - self._kept(work, 1)
+        highest: Number = np.maximum(backward, np.where(np.greater(grads.size, 0), last, -np.inf))
+        return highest
 
 
 def block_bytes(work: Workload) -> BlockBytes:
@@ -249,11 +256,11 @@ def _bytes_of_equal_blocks(work: Workload) -> BlockBytes:
 
 
 def _bytes_of_one_kind(work: Workload) -> BlockBytes:
-    core, core_kept = kept_by_core(work)
+    p, (core, core_kept) = tensor_bytes(work), kept_by_core(work)
     block = BlockBytes(
         kept_by_block(work, False),
         kept_by_block(work, True),
-        tensor_bytes(work).residual,
+        p.residual,
         *mlp_backward(work),
         attention_backward(work),
         mlp_made_again(work),
@@ -261,8 +268,23 @@ def _bytes_of_one_kind(work: Workload) -> BlockBytes:
         head_bytes(work),
         head_kept_bytes(work),
         saved_by_core(work),
+        *_entries(work),
+        p.residual * (3 + np.where(work.model.layer_norm, 12, 8) / work.step.item_bytes),
     )
     return _bytes_with_experts(block, work) if has_experts(work) else block
+
+
+def _entries_of_experts(work: Workload) -> Number:
+    return where_experts(work, weights_of_experts(work) * work.model.sparse)
+
+
+def _entries(work: Workload) -> tuple[Number, Number]:
+    """Return the fields ``entries`` and ``attention_grads`` of a block's bytes."""
+    model, ranks = work.model, work.layout.x * work.layout.y
+    of_mlp = model.mean_gate_up + model.mean_inner
+    hidden = model.hidden_size / ranks
+    out = np.where(model.linear == 1, model.linear_values, model.values)
+    return work.block_weights / ranks, hidden * (of_mlp + out)
 
 
 def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
@@ -275,8 +297,11 @@ def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
     freed = work.model.mlps * p.gathered + 2 * mlp_made_again(work) + kept_by_shared_gate(work)
     residual = p.residual + np.where(work.model.shared_expert_intermediate_size > 0, p.residual - freed, 0)
     sharded, replicated = (residual + of_experts for of_experts in backward_of_experts(work))
+    of_shared = work.model.hidden_size * (work.model.mean_gate_up + work.model.mean_inner)
+    of_shared = of_shared / (work.layout.x * work.layout.y)
     return replace(
         block,
+        shared_grads=of_shared,
         summed_experts=residual - kept_by_experts(work, False),
         full=block.full + choices_kept(work),
         whole=block.whole + kept_by_experts(work, False),
@@ -288,62 +313,38 @@ def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
     )
 
 
-def peak_bytes(
-    work: Workload, layers: Number, in_flight: Number, has_head: Flag = True, block: BlockBytes | None = None
-) -> Number:
-    """Return the peak bytes of activations on a rank, including the step's inputs and the weights of ``kept_weights``.
-
-    Args:
-        work: The workload. In an MoE model, ``work.model.sparse`` is the fraction of the rank's blocks that have
-            experts.
-        layers: Number of blocks on the rank.
-        in_flight: Number of micro-batches whose activations the rank holds.
-        has_head: Whether the rank has the head.
-        block: The bytes of a block, if they are already computed.
-    """
-    model, layout, step = work.model, work.layout, work.step
-    block = block_bytes(work) if block is None else block
-    in_block = _kept_and_in_backward(work, layers, block, kept_weights(work)[0])[1]
-    # If embedding and head share a weight, the head's part of its gradient stays in memory until the embedding's part
-    # is computed.
-    tied = np.asarray(model.tie_word_embeddings, bool) & (layout.pp == 1)
-    waiting = np.where(tied, step.item_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y), 0)
-    # If all forward passes come first, the head's tensors of all earlier micro-batches wait for their backward pass. In
-    # all other schedules, the head's backward directly follows its forward.
-    heads_wait = np.where(has_head & (layout.pp > 1) & layout.forwards_first, in_flight - 1, 0)
-    kept = in_flight * kept_by_micro_batch(work, layers, block) + heads_wait * block.head_kept
-    return (
-        kept + inputs_and_kept_weights(work, layers) + np.maximum(np.where(has_head, block.head, 0), in_block + waiting)
-    )
-
-
 def kept_by_micro_batch(work: Workload, layers: Number, block: BlockBytes) -> Number:
     """Return the bytes that the ``layers`` blocks of a rank save for the backward pass of a micro-batch."""
     stage = np.where(work.layout.pp > 1, work.program.stage_keeps, 0) * block.full
-    return stage + _kept_and_in_backward(work, layers, block, 0)[0]
+    return stage + kept_and_in_backward(work, layers, block)[0]
 
 
-def inputs_and_kept_weights(work: Workload, layers: Number) -> Number:
+def inputs_and_kept_weights(work: Workload, layers: Number, has_embedding: Flag) -> Number:
     """Return the bytes of the step's inputs and of the weights of ``kept_weights``, for ``layers`` blocks."""
     (of_block, of_tables), step = kept_weights(work), work.step
     inputs = 16 * work.layout.micro_batch_size * step.seq_length * work.micro_batches
-    return inputs + 4 * step.seq_length * work.model.head_dim * work.model.rope + layers * of_block + of_tables
+    rotary = 4 * step.seq_length * work.model.head_dim * work.model.rope
+    return inputs + rotary + layers * of_block + has_embedding * of_tables
 
 
-def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_block: Number) -> tuple[Number, Number]:
+def kept_and_in_backward(
+    work: Workload, layers: Number, block: BlockBytes, grads: Gradients = NO_GRADIENTS
+) -> tuple[Number, Number]:
     """Return the bytes that a rank's blocks save for a micro-batch, and the largest number of bytes that the backward
     pass of one block adds.
 
     In its backward pass, a block's full weights are gathered, and the category "weights" already counts them. So the
-    weights that the block holds before its backward pass (``of_block``, from ``kept_weights``) are subtracted here.
+    weights that the block holds before its backward pass (``kept_weights``) are subtracted here.
     """
     if block.dense is None:
-        return block.kept(work, layers), block.in_backward(work, layers) - of_block
+        return block.kept(work, layers), block.in_backward(work, layers, grads) - kept_weights(work)[0]
     share = dense_share(work)
-    of_dense, of_others = (kept_weights(kind)[0] for kind in kinds_of_blocks(work))
+    dense, others = kinds_of_blocks(work)
     kept_by_others = (1 - share) * block.kept(work, layers)
-    in_others = np.where(share < 1, block.in_backward(work, layers) - of_others, 0)
+    in_others = np.where(share < 1, block.in_backward(others, layers, grads) - kept_weights(others)[0], -np.inf)
     # The dense blocks come first in the model. When the backward pass reaches them, all other blocks have freed what
     # they had saved.
-    in_dense = np.where(share > 0, block.dense.in_backward(work, layers) - of_dense - kept_by_others, 0)
+    of_dense = grads._replace(before=np.where(share < 1, grads.of_block * block.in_unit(others), grads.before))
+    in_dense = block.dense.in_backward(dense, layers, of_dense) - kept_weights(dense)[0] - kept_by_others
+    in_dense = np.where(share > 0, in_dense, -np.inf)
     return kept_by_others + share * block.dense.kept(work, layers), np.maximum(in_others, in_dense)

@@ -1,8 +1,6 @@
 """Compute the time of one block and of the head for one micro-batch, split into computation and communication over the
 tensor axes x and y."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Compute the sizes of an MoE layer's experts on one rank: the number of rows, the number of weights, and the bytes of
 activations."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -167,19 +165,25 @@ def _activated(work: Workload, rows: Rows) -> Number:
 def backward_of_experts(work: Workload) -> tuple[Number, Number]:
     """Return the peak bytes of the backward pass of a block's experts.
 
-    There are two groups of tensors, which are never in memory at the same time. The peak is the size of the larger one:
+    There are three groups of tensors, which are never in memory at the same time. The peak is the size of the largest
+    one:
 
     - the gradients of gate, of up, and of their product, and one more tensor if the gate is clamped
     - the gradients of the rows, once in the order of arrival and once sorted by expert
+    - while the last weight gradient is computed: the gradients of all weights, of gate or up, and of the rows from both
+      gate and up. By then, all saved tensors are freed, except the experts' input rows and the router's tensors
 
     Returns:
         The bytes if weights are sharded over data-parallel ranks, and the bytes if weights are replicated.
     """
     rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
-    inner, hidden = item * rows.on_rank * rows.inner, item * rows.on_rank * model.hidden_size / layout.y
+    inner, width = item * rows.on_rank * rows.inner, item * model.hidden_size / layout.y
+    hidden, returned = rows.on_rank * width, np.where(work.program.is_fourfold, rows.sent * width, 0)
     weight = weights_of_experts(work) / 3
     both = np.maximum(np.where(model.clamps_gate, 4, 3) * inner, 2 * hidden)
-    return both + item * weight, both + 4 * weight
+    last = 2 * hidden + inner - (2 * inner + _activated(work, rows) + returned)
+    sharded, replicated = (np.maximum(both + size * weight, last + 3 * size * weight) for size in (item, 4))
+    return sharded, replicated
 
 
 def weights_of_experts(work: Workload) -> Number:
@@ -187,37 +191,6 @@ def weights_of_experts(work: Workload) -> Number:
     model, layout = work.model, work.layout
     every = 3 * model.num_experts * model.hidden_size * model.moe_intermediate_size
     return every / (layout.x * layout.y * layout.ep)
-
-
-def sums_of_one_shard(work: Workload) -> Number:
-    """Return the bytes that a block needs while FSDP2 sums the gradients of experts that no other rank shards (z = ep
-    and ``zero`` = 0). In all other cases, return -inf.
-
-    At first, there are the gradients in the step's dtype and a copy in ``reduce_dtype``, and FSDP2 has just freed the
-    gathered weights. If there are replicas, FSDP2 then frees the gradients and divides the copy, which makes a second
-    copy.
-    """
-    step = work.step
-    divided = np.where(_shards_and_copies(work)[1] > 1, 2 * step.reduce_bytes - step.item_bytes, 0)
-    return np.where(_has_one_shard(work), np.maximum(step.reduce_bytes, divided) * weights_of_experts(work), -np.inf)
-
-
-def experts_freed_early(work: Workload) -> Number:
-    """Return the bytes of a block's expert weights that FSDP2 frees before the backward pass of the block's attention
-    begins."""
-    return np.where(has_own_shards(work), work.step.item_bytes * weights_of_experts(work), 0)
-
-
-def experts_of_one_shard(work: Workload, item_bytes: Number) -> Number:
-    """Return the bytes of a block's expert weights in a dtype of ``item_bytes``, if no other rank shards these
-    experts. Otherwise, return 0."""
-    return np.where(_has_one_shard(work), item_bytes * weights_of_experts(work), 0)
-
-
-def _has_one_shard(work: Workload) -> Flag:
-    z, copies = _shards_and_copies(work)
-    is_alone: Flag = z * np.where(work.layout.zero > 0, copies, 1) == 1
-    return has_own_shards(work) & is_alone
 
 
 def has_own_shards(work: Workload) -> Flag:

@@ -1,8 +1,6 @@
 """Compute how long router, dispatch, and experts take for one micro-batch, as a mean over all blocks. The tensor axes x
 and y split each expert, and ep splits the experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

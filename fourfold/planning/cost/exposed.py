@@ -1,7 +1,5 @@
 """Compute, for each axis, the seconds of communication that computation does not hide."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fourfold.planning.array_fields import Number

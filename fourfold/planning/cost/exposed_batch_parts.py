@@ -5,8 +5,6 @@ The order of the events does not depend on how long they take. So the order is r
 (``batch_part_events``), and then timed for many layouts together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compute the memory of the head and the loss on one rank."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fourfold.planning.array_fields import Number
@@ -27,10 +25,9 @@ def head_bytes(work: Workload) -> Number:
     copies = np.where(program.in_place_loss, 1, 2)
     apart = np.where(program.eager_loss, step.item_bytes + 12 / layout.y, copies * step.item_bytes + sums)
     first = rows * columns * np.where(is_ours, in_place, apart)
-    # In fp32, fourfold's matmul adds its result directly to the weight's gradient. The backward pass creates a second
-    # gradient, but only after the logits are freed.
-    adds, result = program.is_fourfold & (step.item_bytes == 4), step.item_bytes * weights
-    first = np.where(adds, np.maximum(first, result), first + result)
+    # In fp32, fourfold's matmul adds its result directly to the weight's gradient.
+    adds = program.is_fourfold & (step.item_bytes == 4)
+    first = first + np.where(adds, 0, step.item_bytes * weights)
     # Soft-capping stores two fp32 values per logit: the sum over y, and the derivative of the soft-cap.
     capped = np.where(model.caps_logits, 8 / layout.y, 0)
     # The sums of the next chunk are allocated before Python releases the sums of the previous chunk, so both count.

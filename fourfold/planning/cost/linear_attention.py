@@ -1,8 +1,6 @@
 """Compute the sizes and the time of linear attention. Split a hybrid model into its two kinds of blocks: blocks with
 softmax attention and blocks with linear attention."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -5,8 +5,6 @@ Muon distributes matrices over the ranks of a pipeline stage, and each rank orth
 (``training.owned_matrices``).
 """
 
-from __future__ import annotations
-
 from functools import reduce
 from typing import NamedTuple
 

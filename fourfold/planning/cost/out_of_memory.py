@@ -1,8 +1,6 @@
 """Compute the memory that a program needs in addition to its tensors, and the probability that a step runs out of
 memory."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

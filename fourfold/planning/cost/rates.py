@@ -1,7 +1,5 @@
 """Compute the rates that a step reaches on a machine."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fourfold.planning.machines.constants import Constants

@@ -1,8 +1,6 @@
 """Compute the number of blocks on each pipeline rank for many layouts at once, with the split of ``config.stages``, and
 the number of micro-batches in flight."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from functools import lru_cache

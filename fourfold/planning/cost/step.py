@@ -1,13 +1,10 @@
 """Compute the time of a training step, split into parts."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
 
 from fourfold.planning.array_fields import Number
-from fourfold.planning.cost.block_memory import is_replicated
 from fourfold.planning.cost.block_time import BlockTime, block_time
 from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts
 from fourfold.planning.cost.exposed import (
@@ -20,6 +17,7 @@ from fourfold.planning.cost.exposed import (
     forwards_again,
     hidden,
 )
+from fourfold.planning.cost.gathered_weights import is_replicated
 from fourfold.planning.cost.optimizer_cost import moved_bytes, muon_seconds
 from fourfold.planning.cost.stage_split import split_of
 from fourfold.planning.cost.terms.bubble import bubble_seconds

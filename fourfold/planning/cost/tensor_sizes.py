@@ -1,8 +1,6 @@
 """Compute the bytes of one block's tensors on a rank, and determine how the ranks of the tensor axis y share
 attention."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

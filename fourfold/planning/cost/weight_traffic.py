@@ -1,8 +1,6 @@
 """Compute the time of weight all-gathers and gradient sums over the ranks that shard or replicate the weights, if
 nothing hides them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """List the machines that come with fourfold, without importing NumPy."""
 
-from __future__ import annotations
-
 import difflib
 from functools import cache
 from importlib.resources import files

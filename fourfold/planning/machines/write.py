@@ -1,7 +1,5 @@
 """Create machine files from a microbenchmark, or from another machine with fitted constants."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Predict a run of another training program, and find the best layout in that program."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace

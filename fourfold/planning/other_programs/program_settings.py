@@ -3,8 +3,6 @@
 The file ``settings.toml`` says which column each setting means.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Container, Mapping

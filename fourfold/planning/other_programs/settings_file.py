@@ -1,8 +1,6 @@
 """Read the settings of another training program from a script, or from a YAML, TOML, or JSON file. No code in the file
 is run."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ This module follows variables and arrays. It does not compute, and it does not c
 and every loop once, in the order of the script. If an option occurs several times, its last value counts.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 

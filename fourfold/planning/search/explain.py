@@ -1,7 +1,5 @@
 """Explain why a layout is the fastest: which layouts it beats, and by how much."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Parse the limits of a search as the user writes them: ``x<=8``, ``pp=1,2``, ``recompute=full``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

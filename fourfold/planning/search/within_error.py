@@ -1,8 +1,6 @@
 """Find the layouts whose predicted times are so close that any of them may be the fastest. Also propose limits for
 ``fourfold tune``, so that it compares these layouts in real trials."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Compute the time of the attention core: scores, softmax, and the weighted sum of values."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

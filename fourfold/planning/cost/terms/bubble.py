@@ -1,7 +1,5 @@
 """Compute the time that a pipeline adds: the bubble, and the transfers between stages."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fourfold.planning.array_fields import Number

@@ -1,8 +1,6 @@
 """Compute the time of a collective that runs as a ring or a tree, inside a node or across nodes. Groups that
 communicate at the same time share a node's network adapters."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Compute the time of an all-to-all of tokens over the ranks that divide the experts."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number

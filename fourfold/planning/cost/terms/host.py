@@ -3,8 +3,6 @@
 One host thread launches kernels one after another. If the device is faster, it waits for the host.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number

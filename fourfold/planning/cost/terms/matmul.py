@@ -6,8 +6,6 @@ quantization). Libraries choose the fastest tile size for each shape. Smaller ti
 reuse less of the data that they load.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from fourfold.planning.array_fields import Number

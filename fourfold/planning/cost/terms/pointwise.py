@@ -3,8 +3,6 @@
 A *pass* reads or writes a full tensor once.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number

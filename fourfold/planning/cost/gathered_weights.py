@@ -1,0 +1,192 @@
+"""Compute the bytes of weights on a rank that are gathered, or kept between forward and backward pass."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fourfold.planning.array_fields import Flag, Number
+from fourfold.planning.cost.expert_sizes import (
+    dense_share,
+    has_dense_first,
+    has_experts,
+    has_own_shards,
+    kinds_of_blocks,
+    states_of_experts,
+)
+from fourfold.planning.workload import Workload
+
+
+class Tables(NamedTuple):
+    """Number of weight entries of embeddings and head on a rank.
+
+    - embedding, positions, head: the token embedding, the position embedding, and the head. 0 if the rank does not have
+      it.
+    - own_head: the head, or 0 if it shares the embedding's weight.
+    - is_first, is_last: whether the rank has the embedding, and whether it has the head.
+    """
+
+    embedding: Number
+    positions: Number
+    head: Number
+    own_head: Number
+    is_first: Flag
+    is_last: Flag
+
+    @property
+    def every(self) -> Number:
+        """Return the number of all entries. A weight that embedding and head share counts once."""
+        return self.embedding + self.positions + self.own_head
+
+
+def tables_of(work: Workload, rank: Number) -> Tables:
+    """Return the tables of a pipeline rank."""
+    model, layout = work.model, work.layout
+    first, last = np.equal(rank, 0), np.equal(rank, layout.pp - 1)
+    last = np.where(layout.v_shaped & (layout.pp > 1), first, last)
+    width = model.hidden_size / (layout.x * layout.y)
+    is_shared = first & np.asarray(model.tie_word_embeddings, bool) & (layout.pp == 1)
+    embedding, head = (np.where(has_one, model.padded_vocab_size * width, 0) for has_one in (first, last))
+    positions = np.where(first, model.positions * width, 0)
+    return Tables(embedding, positions, head, np.where(is_shared, 0, head), first, last)
+
+
+def is_replicated(work: Workload) -> Flag:
+    """Return whether weights and gradients are replicated instead of sharded, as in ``parallel.data.replicated``."""
+    layout = work.layout
+    return (layout.z == 1) & ((layout.zero == 0) | (layout.dp * layout.cp == 1))
+
+
+def is_resharded(work: Workload) -> Flag:
+    """Return whether gathered weights are freed after their forward pass, and gathered again for the backward pass."""
+    layout = work.layout
+    return (layout.z > 1) | ((layout.zero == 3) & (layout.dp * layout.cp > 1))
+
+
+def is_freed_after_use(work: Workload) -> Flag:
+    """Return whether the framework gathers weights, and frees them after their forward pass."""
+    freed: Flag = is_resharded(work) & ~np.asarray(work.program.half_weights, bool)
+    return freed
+
+
+def kept_weights(work: Workload) -> tuple[Number, Number]:
+    """Return the bytes of weights that a rank holds between forward and backward pass, in the step's dtype.
+
+    With ``zero`` 1 or 2 and z > 1, a rank keeps weights that are split only over z (docs/parallelism.md). In all other
+    cases, the bytes are 0.
+
+    Returns:
+        The bytes of one block with its experts, and the bytes of embedding and head.
+    """
+    model, layout = work.model, work.layout
+    keeps = (layout.zero > 0) & (layout.zero < 3) & (layout.z > 1)
+    entry = np.where(keeps, work.step.item_bytes / (layout.x * layout.y * layout.z), 0)
+    tables = (model.positions + np.where(model.tie_word_embeddings, 0, model.padded_vocab_size)) * model.hidden_size
+    of_experts = kept_weights(states_of_experts(work))[0] if has_experts(work) else 0
+    return entry * work.block_weights + of_experts, entry * tables
+
+
+class GatheredWeights(NamedTuple):
+    """Bytes of gathered weights or of 16-bit copies on a rank.
+
+    - in_block, in_second, in_first: in the backward pass of most blocks, and of the rank's second and first block.
+    - in_head: in the head, with the buffer that received the last gathered weights.
+    - after_head: while the gradients of the head are summed.
+    - at_end: after the backward pass of the first block.
+    """
+
+    in_block: Number
+    in_second: Number
+    in_first: Number
+    in_head: Number
+    after_head: Number
+    at_end: Number
+
+
+def gathered_weights(work: Workload, layers: Number, tables: Tables) -> GatheredWeights:
+    """Return the bytes of gathered weights on a rank with ``layers`` blocks.
+
+    The backward pass does not gather the embedding, because the embedding's gradient does not depend on its weight.
+    """
+    item, is_freed, single = work.step.item_bytes, is_freed_after_use(work), np.equal(work.micro_batches, 1)
+    copy, is_sharded = _copy_bytes(work), ~np.asarray(work.program.half_weights, bool) & (work.layout.shards > 1)
+    kept = layers * bytes_of_block(work)[1]
+    once = kept + np.where(is_freed, copy * (tables.head - tables.own_head), copy * tables.every)
+    gathered = np.minimum(1 + work.program.prefetch + work.parts_cross_blocks, layers)
+    first = bytes_of_block(work)
+    if has_dense_first(work):
+        dense, sparse = (bytes_of_block(kind) for kind in kinds_of_blocks(work))
+        share = dense_share(work)
+        first = np.where(share > 0, dense[0], sparse[0]), np.where(share > 0, dense[1], sparse[1])
+        in_block = once
+        for own, other, number in ((dense, sparse, layers * share), (sparse, dense, layers * (1 - share))):
+            several = np.minimum(gathered, number)
+            together = once + several * own[0] + (gathered - several) * other[0]
+            in_block = np.maximum(in_block, np.where(number > 0, together, 0))
+        one = once + np.where(share < 1, sparse[0], dense[0])
+    else:
+        in_block, one = once + gathered * first[0], once + first[0]
+    own_head = np.where(is_sharded, item * tables.own_head, 0)
+    # Weights that are gathered once per step leave one buffer, of the unit that was gathered last.
+    buffer = np.where(np.greater(tables.own_head, 0), own_head, bytes_of_block(last_block(work))[1] * is_sharded)
+    # If all forward passes come first, only the first micro-batch gathers the head.
+    is_gathered = np.greater(tables.own_head, 0) & ~(work.layout.forwards_first & ~single)
+    in_head = np.where(is_gathered, once + 2 * own_head, one + own_head)
+    # In the last backward pass, weights that are gathered once per step are freed too.
+    left = once - kept - np.where(is_freed, 0, copy * tables.own_head) + sum(first)
+    frees = (work.micro_batches <= 2) & is_sharded
+    left = np.where(frees, left, np.where(is_freed, once + first[0], in_block))
+    return GatheredWeights(
+        in_block,
+        in_block - np.maximum(layers - 2, 0) * freed_by_block(work),
+        left,
+        np.where(is_freed, in_head, in_block + np.where(single, buffer, 0)),
+        np.where(is_freed, one, in_block),
+        np.where(is_freed, 0, left),
+    )
+
+
+def first_block(work: Workload) -> Workload:
+    """Return a workload whose blocks are all like the rank's first block. The first block has a dense MLP if any block
+    of the rank has one."""
+    if not has_dense_first(work):
+        return work
+    return work.but(sparse=np.where(dense_share(work) > 0, 0.0, work.model.sparse))
+
+
+def freed_by_block(work: Workload) -> Number:
+    """Return the bytes of gathered weights that a block's backward pass frees although they are gathered only once per
+    step. FSDP2 frees them in the step's last backward pass. With more than two micro-batches, memory peaks before."""
+    frees = (work.layout.shards > 1) & (work.micro_batches <= 2) & ~np.asarray(work.program.half_weights, bool)
+    return np.where(frees, bytes_of_block(work)[1], 0)
+
+
+def last_block(work: Workload) -> Workload:
+    """Return a workload whose blocks are all like the rank's last block. The last block has experts if any block of
+    the rank has them."""
+    if not has_dense_first(work):
+        return work
+    return work.but(sparse=np.where(dense_share(work) < 1, np.sign(work.model.num_experts), 0.0))
+
+
+def _copy_bytes(work: Workload) -> Number:
+    """Return the bytes per entry of a gathered weight or of a 16-bit copy. Return 0 if there is no copy."""
+    step, program = work.step, work.program
+    item = np.where(program.autocast, step.weight_bytes, step.item_bytes)
+    copies = (work.layout.shards > 1) | (step.weight_bytes != step.item_bytes)
+    return np.where(copies & ~np.asarray(program.half_weights, bool), item, 0)
+
+
+def bytes_of_block(work: Workload) -> tuple[Number, Number]:
+    """Return the bytes of a block's gathered weights that are freed after use, and of the weights that are kept until
+    the step ends."""
+    is_freed = is_freed_after_use(work)
+    size = _copy_bytes(work) * work.block_weights / (work.layout.x * work.layout.y)
+    freed, kept = np.where(is_freed, size, 0), np.where(is_freed, 0, size)
+    if not has_experts(work):
+        return freed, kept
+    # FSDP2 copies experts even if no other rank shards them. With ``zero`` 3, it frees the copies after use.
+    experts, own = states_of_experts(work), has_own_shards(work)
+    copy = np.where(own, work.step.item_bytes, _copy_bytes(experts))
+    size = copy * work.model.expert_weights / (experts.layout.x * experts.layout.y)
+    is_freed = is_freed_after_use(experts) | (own & (work.layout.zero == 3))
+    return freed + np.where(is_freed, size, 0), kept + np.where(is_freed, 0, size)

@@ -1,0 +1,318 @@
+"""List the moments of a step at which the memory of a rank may peak.
+
+FSDP2 gathers the weights of a unit (a block, the experts of a block, the embedding, or the head), and sums its
+gradients at the end of the unit's backward pass. For the sum, it copies the gradients to a buffer, and keeps this
+buffer until it sums the gradients of the next unit.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fourfold.planning.array_fields import Flag, Number
+from fourfold.planning.cost.block_memory import (
+    BlockBytes,
+    Gradients,
+    inputs_and_kept_weights,
+    kept_and_in_backward,
+    kept_by_micro_batch,
+)
+from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts
+from fourfold.planning.cost.gathered_weights import (
+    GatheredWeights,
+    Tables,
+    first_block,
+    gathered_weights,
+    is_freed_after_use,
+    is_replicated,
+    is_resharded,
+    kept_weights,
+    last_block,
+)
+from fourfold.planning.cost.stage_split import in_flight
+from fourfold.planning.workload import Workload
+
+
+class Moment(NamedTuple):
+    """Bytes of a rank at one moment of a step, in addition to parameters and optimizer states.
+
+    - gradients: gradients of earlier backward passes, and of units whose backward pass has ended.
+    - weights: gathered weights, or 16-bit copies.
+    - activations: what the forward passes saved, and what the current operation needs.
+    """
+
+    gradients: Number
+    weights: Number
+    activations: Number
+
+    @property
+    def total(self) -> Number:
+        return self.gradients + self.weights + self.activations
+
+
+class PeakMoments(NamedTuple):
+    """The moments of a step at which memory may peak.
+
+    - in_head: forward and backward pass of the head, and the sum of its gradients.
+    - elsewhere: backward passes and sums of gradients of blocks and embedding. The first moment is the backward pass of
+      the block that needs the most memory.
+    - optimizer: the optimizer step, with the copies that it makes as ``activations``.
+    """
+
+    in_head: list[Moment]
+    elsewhere: list[Moment]
+    optimizer: Moment
+
+
+def gradient_bytes(work: Workload) -> tuple[Number, Number]:
+    """Return the bytes of gradients per weight entry of a rank's tile, between two backward passes and in the optimizer
+    step."""
+    layout, step, program = work.layout, work.step, work.program
+    shards = layout.shards
+    whole = np.where(program.gradient_bytes > 0, program.gradient_bytes, step.reduce_bytes)
+    is_whole = (layout.zero == 1) & (work.micro_batches > 1)
+    # The optimizer step casts summed gradients to the weights' dtype, if it is larger. Other frameworks do so earlier.
+    complete = np.maximum(step.reduce_bytes, step.weight_bytes) / shards
+    summed = np.where(program.is_fourfold, step.reduce_bytes / shards, complete)
+    size = np.where(is_whole, np.where(program.is_fourfold, whole, np.maximum(whole, complete)), summed)
+    size = np.where(program.half_weights, whole / np.where(layout.zero >= 2, shards, layout.z), size)
+    return size, np.where(program.half_weights, size, complete)
+
+
+class RankMemory(NamedTuple):
+    """What the moments of a pipeline rank have in common. All sizes are bytes, except those of ``tables``.
+
+    - work, layers, block, tables: the workload with the kinds of blocks that the rank has, the number and the bytes of
+      these blocks, and the rank's tables.
+    - kept, fixed: activations of one micro-batch, and tensors that stay in memory during the step.
+    - flying: number of micro-batches in flight.
+    - gradients, each: all gradients between two backward passes, and the bytes of each entry.
+    - is_first: whether memory peaks in the first backward pass, when no gradients exist yet.
+    - earlier, begun: gradients and activations when this backward pass begins.
+    - late: whether gradients are summed only in the step's last backward pass.
+    - sums: how gradients are held during the backward pass.
+    """
+
+    work: Workload
+    layers: Number
+    block: BlockBytes
+    tables: Tables
+    kept: Number
+    fixed: Number
+    flying: Number
+    gradients: Number
+    each: Number
+    is_first: Flag
+    earlier: Number
+    begun: Number
+    late: Flag
+    sums: Gradients
+
+
+def moments_of(
+    work: Workload,
+    rank: Number,
+    layers: Number,
+    block: BlockBytes,
+    tables: Tables,
+    gradients: tuple[Number, Number],
+    copied: Number,
+) -> PeakMoments:
+    """Return the moments of a rank with ``layers`` blocks.
+
+    Args:
+        work: The workload, with the kinds of blocks that the rank has.
+        rank: The pipeline rank.
+        layers: Number of blocks on the rank.
+        block: The bytes of a block.
+        tables: The rank's tables, in entries on the rank.
+        gradients: Bytes of all gradients, between two backward passes and in the optimizer step.
+        copied: Bytes of the copies that the optimizer makes.
+    """
+    held, complete = (np.where(work.program.offloads_optimizer, 0, size) for size in gradients)
+    memory = _memory_of(work, rank, layers, block, tables, held)
+    weights = gathered_weights(work, layers, tables)
+    # The optimizer step casts replicated gradients one by one. The last one is the largest one.
+    cast = np.where(is_replicated(work) & (complete > held), work.step.reduce_bytes * tables.own_head, 0)
+    return PeakMoments(
+        _in_head(memory, weights),
+        [*_in_blocks(memory, weights), *_in_embedding(memory, weights.at_end)],
+        Moment(complete, weights.at_end, copied + cast),
+    )
+
+
+def _memory_of(
+    work: Workload, rank: Number, layers: Number, block: BlockBytes, tables: Tables, gradients: Number
+) -> RankMemory:
+    layout, each = work.layout, gradient_bytes(work)[0]
+    flying = in_flight(work, rank)
+    # If all forward passes come first, the head's tensors of all earlier micro-batches wait for their backward pass. In
+    # all other schedules, the head's backward directly follows its forward.
+    waits = np.where(tables.is_last & (layout.pp > 1) & layout.forwards_first, block.head_kept, 0)
+    kept = kept_by_micro_batch(work, layers, block) + waits
+    fixed = inputs_and_kept_weights(work, layers, tables.is_first) - waits
+    # If no micro-batch follows those in flight, gradients exist only after the first backward pass. The first backward
+    # pass begins with fewer gradients, and the next one with fewer activations.
+    is_full = np.greater_equal(flying, work.micro_batches) & ~np.asarray(work.program.half_weights, bool)
+    is_next = is_full & (flying > 1) & (gradients > kept)
+    is_first = is_full & ~is_next
+    # In an interleaved pipeline with one round of micro-batches, only the last stage has gradients at the peak.
+    is_round = layout.in_rounds & (work.micro_batches < 2 * layout.pp) & ~is_full
+    of_last = each * tables.own_head
+    of_last = of_last + (gradients - of_last - each * tables.embedding) / layout.stages_per_rank
+    earlier = np.where(is_first, 0, np.where(is_round, of_last, gradients))
+    begun = fixed + (flying - is_next) * kept
+    late, sums = _sums(work, layers, block, tables, is_first)
+    late = late & (work.micro_batches > 1)
+    return RankMemory(
+        work, layers, block, tables, kept, fixed, flying, gradients, each, is_first, earlier, begun, late, sums
+    )
+
+
+def _in_head(memory: RankMemory, weights: GatheredWeights) -> list[Moment]:
+    """Return the moments of the head: its forward pass, its backward pass, and the sum of its gradients."""
+    work, block, tables, begun = memory.work, memory.block, memory.tables, memory.begun
+    item, impossible = work.step.item_bytes, np.where(tables.is_last, 0, -np.inf)
+    # If all forward passes come first, there are no gradients in the head's forward passes.
+    is_before = work.layout.forwards_first & (memory.flying >= work.micro_batches)
+    saved = np.where(is_before, memory.fixed + memory.flying * memory.kept, begun)
+    in_backward = weights.after_head + np.where(is_freed_after_use(work), item * tables.own_head, 0)
+    backward = block.head_kept + block.full + item * tables.head
+    return [
+        Moment(np.where(is_before, 0, memory.earlier), weights.in_head, saved + block.head + impossible),
+        Moment(memory.earlier, in_backward, begun + backward + impossible),
+        _sum_of_gradients(memory, weights.after_head, tables.own_head * _copied_of_table(memory)),
+    ]
+
+
+def _in_blocks(memory: RankMemory, weights: GatheredWeights) -> list[Moment]:
+    """Return the moments of blocks: of the block that needs the most memory, while the gradients of the last block are
+    summed, of the rank's first block, and of its second block."""
+    work, layers, block, sums = memory.work, memory.layers, memory.block, memory.sums
+    tied = _tied_gradient(memory)
+    in_block = tied + kept_and_in_backward(work, layers, block, sums)[1]
+    # A block's own weights are gathered into a buffer first.
+    is_alone = is_freed_after_use(work) & np.equal(layers, 1)
+    in_block = np.where(is_alone, np.maximum(in_block, weights.in_block + sums.before), in_block)
+    in_sum = block.full + sums.copied * block.in_unit(last_block(work)) - block.kept(work, 1) - kept_weights(work)[0]
+    begin, second, of_block = _first_blocks(work, layers, block, sums)
+    of_first = np.where(memory.is_first, of_block, 0)
+    end, next_begun = _gradients_of_blocks(memory), memory.begun - memory.kept + tied
+    # In the first of two backward passes, the rank's first block has no gradients yet, but no weights are freed.
+    is_first_of_two = ~np.asarray(memory.is_first) & np.equal(work.micro_batches, 2)
+    in_first_of_two = np.where(is_first_of_two, next_begun + begin, -np.inf)
+    second = np.where(np.greater(layers, 2), next_begun + second, -np.inf)
+    before = np.where(memory.is_first, memory.each * memory.tables.own_head, memory.earlier)
+    return [
+        Moment(before, weights.in_block, memory.begun + in_block),
+        _sum_of_gradients(memory, weights.in_block, tied + in_sum),
+        Moment(end - of_first, weights.in_first, next_begun + begin),
+        Moment(end - of_block, weights.in_block, in_first_of_two),
+        Moment(end - 2 * of_first, weights.in_second, second),
+    ]
+
+
+def _in_embedding(memory: RankMemory, weights: Number) -> list[Moment]:
+    """Return the moments of the embedding: its backward pass, and the sum of its gradients. ``weights`` are the bytes
+    of gathered weights."""
+    layout, tied, sums = memory.work.layout, 2 * _tied_gradient(memory), memory.sums
+    entries, of_table = memory.tables.embedding, memory.each * memory.tables.embedding
+    # Both parts of a tied gradient and their sum are in memory. A replicated gradient is then cast.
+    summands = np.where(is_replicated(memory.work), np.maximum(tied, sums.size * entries), tied)
+    backward = (
+        memory.work.step.item_bytes * entries
+        + summands
+        + sums.of_block * memory.block.in_unit(first_block(memory.work))
+    )
+    # When the embedding's gradients are summed late, the gradients of blocks are already sharded.
+    of_blocks = (memory.gradients - of_table) * np.where(layout.zero == 1, 1 / layout.shards, 1)
+    end = _gradients_of_blocks(memory)
+    in_sum = _sum_of_gradients(memory, weights, entries * _copied_of_table(memory) - memory.kept)
+    return [
+        Moment(end, weights, memory.begun - memory.kept + backward),
+        in_sum._replace(gradients=np.where(memory.late, of_table + of_blocks, end)),
+    ]
+
+
+def _sum_of_gradients(memory: RankMemory, weights: Number, added: Number) -> Moment:
+    """Return the moment when a unit's gradients are summed. Late sums run only in the backward pass of the last
+    micro-batch."""
+    begun = np.where(memory.late, memory.fixed + memory.kept, memory.begun)
+    return Moment(np.where(memory.late, memory.gradients, memory.earlier), weights, begun + added)
+
+
+def _gradients_of_blocks(memory: RankMemory) -> Number:
+    """Return the bytes of gradients after the backward pass of the rank's first block."""
+    return memory.gradients - np.where(memory.is_first, memory.each * memory.tables.embedding, 0)
+
+
+def _tied_gradient(memory: RankMemory) -> Number:
+    """Return the bytes of the head's part of a gradient that it shares with the embedding. This part waits for the
+    embedding's part."""
+    tables, work = memory.tables, memory.work
+    return work.step.item_bytes * (tables.head - tables.own_head) * np.equal(work.layout.pp, 1)
+
+
+def _copied_of_table(memory: RankMemory) -> Number:
+    """Return ``Gradients.copied`` of the embedding and of the head. Gathered weights do not include their weights."""
+    is_freed = is_freed_after_use(memory.work) & (memory.work.layout.shards > 1)
+    return memory.sums.copied + np.where(is_freed, memory.work.step.item_bytes, 0)
+
+
+def _first_blocks(work: Workload, layers: Number, block: BlockBytes, sums: Gradients) -> tuple[Number, Number, Number]:
+    """Return the bytes of activations in the backward pass of the rank's first block and of its second block, and the
+    bytes of a block's gradients afterwards."""
+    first = first_block(work)
+    before = np.where(np.greater(layers, 1), sums.of_block * block.in_unit(last_block(work)), sums.before)
+    kept, in_backward = kept_and_in_backward(first, 1, block, sums._replace(before=before))
+    entries = first.block_weights / (work.layout.x * work.layout.y)
+    if not has_experts(work):
+        return kept + in_backward, 2 * kept + in_backward, gradient_bytes(work)[0] * entries
+    experts = states_of_experts(first)
+    of_experts = gradient_bytes(experts)[0] * experts.block_weights / (experts.layout.x * experts.layout.y)
+    return kept + in_backward, 2 * kept + in_backward, gradient_bytes(work)[0] * entries + of_experts
+
+
+def _sums(work: Workload, layers: Number, block: BlockBytes, tables: Tables, is_first: Flag) -> tuple[Flag, Gradients]:
+    """Return whether gradients are summed only in the step's last backward pass, and how they are held during the
+    backward pass of the rank's last block.
+
+    ``is_first`` says whether no gradients exist before this backward pass.
+    """
+    layout, item, reduced = work.layout, work.step.item_bytes, work.step.reduce_bytes
+    several = np.asarray(work.micro_batches > 1)
+    is_fsdp = ~np.asarray(work.program.half_weights, bool) & (layout.shards > 1)
+    late, copied = _copied(work)
+    # Replicas and ``zero`` 1 sum a copy of the gradients, in the step's last backward pass.
+    replicated = is_replicated(work) & np.asarray(work.program.is_fourfold, bool)
+    size = np.where(is_fsdp, item, np.where(replicated & is_first, reduced, 0))
+    sums_replicas = replicated & (layout.dp * layout.cp > 1)
+    copied = np.where(is_fsdp, copied, np.where(sums_replicas, reduced + np.where(several, 0, size), 0))
+    of_block = np.where(is_fsdp & ~late, reduced, 0)
+    first = of_block * np.where(tables.is_last, tables.own_head, 0)
+    of_embedding = np.where(np.greater(tables.positions, 0), tables.positions, tables.embedding)
+    earlier = of_block * np.where(tables.is_first, of_embedding, block.in_unit(first_block(work))) * several
+    after_one = of_block * block.in_unit(last_block(work)) - block.kept(work, 1) - kept_weights(work)[0]
+    first = np.maximum(first, np.where(np.greater(layers, 2), after_one, 0))
+    before = np.where(tables.is_last | is_first, first, np.maximum(earlier, first))
+    # Some pipeline schedules compute weight gradients after the backward pass.
+    size, copied = (np.where(layout.split_backward, 0, each) for each in (size, copied))
+    if not has_experts(work):
+        return late | replicated, Gradients(size, before, of_block, copied=copied)
+    late_experts, of_experts = _copied(states_of_experts(work))
+    buffer = np.where(late_experts, 0, reduced)
+    return late | replicated, Gradients(size, before, of_block, buffer, copied, of_experts)
+
+
+def _copied(work: Workload) -> tuple[Flag, Number]:
+    """Return whether FSDP2 sums gradients only in the step's last backward pass, and how many bytes per entry a unit's
+    gradients and their copies have during the sum, minus the weights that FSDP2 has just freed."""
+    layout, item, reduced = work.layout, work.step.item_bytes, work.step.reduce_bytes
+    several = layout.dp * layout.cp > 1
+    late = (layout.zero == 1) & (layout.shards > 1) & (work.micro_batches > 1)
+    own = np.where(late, 0, item)
+    # Weights that are gathered once per step are freed only in the last backward pass.
+    freed = np.where(is_resharded(work) | (work.micro_batches <= 2) | late, item, 0)
+    # If no other rank shards the gradients, they are copied only once. Replicas divide the copy by a factor.
+    alone = np.maximum(own + reduced, np.where(several, 2 * reduced, 0))
+    return late, np.where(layout.shards > 1, own + reduced * (1 + 1 / layout.shards), alone) - freed
