@@ -13,6 +13,9 @@ DEEP = MIXTURE | {"num_hidden_layers": 4}
 TOP_1, TOP_8 = MIXTURE | {"num_experts_per_tok": 1}, QWEN_MOE | {"num_experts_per_tok": 8}
 MANY = MIXTURE | {"num_experts": 64, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
 """There are more experts than tokens in a small micro-batch, so some experts get no token."""
+FEW = MIXTURE | {"num_experts": 2}
+"""More ranks shard the experts than a rank has experts, so each expert is split."""
+FEW_OSS = GPT_OSS | {"num_experts": 2, "num_experts_per_tok": 1}
 PADDED = {"data": {"format": "sft", "train": [{"path": "nowhere"}]}}
 MUON = {"optimizer": {"name": "muon"}}
 SIX_HEADS = GPT_OSS | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
@@ -28,6 +31,7 @@ CASES: dict[str, Case] = {
     "x2 ep2 dp2": (MIXTURE, {"x": 2, "dp": 2, "ep": 2}, LOSSES),
     "y2 ep2 z2": (QWEN_MOE, {"y": 2, "z": 2, "ep": 2}, LOSSES | FULL),
     "ep2 dp4 zero 3": (MIXTURE, {"dp": 4, "ep": 2, "zero": 3}, ONE_SEQUENCE | LOSSES),
+    "split experts, dp4 zero 3": (FEW, {"dp": 4, "zero": 3}, ONE_SEQUENCE | LOSSES),
     "pp2 ep2 dp2": (DEEPSEEK, {"pp": 2, "dp": 2, "ep": 2}, ONE_SEQUENCE | BIAS),
     "gpt-oss, x2 cp2 ring packed": (GPT_OSS, {"x": 2, "cp": 2, "cp_method": "ring"}, PACKED | LOSSES),
     "gpt-oss, y2 ep2 dp2 padded": (GPT_OSS, {"y": 2, "dp": 2, "ep": 2}, PADDED | FULL),
@@ -61,6 +65,20 @@ SLOW_CASES: dict[str, Case] = {
         )
         for ep in (2, 6)
     },
+    **{
+        f"split experts, ep2 z2 dp2 zero {zero}": (
+            FEW,
+            {"z": 2, "dp": 2, "ep": 2, "zero": zero},
+            ONE_SEQUENCE | {"optimizer": {"name": name}},
+        )
+        for zero, name in ((1, "muon"), (2, "lion"), (3, "muon"))
+    },
+    "split experts, z4": (FEW, {"z": 4}, LOSSES | SELECTIVE | MUON),
+    "split experts, z4 in nodes of 2": (FEW, {"z": 4}, LOSSES | NODES_OF_2),
+    "split experts, x2 y2 dp4 zero 1": (FEW, {"x": 2, "y": 2, "dp": 4, "zero": 1}, ONE_SEQUENCE | MUON),
+    "split experts, pp2 cp2 dp2 zero 2": (FEW, {"pp": 2, "cp": 2, "dp": 2, "zero": 2}, ONE_SEQUENCE | PACKED | FULL),
+    "split experts, gpt-oss, ep2 dp4 zero 1": (FEW_OSS, {"dp": 4, "ep": 2, "zero": 1}, ONE_SEQUENCE | MUON),
+    "split experts, gpt-oss, x2 z2 zero 2": (FEW_OSS, {"x": 2, "z": 2, "dp": 2, "zero": 2}, ONE_SEQUENCE | LOSSES),
     "ep2 z4 in nodes of 2": (DEEPSEEK, {"z": 4, "ep": 2}, BIAS | NODES_OF_2),
     "ep2 z2 prefetched deeply": (DEEP, {"z": 2, "ep": 2}, {"overlap": {"weight_prefetch": 3}}),
     "ep2 z2 not prefetched": (DEEP, {"z": 2, "ep": 2}, {"overlap": {"weight_prefetch": 0}}),
