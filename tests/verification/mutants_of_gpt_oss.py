@@ -84,7 +84,7 @@ BIASES = [
     Mutant(
         "every x rank adds the bias of the experts' down projections",
         "parallel.experts.experts:ParallelExperts.down",
-        "self.down_proj_bias is None or self.x.rank == 0",
+        "bias is None or self.x.rank == 0",
         "True",
         GPT_OSS,
         X2,

@@ -45,7 +45,7 @@ OPTIMIZERS = [
     Mutant(
         "Muon scales an update by the shape of the tile, not of the full matrix",
         "training.optimizer:ShardedOptimizer._step_muon",
-        "update_scale(shard.global_shape)",
+        "update_scale(self.shards[matrix.shard].global_shape)",
         "update_scale(tuple(update.shape))",
         grid=X2Y2,
         sections=MUON,

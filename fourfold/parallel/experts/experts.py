@@ -125,18 +125,15 @@ class ParallelExperts(Tiled):
     def weight(self, name: str) -> Tensor:
         return self.tiles[name].as_tile(getattr(self, name))
 
-    def bias(self, name: str) -> Tensor | None:
-        return None if getattr(self, name) is None else self.weight(name)
+    def weight_and_bias(self, name: str) -> tuple[Tensor, Tensor | None]:
+        has_bias = getattr(self, f"{name}_bias") is not None
+        return self.weight(name), self.weight(f"{name}_bias") if has_bias else None
 
     def forward(self, rows_Nh: Tensor, groups: Groups) -> Tensor:
         """Run each expert on its group of rows. Each x rank returns a partial sum of the outputs."""
         gate_Nf, up_Nf = (
-            add_biases(
-                sum_of(grouped_matmul(rows_Nh, self.weight(name), groups), self.y, "experts: outputs of up"),
-                self.bias(f"{name}_bias"),
-                groups,
-            )
-            for name in ("gate_proj", "up_proj")
+            add_biases(sum_of(grouped_matmul(rows_Nh, weight, groups), self.y, "experts: outputs of up"), bias, groups)
+            for weight, bias in map(self.weight_and_bias, ("gate_proj", "up_proj"))
         )
         return self.down(gate_Nf, up_Nf, groups)
 
@@ -145,8 +142,8 @@ class ParallelExperts(Tiled):
         """Apply the activation, and project to the hidden size. The outputs will be summed over x, so only the first x
         rank adds the biases."""
         active_Nf = sum_gradient(self.activation(gate_Nf, up_Nf), self.y, "experts: input gradient of down")
-        out_Nh = grouped_matmul(active_Nf, self.weight("down_proj"), groups)
-        bias = self.bias("down_proj_bias")
+        weight, bias = self.weight_and_bias("down_proj")
+        out_Nh = grouped_matmul(active_Nf, weight, groups)
         if bias is None or self.x.rank == 0:
             return add_biases(out_Nh, bias, groups)
         # Add zeros. All ranks must have a gradient for the biases, because the gradients are summed over x.
