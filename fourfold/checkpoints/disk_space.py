@@ -51,7 +51,7 @@ def check_room(folder: Path, run: RunConfig) -> None:
 def check_room_at_start(folder: Path, run: RunConfig) -> None:
     """Check before a run that one checkpoint fits on the disk.
 
-    Do nothing if the run never saves.
+    Do nothing if the section [checkpoint] asks for no checkpoint.
 
     Raises:
         WriteFailed: The checkpoint does not fit.

@@ -118,7 +118,8 @@ def layout_of(parts: PartsByName, grid: Grid, shards_per_node: int = 1) -> Check
     If several processes hold the same part of a tensor, the layout says which of them writes it:
 
     - If several pipeline stages hold a tensor, the first of them writes it.
-    - Replicas over dp and cp share the work: replica 0 writes the first tensor, replica 1 the second tensor, and so on.
+    - Replicas over dp, cp, and z share the work: replica 0 writes the first tensor, replica 1 the second tensor, and so
+      on.
     - If x or y does not cut a tensor, the first rank of this axis writes it. Such tensors are small, and loading them
       then opens only a few files.
 

@@ -30,7 +30,8 @@ ELSEWHERE = "; resume from another checkpoint"
 from the message."""
 
 BESIDE = "huggingface"
-"""Subfolder of an imported model, with small files for a later export. Its files are not checked."""
+"""Subfolder of an imported model's checkpoint, with files that a later export copies, such as config.json and the
+tokenizer. These files are not checked."""
 
 
 class DamagedCheckpoint(UserError):
@@ -85,7 +86,10 @@ def check_listing(folder: Path) -> None:
 
 
 def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Check a share of the files: their sizes, and the content of small files. Links are errors.
+    """Check a share of the files: the sizes of all files, and the contents of all files except tensor files. A link is
+    an error.
+
+    ``check_contents`` checks the contents of tensor files.
 
     Args:
         folder: The checkpoint.

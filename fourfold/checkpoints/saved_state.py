@@ -107,7 +107,8 @@ class CheckpointState(Strict):
     has_averages: bool = False
     """Whether the checkpoint also has moving averages of the trained weights."""
     expert_rows: list[list[int]] | None = None
-    """For each layer, the number of tokens per expert in the last step's batch. None for dense models."""
+    """For each layer, the number of tokens that went to each expert in the last step that changed the weights. None for
+    dense models."""
     stream: StreamPosition | None = None
     """The position in the streamed dataset. None for corpora on disk, because `step` determines their position."""
     masks: dict[str, Any] | None = None

@@ -21,10 +21,10 @@ def parity(
     """Check that the run file's grid computes what one process computes.
 
     Trains the model for a few steps on the grid and, from the same weights, on one process in float64 and in float32.
-    Compares the loss, the gradient norm, every gradient, and every weight. Then saves, loads on another grid,
-    continues, and compares again. With --against transformers, also loads model.from_hf with the transformers library,
-    and compares that model with fourfold's. The grid's error against float64 may be ten times as large as the error of
-    one process in float32. If it is larger, the exit code is 1.
+    Compares the loss, the gradient norm, every gradient, and every weight. Then trains a short run with the trainer,
+    resumes it on another grid, and compares it too. With --against transformers, also loads model.from_hf with the
+    transformers library, and compares that model with fourfold's. The grid's error against float64 may be ten times as
+    large as the error of one process in float32. If it is larger, the exit code is 1.
     """
     from fourfold.launch.job_processes import run_on_grid
     from fourfold.reports.terminal import parity_table

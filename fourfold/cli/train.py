@@ -49,9 +49,9 @@ def train(
     """Train a model described by a run file, or by --model and --data.
 
     Starts one local process for each rank of the grid, or joins the processes that torchrun or srun has started.
-    Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1 save a checkpoint and stop with exit code 3. A second signal stops immediately,
-    without saving (exit code 130 or 143). A job that hangs ends with exit code 4. Local processes that crash or hang
-    are restarted, as set in [fault_tolerance].
+    Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1 save a checkpoint and stop with exit code 3. A second Ctrl-C or SIGTERM stops
+    immediately, without saving (exit code 130 or 143). A job that hangs ends with exit code 4. Local processes that
+    crash or hang are restarted, as set in [fault_tolerance].
 
     With --model and --data, the command first tokenizes the data, chooses the grid and all other settings, and prints
     them as a run file.

@@ -56,7 +56,8 @@ def usage_sentence(error: ClickException) -> str:
     context = error.ctx if isinstance(error, UsageError) else None
     named = context
     if context is not None and context.parent is not None and isinstance(context.parent.command, FirstUnlessNamed):
-        # Name the first command of a group the way users type it.
+        # Users usually leave out the name of a group's first command (``FirstUnlessNamed``). So show only the group's
+        # name.
         named = context.parent if context.info_name == next(iter(context.parent.command.commands)) else context
     name = "" if named is None else named.command_path.removeprefix("fourfold").strip()
     where = f" for `{name}`" if name else ""

@@ -50,8 +50,8 @@ class OptimizerConfig(Strict):
     """
 
     name: UpdateRule = "adamw"
-    """Update rule. `muon` uses Muon for the matrices of the layers, and AdamW with the same `lr` for embeddings, head,
-    norms, biases, and routers."""
+    """Update rule. `muon` uses Muon for the matrices of the layers, and AdamW with the same `lr` for all other
+    parameters: embeddings, head, norms, biases, routers, convolutions, and the gates of shared experts."""
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate, after the warm-up."""
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False)

@@ -174,9 +174,10 @@ class SchedulerConfig(Strict):
 
 class CheckpointConfig(Strict):
     interval: int = Field(0, ge=0)
-    """Number of steps between checkpoints. 0 saves no checkpoint before the end of the run."""
+    """Number of steps between checkpoints. With 0, a checkpoint is saved only when the run ends (`save_last`), when it
+    is stopped, and after a validation with a new lowest loss (`validation.keep_best`)."""
     save_last: bool = True
-    """Save a checkpoint when the run ends."""
+    """Save a checkpoint after the last step. A run that is stopped by a signal or a time limit always saves one."""
     keep_latest_k: int = Field(2, ge=0)
     """Number of recent checkpoints to keep. Older checkpoints are removed. 0 keeps all."""
     keep_every: int = Field(0, ge=0)

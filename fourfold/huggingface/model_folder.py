@@ -1,4 +1,5 @@
-"""Handle the folder of a Hugging Face model: its small files, and the record of an import or export."""
+"""Handle the folder of a Hugging Face model: its configuration and tokenizer files, and the record of an import or
+export."""
 
 import math
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_model_folder
 
 SOURCE_FOLDER = "huggingface"
-"""Name of the folder for the original model's small files. It is inside an imported checkpoint, and inside the folder
-of a run that started from a Hugging Face model."""
+"""Name of the folder for the original model's configuration and tokenizer files (``SMALL_FILES``). It is inside an
+imported checkpoint, and inside the folder of a run that started from a Hugging Face model."""
 
 TOKENIZER_FILE, GENERATION_FILE = "tokenizer.json", "generation_config.json"
 SMALL_FILES = (
@@ -51,13 +52,12 @@ class Transferred:
 
 
 def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES) -> None:
-    """Copy small files of a Hugging Face model.
+    """Copy some files of a Hugging Face model, by default its configuration and tokenizer files.
 
     Args:
         folder: The model's folder.
         out: The folder to copy to. It is created if it does not exist.
-        names: Names of the files (default: the configuration and tokenizer files). Files that the model does not have
-            are skipped.
+        names: Names of the files (default: ``SMALL_FILES``). Files that the model does not have are skipped.
 
     Raises:
         UserError: A link leads out of the folder, or a .json file is not valid JSON.
@@ -76,7 +76,7 @@ def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES
 
 
 def source_of(checkpoint: Path) -> Path | None:
-    """Return the folder with the small files of the original model, or None if there is none. The original model is the
+    """Return the folder with the original model's ``SMALL_FILES``, or None if there is none. The original model is the
     Hugging Face model that the checkpoint was imported from, or that its run started from."""
     places = (checkpoint / SOURCE_FOLDER, checkpoint.resolve().parent.parent / SOURCE_FOLDER)
     found = next((place for place in places if (place / CONFIG_FILE).exists()), None)

@@ -114,7 +114,8 @@ class Parallelized(nn.Module):
         return outputs
 
     def _separate_documents(self, kwargs: dict[str, Any]) -> None:
-        """Switch off the cache if it is not used, and refuse packed documents that would attend to each other."""
+        """Switch off the key-value cache if there are labels or if gradients are enabled. Refuse packed documents that
+        would attend to each other."""
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         mask = mask if mask is not None and mask.ndim == 2 else None
         if kwargs.get("use_cache") is None and (kwargs.get("labels") is not None or torch.is_grad_enabled()):

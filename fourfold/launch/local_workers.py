@@ -146,7 +146,8 @@ def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connectio
 
 
 def _collect_reports(workers: WorkerProcesses) -> list[WorkerEnd]:
-    """Collect the reports of all workers, sorted by time. After a failure, stop when no report comes for a while."""
+    """Collect the reports of all workers, sorted by time. After a failure, stop when no report has come for
+    ``ECHO_SECONDS``."""
     waiting: dict[object, int] = {pipe: rank for rank, pipe in enumerate(workers.reports)}
     reports: list[WorkerEnd] = []
     failed = False

@@ -216,9 +216,9 @@ def find_awaited(reports: list[HangingRank]) -> HangingRank:
     4. all ranks
 
     If any rank is behind, keep only the candidates with the fewest heartbeats in the current step. Of the remaining
-    candidates, return the rank that has been silent longest. First find the rank with the oldest heartbeat on each
-    machine. Then compare how long each of these ranks has been silent. The times of heartbeats on different machines
-    cannot be compared, because the machines' clocks differ.
+    candidates, return the rank that has been silent longest. The times of heartbeats on different machines cannot be
+    compared, because the machines' clocks differ. So this function first finds the rank with the oldest heartbeat on
+    each machine, and then compares how long each of these ranks has been silent.
     """
     stopped = [report for report in reports if report.state in STOPPED]
     behind = [one for one in reports if any(_is_behind(one, other) for other in reports)]

@@ -74,7 +74,7 @@ def matches_after(scores: TokenScores, prefix: int, suffix: int) -> bool | None:
 
 
 def match_rate(matches: Sequence[bool]) -> dict[str, Any]:
-    """Return the fraction of documents that match, with its interval, for a record."""
+    """Return the fraction of documents that match, with its interval, as JSON values."""
     exact = sum(matches)
     return {
         "documents": len(matches),

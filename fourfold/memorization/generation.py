@@ -75,9 +75,11 @@ def text_likeness(
 
 
 def passage(prefix: Tokens, true: Tokens, written: Tokens, tokenizer: AnyTokenizer) -> Any:
-    """Return the end of a prefix, the true continuation, and the model's continuation, for a record.
+    """Return one entry of the list "passages" in an audit's record.
 
-    Both continuations are lists of pieces. A piece is a text, and a flag that is True if both continuations have it.
+    The entry has the end of the prefix (as many tokens as the true continuation has), the true continuation, and the
+    model's continuation. Both continuations are lists of pieces. A piece is a text, and a flag that is True if both
+    continuations have it.
 
     Args:
         prefix: Token ids before the continuations.

@@ -21,10 +21,11 @@ from fourfold.memorization.intervals import pooled_ratio, wilson
 from fourfold.memorization.scores import TokenScores
 
 COPIES = 300
-"""Number of noisy copies per canary whose masks are compared with the original's mask."""
+"""Largest number of noisy copies per canary whose masks are compared with the original's mask."""
 
 REPLAYABLE = ("hash", "hash-table")
-"""Strategies whose mask depends only on the document's tokens, except at its start (``replay_mask``)."""
+"""Strategies whose mask depends only on the document's tokens. Only at the document's start, the mask may also depend
+on the previous document (see ``replay_mask``)."""
 
 
 @dataclass(frozen=True)

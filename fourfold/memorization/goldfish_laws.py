@@ -34,7 +34,8 @@ def near_duplicate_law(noise: float, h: int, k: int) -> float:
 
 def expected_extraction(config: GoldfishConfig) -> dict[str, Any] | None:
     """Return the predictions of both laws for common sizes. These are the fraction of suffixes without a dropped token,
-    and the fraction of near-duplicates that train a dropped token.
+    and the fraction of near-duplicates that train a dropped token. The strategy "static" has no prediction for
+    near-duplicates, because its mask does not depend on tokens.
 
     Return None if there is no mask, or if the mask differs between copies.
     """

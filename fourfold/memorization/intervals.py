@@ -53,13 +53,13 @@ def bootstrap(statistic: Callable[..., float], *samples: NDArray[Any]) -> Interv
 
 
 def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
-    """Return the mean and its bootstrap interval, for a record."""
+    """Return the mean and its bootstrap interval, as JSON values."""
     array = np.array(values, dtype=np.float64)
     return {"mean": float(array.mean()), "ci": list(bootstrap(lambda rows: float(rows.mean()), array))}
 
 
 def pooled_ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Return the sum of all numerators divided by the sum of all denominators, with its interval, for a record. The
+    """Return the sum of all numerators divided by the sum of all denominators, with its interval, as JSON values. The
     bootstrap resamples (numerator, denominator) pairs."""
 
     def ratio(rows: NDArray[Any]) -> float:

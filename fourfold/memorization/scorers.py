@@ -100,7 +100,8 @@ class GridScorer:
         return self._gather(scored, len(documents))
 
     def _width(self, longest: NDArray[np.int64]) -> int:
-        """Return the smallest input width that the grid can split. A pipeline always uses the full width."""
+        """Return the smallest input width that fits the longest document and that the grid can split. A pipeline always
+        uses the full width."""
         axes = self.job.run.parallel
         if axes.pp > 1:
             return self.job.run.training.seq_length

@@ -1,4 +1,4 @@
-"""A decoder in plain, single-device PyTorch: GPT-2/3, GPT-NeoX, and Llama / Mistral / Qwen / OLMo / Gemma.
+"""A decoder in plain, single-device PyTorch. It can be, for example, a GPT-2, Llama, Qwen, Gemma, or DeepSeek-V3 model.
 
 Shapes: B sequences, S tokens, H hidden size, N heads, K key-value heads, D head_dim, F inner width, V padded
 vocabulary.

@@ -125,7 +125,7 @@ def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = 
 
 
 def add_record(path: Path, record: dict[str, Any]) -> None:
-    """Append a line to a short record that covers only some steps, such as evaluations.
+    """Append a line of JSON to a file that has lines only for some steps, such as the steps with an evaluation.
 
     Existing lines of the same step and of later steps are removed, because the run has resumed or rolled back since.
 

@@ -7,8 +7,8 @@ about the same work. In each round, every rank
 2. transforms them
 3. sends each rank its part of the results (another all-to-all)
 
-If several ranks hold copies of a part, the rank nearest to the owner sends it. So on every grid, each matrix is
-transformed exactly once, with the same values as on one process.
+If several ranks hold copies of a part, only the rank nearest to the owner sends it. On every grid, each matrix is
+transformed exactly once, by its owner, with the same values as on one process.
 """
 
 from __future__ import annotations

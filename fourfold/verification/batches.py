@@ -26,7 +26,7 @@ class RandomSamples:
       another fourth of the sequences, a document starts at each eighth of the sequence. The context-parallel axis cp
       may split the sequence there.
     - Every second sequence ends in padding, so the two answers of a preference pair (DPO) differ in length. With
-      ``data.mask_documents``, every fourth sequence also has a document of padding between its other documents.
+      ``data.mask_documents``, every fourth sequence has a document of padding between its other documents.
     - If a step has more than three micro-batches, one of them has only sequences that repeat a single token. A few
       experts then get all tokens of this micro-batch, and all other experts get none.
     """

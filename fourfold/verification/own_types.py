@@ -64,7 +64,8 @@ class SameTypes(Reference):
         self.rounding = torch.Generator(device).manual_seed(0)
 
     def parameters(self, averaged: bool = False) -> Parameters:
-        """Return the weights in the dtype of the step."""
+        """Return the weights in the dtype of ``training.precision``. Only the biases of routers keep the stored
+        dtype."""
         dtype = DTYPES[self.run.training.precision]
         whole = super().parameters(averaged)
         return {name: weight if is_router_bias(name) else weight.to(dtype) for name, weight in whole.items()}
@@ -104,8 +105,8 @@ def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: 
         - with stochastic rounding, the error of the rounding, in standard errors
         - an infinite deviation if the grid sums gradients in a wrong dtype
         - an infinite deviation if the grid computes with stale weights
-        - an infinite deviation if the grid overflows although one process does not overflow with four times the loss
-          scale
+        - an infinite deviation if the grid overflows with a loss scale, although one process does not overflow with
+          four times this scale
     """
     job = Job(run, grid, device)
     job.initialize(run.training.seed)
@@ -167,8 +168,8 @@ def _root_mean_square(name: str, errors: Iterable[Deviation]) -> Deviation:
 def _worst_of(gradients: list[Deviation]) -> list[Deviation]:
     """Return the deviation of the tensor with the worst gradients. The list is empty if there are no gradients.
 
-    A tensor's error on the grid is compared with the larger of two errors on one process: the error of the tensor, and
-    the error of all tensors together.
+    A tensor's error on the grid is compared with ``OF_ONE_TENSOR`` times the larger of two errors on one process: the
+    error of the tensor, and the error of all tensors together.
     """
     typical = _root_mean_square("", gradients).one_process
     names = dict.fromkeys(error.tensor for error in gradients)
@@ -185,12 +186,14 @@ def _sums_in_another_dtype(
     There are two checks:
 
     - Every rank must send its gradients in ``reduce_dtype``.
-    - If ``reduce_dtype`` is the low-precision dtype, this dtype must represent all sums exactly. If ``reduce_dtype`` is
-      float32, some sums must have more bits than the low-precision dtype. For float32, the check is skipped if the
-      low-precision dtype also represents the sums of one process exactly, for example because each sum has only one
-      summand.
+    - If ``reduce_dtype`` is the dtype of ``training.precision`` (bf16 or fp16), this dtype must represent all sums
+      exactly. If ``reduce_dtype`` is float32, at least one sum must have more bits than the dtype of
+      ``training.precision``. For float32, the check is skipped if the dtype of ``training.precision`` also represents
+      all sums of one process exactly, for example because each sum has only one summand.
 
-    Norms, biases, and tied embeddings are ignored, because their sums over other axes may have another dtype.
+    The second check ignores parameters whose gradients are also summed over x or y (such as norms and biases). It also
+    ignores the embedding, because a pipeline sums the gradient of a tied embedding over pp. These additional sums may
+    have another dtype.
     """
     low, dtype = DTYPES[job.run.training.precision], DTYPES[job.run.training.reduce_dtype]
     names = {shard.name for shard in job.trained if not shard.tile.partial_over} & gradients.keys() & of_one.keys()
@@ -206,7 +209,7 @@ def _sums_in_another_dtype(
 
 def _is_published(job: Job) -> bool:
     """Return whether this process's working copies of the weights equal the stored weights, rounded to the dtype of the
-    step.
+    working copies.
 
     Sharded weights have no working copies, because they are rounded each time they are gathered.
     """

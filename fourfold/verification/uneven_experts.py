@@ -1,4 +1,5 @@
-"""In each layer, give one expert every token and another expert no token, to test uneven loads."""
+"""In each layer, give one expert no token, to test uneven loads. If each token goes to several experts, also give
+another expert every token."""
 
 import torch
 

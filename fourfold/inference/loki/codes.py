@@ -2,8 +2,8 @@
 
 A code says in which of four intervals a component lies. A component outside all intervals belongs to the nearest one.
 The intervals are as wide as the component's standard deviation, which is nearly the best width for 4 intervals of a
-normal distribution. The codes of eight components fit into the bytes of one bfloat16 number. So with the same number of
-bytes, codes rank better than exact numbers.
+normal distribution. The codes of eight components fit into the bytes of one bfloat16 number. So the same number of
+bytes holds the codes of eight times as many components, which rank the keys better than fewer exact components.
 
 Shape letters as in attend.py. C bytes hold the codes of d components.
 """
@@ -24,7 +24,7 @@ PER_BYTE = 8 // BITS
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """The leading directions of one layer. A unit along a direction is one interval."""
+    """The leading directions of one layer, scaled so that every interval of the codes has a width of 1."""
 
     queries_KDd: Tensor
     """Columns that project the queries. Columns of zeros fill up the last byte."""
@@ -53,8 +53,8 @@ class Encoder:
         return Encoder(self.queries_KDd.to(device), self.keys_KDd.to(device), self.shift_K1d.to(device))
 
     def project_queries(self, query_BKxD: Tensor) -> Tensor:
-        """Return projected queries, [B, K, x, d] in float32. Their products with the codes rank the keys: they are the
-        scores, up to rounding and up to a constant that is the same for all keys."""
+        """Return projected queries, [B, K, x, d] in float32. The products of projected queries and codes are the keys'
+        scores, up to rounding and up to a constant that is the same for all keys. So the products rank the keys."""
         return torch.matmul(query_BKxD.float(), self.queries_KDd)
 
     def project_keys(self, key_BKSD: Tensor) -> Tensor:

@@ -117,8 +117,8 @@ def disable_loki(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _refuse_batching(*arguments: Any, **keywords: Any) -> NoReturn:
-    """Take the place of a model's ``init_continuous_batching``. transformers itself would use dense attention if it
-    found FlashAttention."""
+    """Refuse continuous batching. This function replaces a model's ``init_continuous_batching``. If FlashAttention is
+    installed, transformers' own method would silently replace Loki by dense attention."""
     raise UserError(
         "loki: continuous batching (generate_batch) is not supported; use model.generate with a padded batch, or call "
         "disable_loki(model) first"

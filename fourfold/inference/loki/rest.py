@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 LAST = 32
-"""A kept sum leaves out the last 32 to 63 tokens."""
+"""The sum in ``ValueSum`` leaves out the last ``LAST`` to 2 · ``LAST`` − 1 tokens."""
 
 
 def share_of_chosen(

@@ -23,7 +23,7 @@ however long the context is."""
 
 TILE_BYTES = 8192
 """Largest number of bytes of keys per iteration. Several iterations are in flight at the same time, and must fit into
-the smallest shared memories."""
+the shared memory of the smallest GPUs."""
 
 NEVER = tl.constexpr(float("-inf"))
 

@@ -194,7 +194,9 @@ class ExpertLoad:
             self._sums[layer, self.experts + FIGURES.index("dropped")] += rows
 
     def _factors_E(self, layer: int) -> Tensor:
-        """Return E · f_e for each expert, in float32. It is 1 if the load is even, and before the first step."""
+        """Return E · f_e for each expert of a layer, in float32 (see the module's docstring). This is the expert's
+        number of rows in the previous step, relative to the mean over the experts. It is 1 if the load is even, and
+        before the first step."""
         rows_E = self.rows_LE[layer]
         total = rows_E.sum()
         return torch.where(total > 0, self.experts * rows_E / total.clamp(min=1), 1.0).float()

@@ -228,10 +228,11 @@ def end_process_group(failed: bool) -> None:
     After a failure, NCCL would wait for peers that may never answer. So leave its groups until the process ends.
 
     gloo's groups must always be destroyed. Otherwise one of their threads may release a tensor while the interpreter
-    exits. This thread would wait for the GIL and abort the process (github.com/pytorch/pytorch/issues/190489). torch
-    cannot stop these threads. A thread stops when nothing refers to its group any more, but the program's grid may
-    refer to the group until the program exits. So at exit, ``_let_gloo_release`` gives the threads time to release
-    their tensors.
+    exits. This thread would wait for the GIL and abort the process (github.com/pytorch/pytorch/issues/190489).
+
+    torch has no call that stops these threads. A thread stops when nothing refers to its group any more. Destroying the
+    group drops torch's references, but the program's grid may refer to the group until the program exits. So at exit,
+    ``_let_gloo_release`` gives the threads time to release their tensors.
     """
     if not dist.is_initialized() or (failed and dist.get_backend() != "gloo" and dist.get_world_size() > 1):
         return

@@ -262,8 +262,8 @@ NEEDED = (
     "machine", "layers", "hidden", "heads", "seq_len", "global_batch", "micro_batch", "tp", "pp", "sharding",
     "recompute",
 )  # fmt: skip
-"""Columns that every table must have. Every row must have a value in gpus, precision, and program. If another of these
-columns is empty, except sharding and recompute, ``rows.row_of`` skips the row."""
+"""Columns that every table must have. Every row must have a value in gpus, precision, and program. The columns sharding
+and recompute may be empty. If any other of these columns is empty, ``rows.row_of`` skips the row."""
 
 
 def check_header(names: list[str]) -> str | None:
