@@ -89,7 +89,8 @@ class GatheredWeights(NamedTuple):
     """Bytes of gathered weights or of 16-bit copies on a rank.
 
     - in_block, in_second, in_first: in the backward pass of most blocks, and of the rank's second and first block.
-    - in_head: in the head, with the buffer that received the last gathered weights.
+    - in_head, in_later_heads: in the head, for the first micro-batch and for later ones. If weights are gathered once
+      per step, the buffer that received the last of them is still in memory in the first micro-batch.
     - after_head: while the gradients of the head are summed.
     - at_end: after the backward pass of the first block.
     """
@@ -98,6 +99,7 @@ class GatheredWeights(NamedTuple):
     in_second: Number
     in_first: Number
     in_head: Number
+    in_later_heads: Number
     after_head: Number
     at_end: Number
 
@@ -139,7 +141,8 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
         in_block,
         in_block - np.maximum(layers - 2, 0) * freed_by_block(work),
         left,
-        np.where(is_freed, in_head, in_block + np.where(single, buffer, 0)),
+        np.where(is_freed, in_head, in_block + buffer),
+        np.where(is_freed, in_head, in_block),
         np.where(is_freed, one, in_block),
         np.where(is_freed, 0, left),
     )

@@ -179,7 +179,8 @@ def _in_head(memory: RankMemory, weights: GatheredWeights) -> list[Moment]:
     in_backward = weights.after_head + np.where(is_freed_after_use(work), item * tables.own_head, 0)
     backward = block.head_kept + block.full + item * tables.head
     return [
-        Moment(np.where(is_before, 0, memory.earlier), weights.in_head, saved + block.head + impossible),
+        Moment(0, weights.in_head, begun + block.head + impossible),
+        Moment(np.where(is_before, 0, memory.earlier), weights.in_later_heads, saved + block.head + impossible),
         Moment(memory.earlier, in_backward, begun + backward + impossible),
         _sum_of_gradients(memory, weights.after_head, tables.own_head * _copied_of_table(memory)),
     ]
