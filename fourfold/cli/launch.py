@@ -71,7 +71,8 @@ def slurm(
 
     setup_file = None if setup is None else str(setup)
     run, where = load_run(run_file, overrides), load_site(site)
-    changes, notes = _planned_interval(run, machine or run.metrics.machine or where.machine, time)
+    found = {"--machine": machine, "metrics.machine": run.metrics.machine, f"machine in {site}": where.machine}
+    changes, notes = _planned_interval(run, *next(((n, m) for n, m in found.items() if m), ("", None)), time)
     overrides = [*overrides, *changes]
     limits = (save_seconds, max_crashes)
     job = SlurmJob(nodes, time, account, partition, sbatch, srun, setup_file, wrapper, *limits, overrides)
@@ -85,9 +86,12 @@ def slurm(
             write_output(output, script)
 
 
-def _planned_interval(run: RunConfig, machine: str | None, time: str | None) -> tuple[list[str], list[str]]:
+def _planned_interval(
+    run: RunConfig, given_as: str, machine: str | None, time: str | None
+) -> tuple[list[str], list[str]]:
     """Return the override that sets the best checkpoint interval, if the run file sets no interval and the machine is
-    known. Also return notes for the user that say how often the job saves."""
+    known. Also return notes for the user that say how often the job saves. ``given_as`` is the option or key that named
+    the machine."""
     from fourfold.launch.job_scripts.slurm_script import wall_seconds
     from fourfold.planning.checkpoint_interval import SavePlan, plan_saves
     from fourfold.planning.machines.machine import load_machine
@@ -97,7 +101,7 @@ def _planned_interval(run: RunConfig, machine: str | None, time: str | None) -> 
     interval, notes = run.checkpoint.interval, []
     plan = SavePlan(interval, 0.0)
     if machine is not None and run.training.device != "cpu":
-        planned_machine = load_machine(machine)
+        planned_machine = load_machine(machine, given_as)
         try:
             plan = plan_saves(run, planned_machine)
         except UserError as error:

@@ -28,7 +28,7 @@ class LocalShard:
     name: str
     parameter: nn.Parameter
     local: Tensor
-    """The plain tensor that the optimizer updates. If the weight is stored as its transpose, this is a transposed view
+    """The plain tensor that the optimizer updates. If its tile is ``turned``, this is a transposed view
     (``Tile.as_tile``)."""
     tile: Tile
     global_shape: tuple[int, ...]

@@ -100,9 +100,11 @@ def _kinds(run: RunConfig, layer: int) -> list[Kind]:
     if model.is_sparse(layer):
         inner, width = model.shared_expert_intermediate_size, model.moe_intermediate_size
         shards = max(grid.z // grid.ep, 1) if grid.zero == 0 else tokens // grid.ep
-        mine = math.ceil(model.num_experts // grid.ep / shards)
-        for rows, columns in ((width, hidden), (width, hidden), (hidden, width)):
-            part = rows * columns // (x * y)
+        own = model.num_experts // grid.ep
+        for rows, columns, cut in (*((width, hidden, width // x),) * 2, (hidden, width, hidden // y)):
+            part, mine = rows * columns // (x * y), math.ceil(own / shards)
+            if math.ceil(cut / shards) * own < mine * cut:  # FSDP2 splits each expert.
+                part, mine = math.ceil(cut / shards) * (part // cut), own
             kinds += [Kind(rows, columns, part, shards, grid.ep, e < mine) for e in range(model.num_experts)]
     if inner:
         kinds += [up(inner)] * (2 if model.gated_mlp else 1) + [down(inner)]

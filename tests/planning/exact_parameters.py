@@ -248,14 +248,20 @@ def _block(run: RunConfig) -> tuple[Part, ...]:
 
 
 def _experts(run: RunConfig) -> tuple[Part, ...]:
-    """Return the gate, up, and down matrices of a rank's experts, and their biases. One row of these tensors is one
-    full expert."""
+    """Return the gate, up, and down matrices of a rank's experts, and their biases."""
     model, grid = run.model, run.parallel
     if not model.num_experts:
         return ()
     inner, hidden, experts = model.moe_intermediate_size // grid.x, model.hidden_size // grid.y, model.num_experts
-    matrices = (Part(experts // grid.ep, inner * hidden),) * 3
-    biases = (Part(experts // grid.ep, inner),) * 2 + (Part(experts // grid.ep, hidden, ("x",)),)
+    shards = expert_shards(run) if grid.ep > 1 else weight_shards(run)
+
+    def part(second: int, others: int, *over: str) -> Part:
+        """FSDP2 splits the experts or the second dim, whichever needs less padding."""
+        both = Part(experts // grid.ep, second * others, over), Part(second, experts // grid.ep * others, over)
+        return min(both, key=lambda each: each.chunk(shards))
+
+    matrices = (part(inner, hidden),) * 2 + (part(hidden, inner),)
+    biases = (part(inner, 1),) * 2 + (part(hidden, 1, "x"),)
     return matrices + biases * model.mlp_bias
 
 

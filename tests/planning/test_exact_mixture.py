@@ -59,6 +59,9 @@ PIPELINES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (UNBIASED, {"pp": 2, "y": 2, "dp": 2, "ep": 2, "schedule": "DualPipeV"}, "selective"),
 ]
 MORE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    # More ranks shard the experts than a rank has experts.
+    (MIXTURE | {"num_experts": 2}, {"dp": 4, "zero": 3}, "none"),
+    (MIXTURE | {"num_experts": 2}, {"z": 2, "dp": 2, "ep": 2, "zero": 1}, "none"),
     (MIXTURE, {"z": 2, "dp": 2, "ep": 2, "zero": 2}, "none"),
     (UNBIASED, {"z": 2, "dp": 2, "ep": 2}, "none"),
     (UNBIASED, {"x": 2, "dp": 2, "ep": 2, "zero": 1}, "full"),

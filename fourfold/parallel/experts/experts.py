@@ -98,8 +98,9 @@ class ParallelMixture(nn.Module):
 class ParallelExperts(Tiled):
     """The experts on this rank. Their weights are [E/ep, F/x, H/y] for gate and up, and [E/ep, H/y, F/x] for down.
 
-    FSDP2 splits the first dim of a stored weight. If more ranks shard the experts than a rank has experts, some of them
-    would hold nothing. So a weight is stored with its second dim first if that divides more evenly.
+    FSDP2 splits the first dim of a stored weight, and pads it if the ranks do not divide it. If experts came first, a
+    rank could hold fewer experts than other ranks, or none. So a weight is stored with its second dim first if FSDP2
+    then pads less.
     """
 
     gate_proj: nn.Parameter
@@ -119,15 +120,17 @@ class ParallelExperts(Tiled):
         }  # fmt: skip
         for name, tile in tiles.items():
             weight = getattr(experts, name)
-            turned = weight is not None and is_second_dim_sharded(tile.local_shape(tuple(weight.shape), grid), grid)
+            turned = weight is not None and _is_second_dim_sharded(tile.local_shape(tuple(weight.shape), grid), grid)
             self.add_tile(name, weight, replace(tile, turned=turned), grid)
 
     def weight(self, name: str) -> Tensor:
+        """Return a weight or its biases in the shape of the tile."""
         return self.tiles[name].as_tile(getattr(self, name))
 
     def weight_and_bias(self, name: str) -> tuple[Tensor, Tensor | None]:
-        has_bias = getattr(self, f"{name}_bias") is not None
-        return self.weight(name), self.weight(f"{name}_bias") if has_bias else None
+        """Return a weight and its biases in the shape of their tiles. Without biases, return None for them."""
+        bias = f"{name}_bias"
+        return self.weight(name), self.weight(bias) if bias in self.tiles else None
 
     def forward(self, rows_Nh: Tensor, groups: Groups) -> Tensor:
         """Run each expert on its group of rows. Each x rank returns a partial sum of the outputs."""
@@ -150,7 +153,7 @@ class ParallelExperts(Tiled):
         return add_biases(out_Nh, 0 * bias, groups)
 
 
-def is_second_dim_sharded(shape: tuple[int, ...], grid: Grid) -> bool:
+def _is_second_dim_sharded(shape: tuple[int, ...], grid: Grid) -> bool:
     """Return whether the ranks that hold the same experts should shard the second dim of a weight instead of the first
     dim, the experts. They should if FSDP2 then pads the weight less.
 
@@ -158,11 +161,8 @@ def is_second_dim_sharded(shape: tuple[int, ...], grid: Grid) -> bool:
         shape: Shape of the weight on a rank, before it is sharded.
         grid: The grid.
     """
-    if grid.ep.size > 1:
-        shards = grid.expert_replicas if grid.sizes.zero else grid.expert_shards
-    else:
-        shards = grid.tokens if grid.sizes.zero else grid.z
-    experts, others = (math.ceil(size / shards.size) / size for size in shape[:2])
+    shards = (grid.expert_replicas if grid.sizes.zero else grid.expert_shards).size
+    experts, others = (math.ceil(size / shards) / size for size in shape[:2])
     return others < experts
 
 

@@ -207,7 +207,7 @@ class Grid:
         if ep == 1:
             # An axis of size 1 never uses its group, so any group works here.
             self.ep = Axis("ep", 1, 0, self.x.group)
-            self.expert_replicas = self.expert_copies = self.expert_shards = self.tokens
+            self.expert_replicas, self.expert_copies, self.expert_shards = self.tokens, self.replicas, self.z
             return
         ranks = self.ranks.permute([AXES.index(axis) for axis in ("pp", "y", "x", "dp", "cp", "z")])
         by_place = ranks.reshape(-1, self.tokens.size // ep, ep)

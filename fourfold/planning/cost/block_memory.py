@@ -140,8 +140,8 @@ class BlockBytes(ArrayFields):
       attention.
     - head, head_kept: peak of head and loss, and the tensors that they hold until their backward pass.
     - entries: number of weight entries of the block, without experts.
-    - mlp_grads, attention_grads: number of entries whose gradients are complete at the peaks ``backward`` and
-      ``attention_backward``. The second number does not count experts.
+    - attention_grads: number of entries, without experts, whose gradients are complete at the peak
+      ``attention_backward``.
     - at_end: activations at the end of the backward pass, while the gradient of the first norm is computed.
     - summed_experts: what a block has in memory while the gradients of its experts' weights are summed, not counting
       these gradients. By then, the tensors that the experts saved are freed, but ``whole`` or ``selective`` still
@@ -320,7 +320,7 @@ def kept_by_micro_batch(work: Workload, layers: Number, block: BlockBytes) -> Nu
 
 
 def inputs_and_kept_weights(work: Workload, layers: Number, has_embedding: Flag) -> Number:
-    """Return the bytes of the step's inputs and of the weights of ``kept_weights``, for ``layers`` blocks."""
+    """Return the bytes of the step's inputs and of the weights of ``kept_weights`` on a rank with ``layers`` blocks."""
     (of_block, of_tables), step = kept_weights(work), work.step
     inputs = 16 * work.layout.micro_batch_size * step.seq_length * work.micro_batches
     rotary = 4 * step.seq_length * work.model.head_dim * work.model.rope

@@ -75,7 +75,8 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
     cases, the bytes are 0.
 
     Returns:
-        The bytes of one block with its experts, and the bytes of embedding and head.
+        The bytes of one block with its experts, and the bytes of the embeddings. A token embedding that shares the
+        head's weight counts 0, because the head's weight stays gathered.
     """
     model, layout = work.model, work.layout
     keeps = (layout.zero > 0) & (layout.zero < 3) & (layout.z > 1)
@@ -89,7 +90,8 @@ class GatheredWeights(NamedTuple):
     """Bytes of gathered weights or of 16-bit copies on a rank.
 
     - in_block, in_second, in_first: in the backward pass of most blocks, and of the rank's second and first block.
-    - in_head: in the head, with the buffer that received the last gathered weights.
+    - in_head, in_later_heads: in the head, for the first micro-batch and for later ones. If weights are gathered once
+      per step, the buffer that received the last of them is still in memory in the first micro-batch.
     - after_head: while the gradients of the head are summed.
     - at_end: after the backward pass of the first block.
     """
@@ -98,6 +100,7 @@ class GatheredWeights(NamedTuple):
     in_second: Number
     in_first: Number
     in_head: Number
+    in_later_heads: Number
     after_head: Number
     at_end: Number
 
@@ -108,7 +111,7 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
     The backward pass does not gather the embedding, because the embedding's gradient does not depend on its weight.
     """
     item, is_freed, single = work.step.item_bytes, is_freed_after_use(work), np.equal(work.micro_batches, 1)
-    copy, is_sharded = _copy_bytes(work), ~np.asarray(work.program.half_weights, bool) & (work.layout.shards > 1)
+    copy, is_sharded = _copy_bytes(work), _is_sharded(work)
     kept = layers * bytes_of_block(work)[1]
     once = kept + np.where(is_freed, copy * (tables.head - tables.own_head), copy * tables.every)
     gathered = np.minimum(1 + work.program.prefetch + work.parts_cross_blocks, layers)
@@ -133,13 +136,13 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
     in_head = np.where(is_gathered, once + 2 * own_head, one + own_head)
     # In the last backward pass, weights that are gathered once per step are freed too.
     left = once - kept - np.where(is_freed, 0, copy * tables.own_head) + sum(first)
-    frees = (work.micro_batches <= 2) & is_sharded
-    left = np.where(frees, left, np.where(is_freed, once + first[0], in_block))
+    left = np.where(_frees_in_last_backward(work), left, np.where(is_freed, once + first[0], in_block))
     return GatheredWeights(
         in_block,
         in_block - np.maximum(layers - 2, 0) * freed_by_block(work),
         left,
-        np.where(is_freed, in_head, in_block + np.where(single, buffer, 0)),
+        np.where(is_freed, in_head, in_block + buffer),
+        np.where(is_freed, in_head, in_block),
         np.where(is_freed, one, in_block),
         np.where(is_freed, 0, left),
     )
@@ -156,8 +159,16 @@ def first_block(work: Workload) -> Workload:
 def freed_by_block(work: Workload) -> Number:
     """Return the bytes of gathered weights that a block's backward pass frees although they are gathered only once per
     step. FSDP2 frees them in the step's last backward pass. With more than two micro-batches, memory peaks before."""
-    frees = (work.layout.shards > 1) & (work.micro_batches <= 2) & ~np.asarray(work.program.half_weights, bool)
-    return np.where(frees, bytes_of_block(work)[1], 0)
+    return np.where(_frees_in_last_backward(work), bytes_of_block(work)[1], 0)
+
+
+def _frees_in_last_backward(work: Workload) -> Flag:
+    frees: Flag = _is_sharded(work) & np.asarray(work.micro_batches <= 2)
+    return frees
+
+
+def _is_sharded(work: Workload) -> Flag:
+    return ~np.asarray(work.program.half_weights, bool) & (work.layout.shards > 1)
 
 
 def last_block(work: Workload) -> Workload:

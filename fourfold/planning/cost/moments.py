@@ -163,7 +163,6 @@ def _memory_of(
     earlier = np.where(is_first, 0, np.where(is_round, of_last, gradients))
     begun = fixed + (flying - is_next) * kept
     late, sums = _sums(work, layers, block, tables, is_first)
-    late = late & (work.micro_batches > 1)
     return RankMemory(
         work, layers, block, tables, kept, fixed, flying, gradients, each, is_first, earlier, begun, late, sums
     )
@@ -179,7 +178,8 @@ def _in_head(memory: RankMemory, weights: GatheredWeights) -> list[Moment]:
     in_backward = weights.after_head + np.where(is_freed_after_use(work), item * tables.own_head, 0)
     backward = block.head_kept + block.full + item * tables.head
     return [
-        Moment(np.where(is_before, 0, memory.earlier), weights.in_head, saved + block.head + impossible),
+        Moment(0, weights.in_head, begun + block.head + impossible),
+        Moment(np.where(is_before, 0, memory.earlier), weights.in_later_heads, saved + block.head + impossible),
         Moment(memory.earlier, in_backward, begun + backward + impossible),
         _sum_of_gradients(memory, weights.after_head, tables.own_head * _copied_of_table(memory)),
     ]
@@ -187,7 +187,7 @@ def _in_head(memory: RankMemory, weights: GatheredWeights) -> list[Moment]:
 
 def _in_blocks(memory: RankMemory, weights: GatheredWeights) -> list[Moment]:
     """Return the moments of blocks: of the block that needs the most memory, while the gradients of the last block are
-    summed, of the rank's first block, and of its second block."""
+    summed, of the rank's first block (also in the first of two backward passes), and of its second block."""
     work, layers, block, sums = memory.work, memory.layers, memory.block, memory.sums
     tied = _tied_gradient(memory)
     in_block = tied + kept_and_in_backward(work, layers, block, sums)[1]
@@ -255,8 +255,7 @@ def _tied_gradient(memory: RankMemory) -> Number:
 
 def _copied_of_table(memory: RankMemory) -> Number:
     """Return ``Gradients.copied`` of the embedding and of the head. Gathered weights do not include their weights."""
-    is_freed = is_freed_after_use(memory.work) & (memory.work.layout.shards > 1)
-    return memory.sums.copied + np.where(is_freed, memory.work.step.item_bytes, 0)
+    return memory.sums.copied + np.where(is_freed_after_use(memory.work), memory.work.step.item_bytes, 0)
 
 
 def _first_blocks(work: Workload, layers: Number, block: BlockBytes, sums: Gradients) -> tuple[Number, Number, Number]:
@@ -289,7 +288,7 @@ def _sums(work: Workload, layers: Number, block: BlockBytes, tables: Tables, is_
     sums_replicas = replicated & (layout.dp * layout.cp > 1)
     copied = np.where(is_fsdp, copied, np.where(sums_replicas, reduced + np.where(several, 0, size), 0))
     of_block = np.where(is_fsdp & ~late, reduced, 0)
-    first = of_block * np.where(tables.is_last, tables.own_head, 0)
+    first = of_block * tables.own_head
     of_embedding = np.where(np.greater(tables.positions, 0), tables.positions, tables.embedding)
     earlier = of_block * np.where(tables.is_first, of_embedding, block.in_unit(first_block(work))) * several
     after_one = of_block * block.in_unit(last_block(work)) - block.kept(work, 1) - kept_weights(work)[0]
@@ -298,10 +297,10 @@ def _sums(work: Workload, layers: Number, block: BlockBytes, tables: Tables, is_
     # Some pipeline schedules compute weight gradients after the backward pass.
     size, copied = (np.where(layout.split_backward, 0, each) for each in (size, copied))
     if not has_experts(work):
-        return late | replicated, Gradients(size, before, of_block, copied=copied)
+        return late | (replicated & several), Gradients(size, before, of_block, copied=copied)
     late_experts, of_experts = _copied(states_of_experts(work))
     buffer = np.where(late_experts, 0, reduced)
-    return late | replicated, Gradients(size, before, of_block, buffer, copied, of_experts)
+    return late | (replicated & several), Gradients(size, before, of_block, buffer, copied, of_experts)
 
 
 def _copied(work: Workload) -> tuple[Flag, Number]:
