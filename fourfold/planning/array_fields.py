@@ -63,7 +63,7 @@ def stack(cases: Sequence[SomeArrayFields]) -> SomeArrayFields:
         values = [getattr(case, field.name) for case in cases]
         if isinstance(values[0], ArrayFields):
             columns[field.name] = stack(values)
-        elif field.type in ("Number", "Flag"):
+        elif field.type in (Number, Flag, "Number", "Flag"):  # strings with ``from __future__ import annotations``
             columns[field.name] = np.array(values, dtype=bool if isinstance(field.default, bool) else float)
     return replace(cases[0], **columns)
 
