@@ -15,7 +15,7 @@ from fourfold.config.run import RunConfig
 from fourfold.matmul_tuning.matmul_table import PRODUCTS, Gain, MatmulTable, TunedLayer, key_of, machine_of, write_table
 from fourfold.models.dtypes import DTYPES
 from fourfold.parallel.tensor.matmul_layouts import Copies, LayerLayout
-from fourfold.verification.comparison import Against
+from fourfold.verification.not_compared import Against
 from fourfold.verification.parity import as_verified, parity, resharded
 from fourfold.verification.parity_report import ParityReport
 

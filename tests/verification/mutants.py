@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tiny_runs import GPT, LLAMA, QWEN
 
-from fourfold.verification.comparison import Against
+from fourfold.verification.not_compared import Against
 
 QWEN3 = QWEN | {"attention_bias": False}
 """QK-norm without biases, as transformers has it."""
