@@ -72,10 +72,10 @@ def slurm(
     setup_file = None if setup is None else str(setup)
     run, where = load_run(run_file, overrides), load_site(site)
     found = {"--machine": machine, "metrics.machine": run.metrics.machine, f"machine in {site}": where.machine}
-    changes, notes = _planned_interval(run, *next(((n, m) for n, m in found.items() if m), ("", None)), time)
-    overrides = [*overrides, *changes]
+    source, found_machine = next(((n, m) for n, m in found.items() if m), ("", None))
+    changes, notes = _planned_interval(run, source, found_machine, time)
     limits = (save_seconds, max_crashes)
-    job = SlurmJob(nodes, time, account, partition, sbatch, srun, setup_file, wrapper, *limits, overrides)
+    job = SlurmJob(nodes, time, account, partition, sbatch, srun, setup_file, wrapper, *limits, [*overrides, *changes])
     script = render_slurm_script(str(run_file), run, where, job)
     for note in notes:
         print(note, file=sys.stderr)
