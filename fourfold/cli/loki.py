@@ -41,7 +41,7 @@ def calibrate(
     tokens: Annotated[int, Option(min=1, help="Largest number of tokens to read.")] = 100_000,
     tolerance: Annotated[
         float,
-        Option(min=0, max=1, help="Largest relative increase of the perplexity that the chosen settings may cause."),
+        Option(min=0, max=100, help="Largest relative increase of the perplexity that the chosen settings may cause."),
     ] = 0.01,
     tokenizer: options.TokenizerName = None,
     dtype: options.DtypeName = "auto",
