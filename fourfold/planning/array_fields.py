@@ -3,7 +3,7 @@ such as n layouts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_type_hints
 
 import numpy as np
 
@@ -59,11 +59,12 @@ def stack(cases: Sequence[SomeArrayFields]) -> SomeArrayFields:
     All other fields come from the first case.
     """
     columns: dict[str, Any] = {}
+    types = get_type_hints(type(cases[0]))  # A field's own ``type`` may be a string.
     for field in fields(cases[0]):
         values = [getattr(case, field.name) for case in cases]
         if isinstance(values[0], ArrayFields):
             columns[field.name] = stack(values)
-        elif field.type in (Number, Flag, "Number", "Flag"):  # strings with ``from __future__ import annotations``
+        elif types[field.name] in (Number, Flag):
             columns[field.name] = np.array(values, dtype=bool if isinstance(field.default, bool) else float)
     return replace(cases[0], **columns)
 
