@@ -67,7 +67,7 @@ class FullySharded(DataParallel):
 
         tiles = tile_table(model)
         whole = {parameter for name, parameter in model.named_parameters() if not tiles[name].sharded}
-        self._expert_shards = grid.expert_shards if zero == 0 else grid.expert_replicas
+        self._expert_shards = grid.shards_of_experts
         self._experts = self._shard_experts(policy)
 
         def shard(module: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:

@@ -161,7 +161,7 @@ def _is_second_dim_sharded(shape: tuple[int, ...], grid: Grid) -> bool:
         shape: Shape of the weight on a rank, before it is sharded.
         grid: The grid.
     """
-    shards = (grid.expert_replicas if grid.sizes.zero else grid.expert_shards).size
+    shards = grid.shards_of_experts.size
     experts, others = (math.ceil(size / shards) / size for size in shape[:2])
     return others < experts
 

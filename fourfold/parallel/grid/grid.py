@@ -225,6 +225,11 @@ class Grid:
             axis.name: axis for axis in (self.ep, self.expert_replicas, self.expert_copies, self.expert_shards)
         }
 
+    @property
+    def shards_of_experts(self) -> Axis:
+        """Return the axis of the ranks that shard the same experts."""
+        return self.expert_replicas if self.sizes.zero else self.expert_shards
+
     def expert_mesh(self, hybrid: bool) -> DeviceMesh:
         """Return a device mesh for FSDP2 with the ranks that hold the same experts.
 

@@ -175,10 +175,10 @@ class MeasuredRow(BaseModel):
     recompute: Literal["none", "selective", "full"] | None = None
     """Which activations of a block the backward pass recomputes: none (`none`), some (`selective`), or all (`full`)."""
     recompute_what: Literal["attention", "ops", "layers", "activations"] = "attention"
-    """What selective recompute repeats. `attention`: the attention core. `layers`: everything in some blocks, and
-    nothing in the other blocks. The planner predicts `layers` like `attention`. `activations`: the norms, and the
-    activation functions of MLPs and experts. `ops` (torchtitan's per-op mode): half of the matmuls, and all other
-    operations except the attention core."""
+    """What selective recompute repeats. `attention` repeats the attention core. `layers` repeats everything in some
+    blocks, and nothing in all other blocks. The planner predicts `layers` like `attention`. `activations` repeats the
+    norms and the activation functions of MLPs and experts. `ops` (torchtitan's per-op mode) repeats half of the matmuls
+    and all other operations except the attention core."""
     recompute_every: Count = 1.0
     """If this is n, only every n-th block is recomputed."""
     attention: Literal["flash", "flash2", "flash3", "cudnn", "unfused"] = "flash"

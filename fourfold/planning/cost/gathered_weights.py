@@ -56,6 +56,11 @@ def is_replicated(work: Workload) -> Flag:
     return (layout.z == 1) & ((layout.zero == 0) | (layout.dp * layout.cp == 1))
 
 
+def is_sharded(work: Workload) -> Flag:
+    """Return whether FSDP2 shards weights and gradients."""
+    return ~np.asarray(work.program.half_weights, bool) & (work.layout.shards > 1)
+
+
 def is_resharded(work: Workload) -> Flag:
     """Return whether gathered weights are freed after their forward pass, and gathered again for the backward pass."""
     layout = work.layout
@@ -111,26 +116,24 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
     The backward pass does not gather the embedding, because the embedding's gradient does not depend on its weight.
     """
     item, is_freed, single = work.step.item_bytes, is_freed_after_use(work), np.equal(work.micro_batches, 1)
-    copy, is_sharded = _copy_bytes(work), _is_sharded(work)
-    kept = layers * bytes_of_block(work)[1]
+    copy, sharded = _copy_bytes(work), is_sharded(work)
+    kept = layers * _bytes_of_block(work)[1]
     once = kept + np.where(is_freed, copy * (tables.head - tables.own_head), copy * tables.every)
     gathered = np.minimum(1 + work.program.prefetch + work.parts_cross_blocks, layers)
-    first = bytes_of_block(work)
+    first, last = _bytes_of_block(first_block(work)), _bytes_of_block(last_block(work))
     if has_dense_first(work):
-        dense, sparse = (bytes_of_block(kind) for kind in kinds_of_blocks(work))
-        share = dense_share(work)
-        first = np.where(share > 0, dense[0], sparse[0]), np.where(share > 0, dense[1], sparse[1])
-        in_block = once
+        dense, sparse = (_bytes_of_block(kind) for kind in kinds_of_blocks(work))
+        share, in_block = dense_share(work), once
         for own, other, number in ((dense, sparse, layers * share), (sparse, dense, layers * (1 - share))):
             several = np.minimum(gathered, number)
             together = once + several * own[0] + (gathered - several) * other[0]
             in_block = np.maximum(in_block, np.where(number > 0, together, 0))
-        one = once + np.where(share < 1, sparse[0], dense[0])
     else:
-        in_block, one = once + gathered * first[0], once + first[0]
-    own_head = np.where(is_sharded, item * tables.own_head, 0)
+        in_block = once + gathered * first[0]
+    one = once + last[0]
+    own_head = np.where(sharded, item * tables.own_head, 0)
     # Weights that are gathered once per step leave one buffer, of the unit that was gathered last.
-    buffer = np.where(np.greater(tables.own_head, 0), own_head, bytes_of_block(last_block(work))[1] * is_sharded)
+    buffer = np.where(np.greater(tables.own_head, 0), own_head, last[1] * sharded)
     # If all forward passes come first, only the first micro-batch gathers the head.
     is_gathered = np.greater(tables.own_head, 0) & ~(work.layout.forwards_first & ~single)
     in_head = np.where(is_gathered, once + 2 * own_head, one + own_head)
@@ -159,16 +162,12 @@ def first_block(work: Workload) -> Workload:
 def freed_by_block(work: Workload) -> Number:
     """Return the bytes of gathered weights that a block's backward pass frees although they are gathered only once per
     step. FSDP2 frees them in the step's last backward pass. With more than two micro-batches, memory peaks before."""
-    return np.where(_frees_in_last_backward(work), bytes_of_block(work)[1], 0)
+    return np.where(_frees_in_last_backward(work), _bytes_of_block(work)[1], 0)
 
 
 def _frees_in_last_backward(work: Workload) -> Flag:
-    frees: Flag = _is_sharded(work) & np.asarray(work.micro_batches <= 2)
+    frees: Flag = is_sharded(work) & np.asarray(work.micro_batches <= 2)
     return frees
-
-
-def _is_sharded(work: Workload) -> Flag:
-    return ~np.asarray(work.program.half_weights, bool) & (work.layout.shards > 1)
 
 
 def last_block(work: Workload) -> Workload:
@@ -187,7 +186,7 @@ def _copy_bytes(work: Workload) -> Number:
     return np.where(copies & ~np.asarray(program.half_weights, bool), item, 0)
 
 
-def bytes_of_block(work: Workload) -> tuple[Number, Number]:
+def _bytes_of_block(work: Workload) -> tuple[Number, Number]:
     """Return the bytes of a block's gathered weights that are freed after use, and of the weights that are kept until
     the step ends."""
     is_freed = is_freed_after_use(work)

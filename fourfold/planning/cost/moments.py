@@ -26,6 +26,7 @@ from fourfold.planning.cost.gathered_weights import (
     is_freed_after_use,
     is_replicated,
     is_resharded,
+    is_sharded,
     kept_weights,
     last_block,
 )
@@ -80,7 +81,7 @@ def gradient_bytes(work: Workload) -> tuple[Number, Number]:
 
 
 class RankMemory(NamedTuple):
-    """What the moments of a pipeline rank have in common. All sizes are bytes, except those of ``tables``.
+    """The inputs of all moments of a pipeline rank. ``tables`` counts weight entries. All other sizes are bytes.
 
     - work, layers, block, tables: the workload with the kinds of blocks that the rank has, the number and the bytes of
       these blocks, and the rank's tables.
@@ -280,7 +281,7 @@ def _sums(work: Workload, layers: Number, block: BlockBytes, tables: Tables, is_
     """
     layout, item, reduced = work.layout, work.step.item_bytes, work.step.reduce_bytes
     several = np.asarray(work.micro_batches > 1)
-    is_fsdp = ~np.asarray(work.program.half_weights, bool) & (layout.shards > 1)
+    is_fsdp = is_sharded(work)
     late, copied = _copied(work)
     # Replicas and ``zero`` 1 sum a copy of the gradients, in the step's last backward pass.
     replicated = is_replicated(work) & np.asarray(work.program.is_fourfold, bool)
