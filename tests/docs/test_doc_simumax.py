@@ -23,5 +23,8 @@ def test_the_errors_are_small() -> None:
     found = simumax.errors(rows)
     assert len(rows) == 43
     assert np.abs(found.fourfold).mean() <= 0.08 and np.abs(found.fourfold_memory).mean() <= 0.02
+    quoted = [f"{np.abs(each).mean():.1%}" for each in (found.fourfold, found.fourfold_memory)]
+    text = (DOCS / "planner.md").read_text(encoding="utf-8")
+    assert f"the mean error is {quoted[0]} for step times and {quoted[1]} for memory" in text
     # SimuMax's summary states the errors of its own predictions.
     assert round(np.abs(found.simumax).mean(), 3) == 0.056 and round(np.abs(found.simumax_memory).mean(), 4) == 0.0046
