@@ -20,13 +20,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.options import add_tiny
@@ -35,8 +34,8 @@ from fourfold.checkpoints.file_layout import CheckpointTensors, file_of, read_la
 from fourfold.checkpoints.global_tensors import layout_of, trained_parts
 from fourfold.checkpoints.rank_files import dtype_of
 from fourfold.config.run import RunConfig
-from fourfold.models.tensor_files import Entry, write_tensors
-from fourfold.parallel.grid.grid import Axis, Grid
+from fourfold.models.tensor_files import Entry, Written, write_tensors
+from fourfold.parallel.grid.grid import Grid
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
 
@@ -149,36 +148,33 @@ def the_others(job: Job, folder: Path) -> Iterator[list[float]]:
     files of the other ranks. Yield a list with the seconds that this took, which are not part of rank 0's costs."""
     away = [0.0]
 
-    def gathered(mine: Tensor, axis: Axis, **_: Any) -> Tensor:
+    def gathered(mine: Written, _: str) -> list[Written]:
         begin = time.perf_counter()
         layout = layout_of(trained_parts(job, with_averages=False), job.grid)
         read = files_read(layout, job)
-        others = [written_by(rank, layout, folder, whole=rank in read) for rank in range(1, axis.size)]
+        others = [written_by(rank, layout, folder, whole=rank in read) for rank in range(1, dist.get_world_size())]
         away[0] += time.perf_counter() - begin
-        return torch.cat([mine, torch.tensor(others).flatten()])
+        return [mine, *others]
 
     with (
-        patch("fourfold.checkpoints.rank_files.all_gather", gathered),
+        patch("fourfold.checkpoints.rank_files.from_all_ranks", gathered),
         # Skip the check of free space, which would count full-size files. Here most files have one byte.
         patch("fourfold.checkpoints.checkpoint.check_room"),
     ):
         yield away
 
 
-def written_by(rank: int, layout: CheckpointTensors, folder: Path, whole: bool) -> list[int]:
+def written_by(rank: int, layout: CheckpointTensors, folder: Path, whole: bool) -> Written:
     """Write the checkpoint file of another rank, or a file of one byte if ``whole`` is false. Return what this rank
-    would send to rank 0: the file's size and checksum, as integers."""
+    would send to rank 0."""
     path, entries = folder / file_of(rank), []
-    if whole:
-        for name, box in layout.held_by(rank).items():
-            shape = tuple(each.stop - each.start for each in box)
-            entries.append(Entry(name, dtype_of(layout, name), shape, partial(torch.zeros, shape)))
-        size, checksum = write_tensors(path, entries)
-    else:
+    if not whole:
         path.write_bytes(ONE_BYTE)
-        size, checksum = 1, xxhash.xxh3_128_hexdigest(ONE_BYTE)
-    digest = bytes.fromhex(checksum)
-    return [size, *(int.from_bytes(digest[begin : begin + 8], "little", signed=True) for begin in (0, 8))]
+        return Written(1, xxhash.xxh3_128_hexdigest(ONE_BYTE))
+    for name, box in layout.held_by(rank).items():
+        shape = tuple(each.stop - each.start for each in box)
+        entries.append(Entry(name, dtype_of(layout, name), shape, partial(torch.zeros, shape)))
+    return write_tensors(path, entries)
 
 
 def files_read(layout: CheckpointTensors, job: Job) -> set[int]:

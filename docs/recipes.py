@@ -70,7 +70,7 @@ class Recipe:
 
 DEFAULTS = {"zero": 0, "schedule": "1F1B"}
 """Defaults of the keys in [parallel], if the default is not 1."""
-HEADER = ("run file", "machine", "GPUs", "layout", "GB", "of GB", "s/step", "MFU", "model PFLOP/s", "Megatron PFLOP/s",
+HEADER = ("run file", "machine", "GPUs", "layout", "GB", "of GB", "s/step", "MFU", "Megatron PFLOP/s",
           "published")  # fmt: skip
 MODES = ("none", "selective", "full")
 AXONN_GPUS = {
@@ -241,7 +241,6 @@ def row(recipe: Recipe) -> tuple[str, ...]:
         of,
         f"{found.seconds:.3g}",
         f"{found.utilization(work.model_flops()):.1%}",
-        f"{found.pflops(work.model_flops()):,.1f}" if found.gpus > 8 else "",
         f"{found.pflops(work.megatron_flops()):,.1f}" if recipe.published else "",
         recipe.published,
     )

@@ -4,10 +4,9 @@ The template has marks in double braces. The script replaces each mark with a te
 
 - {{page.md; cells; column}}: a cell of a table in another page or in planner_figures.json. ``cells`` are the first
   cells of its row. {{share; …}} shows the cell as a percentage. {{rate; …}} is the cell's number in bold, and {{before
-  colon; …}} and {{after colon; …}} are the parts of the cell before and after a colon.
+  colon; …}} is the part of the cell before a colon.
 - {{plan; name}}: a prediction that this script computes with the planner.
-- {{gaps; mask; key}}: a number in figures/mask_gaps.json. {{gaps one in; mask; S}} is the number n if one in n passages
-  of S tokens has no dropped token.
+- {{gaps; mask; key}}: a number in figures/mask_gaps.json.
 - {{law; k; S}}: the share of passages of S tokens that have no dropped token, by the drop law.
 - {{said; page.md; pattern}}: a number in the text of a page.
 - {{runs}}: the table of slingshot_runs.csv.
@@ -23,7 +22,7 @@ from typing import Any
 
 from validation_page.published_runs import AXONN_BLOCKS, MEGATRON, base_of
 
-from fourfold.memorization.goldfish_laws import exact_match_law, near_duplicate_law
+from fourfold.memorization.goldfish_laws import exact_match_law
 from fourfold.planning.calibration.machine_constants import constants_for, shipped
 from fourfold.planning.calibration.rows import read_rows
 from fourfold.planning.calibration.score import predict_rows
@@ -55,8 +54,6 @@ def value_of(mark: list[str]) -> str:
         return planned()[mark[1]]
     if mark[0] == "gaps":
         return gaps(*mark[1:])
-    if mark[0] == "gaps one in":
-        return f"{1 / stored_gaps(mark[1])['without_gap'][mark[2]]:.0f}"
     if mark[0] == "runs":
         return runs()
     if mark[0] == "law":
@@ -69,8 +66,6 @@ def value_of(mark: list[str]) -> str:
         return value_of(mark[1:]).split("**")[1]
     if mark[0] == "before colon":
         return value_of(mark[1:]).partition(": ")[0]
-    if mark[0] == "after colon":
-        return value_of(mark[1:]).partition(": ")[2]
     return cell(HERE / mark[0], mark[1:-1], mark[-1])
 
 
@@ -162,9 +157,6 @@ def planned() -> dict[str, str]:
         "memory 175b": f"{min(stages) / 1e9:.1f} to {max(stages) / 1e9:.1f} GB",
         "years as run": f"{steps * of_1t[6].seconds / YEAR:.0f}",
         "years best": f"{steps * of_1t[6].seconds * as_run / best / YEAR:.0f}",
-        "bubble 175b": f"{15 / 320:.1%}",
-        "bubble 1t": f"{127 / 512:.1%}",
-        "copies differ": f"{near_duplicate_law(0.01, 50, 50) / (1 - 1 / 50):.0%}",
         "one passage in": f"{1 / exact_match_law(50, 500):,.0f}",
         "overlap 80b": f"{1 - overlapped.seconds / exposed.seconds:.0%}",
     }

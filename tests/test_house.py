@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-from source_files import MODULES, TESTS, tree
+from source_files import MODULES, REPOSITORY, TESTS, tree
 
 LONG_FUNCTIONS = {
     "fourfold.cli.audit.documents": "its options, one a line",
@@ -128,3 +129,21 @@ def test_long_functions_are_listed_with_a_reason() -> None:
 def test_test_files_have_names_of_their_own() -> None:
     names = Counter(path.name for path in TESTS if path.name != "conftest.py")
     assert [name for name, times in names.items() if times > 1] == []
+
+
+def patched_names() -> Iterator[str]:
+    """Yield each name of the package that a test or a benchmark replaces, given as text."""
+    for path in [*TESTS, *(REPOSITORY / "benchmarks").rglob("*.py")]:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("patch", "setattr")) and node.args:
+                name = node.args[0]
+                if isinstance(name, ast.Constant) and str(name.value).startswith("fourfold."):
+                    yield str(name.value)
+
+
+def test_every_name_that_is_replaced_exists() -> None:
+    """mypy does not check names in text. Most benchmarks run only in the slow tests."""
+    names = set(patched_names())
+    assert len(names) > 10
+    for name in names:
+        pkgutil.resolve_name(name)

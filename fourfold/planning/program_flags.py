@@ -83,6 +83,9 @@ class Program(ArrayFields):
     (Megatron-LM)."""
     gradient_bytes: Number = 0
     """Bytes per stored gradient entry. 0 means ``Step.reduce_bytes``."""
+    unused_gradients: Flag = False
+    """Whether one unused gradient in the step's dtype is stored per shape of a block's weights. Transformer Engine
+    gives it to autograd, because its kernels add gradients to the sums themselves (``get_dummy_wgrad``)."""
     gradient_copy: Flag = False
     """Whether the optimizer copies its gradients to fp32 (DeepSpeed)."""
 
@@ -107,6 +110,8 @@ class Program(ArrayFields):
     use."""
     count_runtime: Flag = True
     """Whether predicted memory includes the driver and the communication library."""
+    count_cached: Flag = True
+    """Whether predicted memory includes unused memory that the allocator holds."""
 
     experts_over_x: Flag = True
     """Whether x splits each expert's width. Otherwise no expert is split, and ep divides the experts over the ranks of

@@ -199,6 +199,18 @@ def test_the_host_bounds_small_blocks() -> None:
     assert all(0.0037 < float(each.seconds) / 40 < 0.0056 for each in scored)
 
 
+def test_megatron_adds_gradients_directly_to_their_sums() -> None:
+    """Then there is no fp32 gradient of the head besides the sum. But Transformer Engine stores unused 16-bit
+    gradients, one per shape of a block's weights."""
+    work = row(sharding="zero1", mlp="swiglu", tp=2, seq_parallel="yes").work
+    head = work.model.padded_vocab_size * work.model.hidden_size / work.layout.x
+    assert head_bytes(work.but(fuses_accumulation=False)) - head_bytes(work) == 4 * head
+    unused = 2 * work.model.block_weights / work.layout.x
+    work = work.but(count_cached=False, count_runtime=False)
+    without = work.but(unused_gradients=False)
+    assert held(work, *CATEGORIES) - held(without, *CATEGORIES) == pytest.approx(unused)
+
+
 def test_zero3_keeps_the_host_busy() -> None:
     """A block of Qwen-1.8B took 11 ms in DeepSpeed's ZeRO-3 with full recompute, however few tokens it had."""
     model = {"layers": 24, "hidden": 2048, "ffn_hidden": 5504, "mlp": "swiglu", "program": "deepspeed", "gpus": 1}
@@ -209,7 +221,8 @@ def test_zero3_keeps_the_host_busy() -> None:
 def test_other_programs_are_not_nvidias() -> None:
     work = row(sharding="zero1", mlp="swiglu", tp=2, seq_parallel="").work
     program = work.program
-    assert work.step.reduce_bytes == 4 and not (program.split_residual or program.fused_gate or program.fused_loss)
+    assert work.step.reduce_bytes == 4 and not (program.split_residual or program.fused_loss)
+    assert not row(program="megatron-deepspeed", mlp="swiglu").work.program.fused_gate
     assert row(program="llm-foundry", sharding="fsdp").work.program.fused_loss
     assert row(program="fourfold", sharding="zero1", compiled="yes").work.program == Program(fused=True)
 
@@ -355,6 +368,13 @@ def test_out_of_memory_rows() -> None:
     assert memory["oom_recall"] == 1 and memory["fit_recall"] == 1 and memory["rows"] == 1
     assert row(memory_gb=30, memory_kind="device").work.program.count_runtime
     assert not row(memory_gb=30).work.program.count_runtime
+
+
+def test_memory_of_tensors_leaves_out_what_the_allocator_caches() -> None:
+    tensors, reserved = (row(memory_gb=30, memory_kind=kind) for kind in ("tensors", "allocator"))
+    scored = predict_rows([tensors, reserved], Calibration())
+    assert scored[1].memory_gb == pytest.approx(scored[0].memory_gb * (1 + CACHED))
+    assert scored[1].p_oom == pytest.approx(scored[0].p_oom)
 
 
 def test_a_run_that_finished_fit_into_memory() -> None:

@@ -206,7 +206,7 @@ def test_published_figures_are_predicted_within_reason() -> None:
     assert all(later < before + 0.001 for before, later in itertools.pairwise(efficiencies)), efficiencies
 
 
-def test_the_planner_page_quotes_the_figures() -> None:
+def test_the_planner_pages_quote_the_figures() -> None:
     page = (DOCS / "planner.md").read_text(encoding="utf-8")
     tables = json.loads(page_maker.FIGURES.read_text(encoding="utf-8"))
     for left_out, table in zip(("source", "machine"), tables[:2], strict=True):
@@ -215,9 +215,12 @@ def test_the_planner_page_quotes_the_figures() -> None:
         rows = everything[0].removeprefix("all ").strip("()")
         assert f"| the row's {left_out} ({rows} rows) | {' | '.join(everything[1:])} |" in page
     (spans,) = (table for table in tables if table["columns"][0] == "extrapolation")
+    model = (DOCS / "planner-model.md").read_text(encoding="utf-8")
     for *cells, lowest in spans["rows"]:
         source, _, coverage = lowest.partition(": ")
-        assert f"| {' | '.join(cells)} | {coverage} (source {source}) |" in page
+        assert f"| {' | '.join(cells)} | {coverage} (source {source}) |" in model
+    covered = [float(cells[3].rstrip("%")) for cells in spans["rows"]]
+    assert f"the measured time of {min(covered):.0f} to {max(covered):.0f} % of the rows" in page
     assert f"ratio of the two times differ by at most a factor of {shipped_order_factor():.2f}." in " ".join(
         page.split()
     )

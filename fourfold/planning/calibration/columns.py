@@ -200,9 +200,10 @@ class MeasuredRow(BaseModel):
     FLOP/s (`flops`)."""
     memory_gb: Size | None = None
     """Peak memory of the GPU that uses the most memory, in GB (10⁹ bytes)."""
-    memory_kind: Literal["device", "allocator"] = "allocator"
-    """What `memory_gb` measures: all memory in use on the device, as in nvidia-smi (`device`), or the memory that
-    PyTorch's allocator has reserved (`allocator`)."""
+    memory_kind: Literal["device", "allocator", "tensors"] = "allocator"
+    """What `memory_gb` measures: all memory in use on the device, as in nvidia-smi (`device`), the memory that
+    PyTorch's allocator has reserved (`allocator`), or only the memory of tensors, as in
+    torch.cuda.max_memory_allocated (`tensors`)."""
     expandable_segments: Flag = False
     """Whether PyTorch's allocator uses expandable segments. fourfold always uses them."""
     out_of_memory: Flag = False

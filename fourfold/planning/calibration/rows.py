@@ -262,6 +262,7 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
         "flash": measured.attention != "unfused",
         "blocking": measured.blocking,
         "count_runtime": measured.memory_gb is None or measured.memory_kind == "device",
+        "count_cached": measured.memory_gb is None or measured.memory_kind != "tensors",
         "experts_over_x": measured.experts_over_tp,
         "sends_once": measured.dispatcher == "deepep",
         "fused_experts": measured.fused_experts,

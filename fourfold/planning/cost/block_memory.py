@@ -90,8 +90,7 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
     """Return the peak bytes of the MLP's backward pass, not counting the tensors that the forward pass has saved.
 
     Returns:
-        The bytes if weights are sharded over data-parallel ranks, and the bytes if weights are replicated. Gradients of
-        replicated weights are in fp32 from the start.
+        The bytes if gradients have the step's dtype at first, and if they are in fp32 from the start (replicas).
     """
     model, layout, step = work.model, work.layout, work.step
     p = tensor_bytes(work)
@@ -215,7 +214,8 @@ class BlockBytes(ArrayFields):
         again = np.where(full, made, np.where(by_module & program.recomputes_mlp, self.mlp_again, 0))
         core_again = np.where(by_module & program.recomputes_attention, self.core_again, 0)
         core_again = core_again - np.where(full, self.linear_core, 0)
-        in_mlp = np.where(is_replicated(work), self.backward_replicated, self.backward)
+        in_32 = is_replicated(work) & ~np.asarray(program.fuses_accumulation, bool)
+        in_mlp = np.where(in_32, self.backward_replicated, self.backward)
         in_mlp = in_mlp + grads.size * self.shared_grads + grads.before
         in_attention = self.attention_backward + core_again + grads.size * self.attention_grads
         before = grads.before

@@ -36,7 +36,9 @@ def head_bytes(work: Workload) -> Number:
     second = rows * (step.item_bytes + 4 / layout.y) + then * (step.item_bytes + summed)
     second = columns * np.where(is_ours, (rows + then) * in_place, second)
     tokens = p.residual + np.where(layout.x > 1, p.residual, 0) + p.statistics + 2 * p.gathered
-    return tokens + np.maximum(first, np.where(then > 0, second, 0)) + 4 * weights
+    # If the matmul adds its result directly to the summed gradients, there is no fp32 gradient apart from them.
+    gradient = np.where(program.fuses_accumulation, 0, 4 * weights)
+    return tokens + np.maximum(first, np.where(then > 0, second, 0)) + gradient
 
 
 def head_kept_bytes(work: Workload) -> Number:

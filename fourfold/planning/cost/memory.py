@@ -15,7 +15,7 @@ from fourfold.planning.cost.optimizer_cost import (
     lion_workspace,
     muon_workspace,
 )
-from fourfold.planning.cost.out_of_memory import CACHED, runtime_bytes
+from fourfold.planning.cost.out_of_memory import cached_share, runtime_bytes
 from fourfold.planning.cost.stage_split import Blocks, blocks_of, split_of
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
@@ -44,7 +44,7 @@ def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Numbe
 
 
 def _reserve(work: Workload, machine: Machine, allocated: Number) -> Number:
-    return np.where(work.program.count_runtime, runtime_bytes(work, machine), 0) + CACHED * allocated
+    return np.where(work.program.count_runtime, runtime_bytes(work, machine), 0) + cached_share(work) * allocated
 
 
 def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:

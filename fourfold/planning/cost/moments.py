@@ -152,6 +152,7 @@ def _memory_of(
     waits = np.where(tables.is_last & (layout.pp > 1) & layout.forwards_first, block.head_kept, 0)
     kept = kept_by_micro_batch(work, layers, block) + waits
     fixed = inputs_and_kept_weights(work, layers, tables.is_first) - waits
+    fixed = fixed + np.where(work.program.unused_gradients, work.step.item_bytes * block.entries, 0)
     # If no micro-batch follows those in flight, gradients exist only after the first backward pass. The first backward
     # pass begins with fewer gradients, and the next one with fewer activations.
     is_full = np.greater_equal(flying, work.micro_batches) & ~np.asarray(work.program.half_weights, bool)
@@ -177,7 +178,9 @@ def _in_head(memory: RankMemory, weights: GatheredWeights) -> list[Moment]:
     is_before = work.layout.forwards_first & (memory.flying >= work.micro_batches)
     saved = np.where(is_before, memory.fixed + memory.flying * memory.kept, begun)
     in_backward = weights.after_head + np.where(is_freed_after_use(work), item * tables.own_head, 0)
-    backward = block.head_kept + block.full + item * tables.head
+    # The gradient of this micro-batch, unless the matmul adds it directly to the summed gradients.
+    gradient = np.where(work.program.fuses_accumulation, 0, item * tables.head)
+    backward = block.head_kept + block.full + gradient
     return [
         Moment(0, weights.in_head, begun + block.head + impossible),
         Moment(np.where(is_before, 0, memory.earlier), weights.in_later_heads, saved + block.head + impossible),

@@ -37,6 +37,12 @@ def runtime_bytes(work: Workload, machine: Machine) -> Number:
     return machine.reserved + COMMUNICATOR * groups
 
 
+def cached_share(work: Workload) -> Number:
+    """Return the unused memory that the allocator holds, as a fraction of the bytes that a step allocates. It is 0 if
+    the memory in question is only that of tensors."""
+    return np.where(work.program.count_cached, CACHED, 0)
+
+
 def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Number:
     """Return the probability that a step runs out of memory, if ``peak_memory`` has predicted ``predicted`` bytes. The
     bytes that the step really needs are assumed to be log-normally distributed."""
@@ -48,7 +54,7 @@ def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
     ``predicted`` bytes. It is smaller than the predicted peak, because PyTorch frees cached blocks before it runs out
     of memory."""
     runtime = runtime_bytes(work, machine)
-    allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + CACHED)
+    allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + cached_share(work))
     unusable: Number = np.where(work.program.expandable_segments, UNUSABLE, FRAGMENTED)
     return runtime + allocated * (1 + unusable)
 
