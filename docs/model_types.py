@@ -302,27 +302,23 @@ def page_of(rows: list[Row]) -> str:
         "\n\n",
         f"""# Every model type of transformers
 
-This page shows what fourfold can do with each type of language model in transformers. [Supported Hugging Face
-models](huggingface-models.md) lists the types that `fourfold train` can import, and the conditions for each type.
-`python docs/model_types.py` writes this page, and `python docs/model_types.py llama mamba2` prints the rows of two
-types.
+Look up here what fourfold can do with your model. [Supported Hugging Face models](huggingface-models.md) lists the
+conditions of each type that `fourfold train` can import.
 
-For each of the {len(rows)} causal language models of transformers {transformers.__version__}, the script builds a tiny
-random model and compares fourfold's results with the library's results:
+For each of the {len(rows)} causal language models of transformers {transformers.__version__}, `python
+docs/model_types.py` builds a tiny random model and runs these checks:
 
-- *import*: `fourfold checkpoint import-hf` reads the model, and fourfold computes the same logits as the library.
+- *import*: `fourfold checkpoint import-hf` reads the model. fourfold and transformers compute the same logits.
 - *export*: `fourfold checkpoint export-hf` writes the imported model again, with the same tensors, bit for bit.
-- *train and generate*: `fourfold train` takes a step on a grid with the [axis](parallelism.md) x = 2 and generates
-  tokens, and the results equal the library's results.
+- *train and generate*: `fourfold train` takes a step on two processes, and the model generates tokens. Both results
+  equal the results of transformers.
 - *plan*: `fourfold plan` finds a layout.
-- *parallelize*: `fourfold.parallelize` on x = 2 and z = 2 computes the same loss and gradients as the library.
+- *parallelize*: `fourfold.parallelize` on four processes computes the same loss and gradients as transformers.
 - *packed documents*: in the parallelized model, a packed document does not see the documents before it.
 - *Loki*: a decoding step with [Loki](loki.md) that attends to all keys computes the same logits as dense attention.
 
-"ok" means that the check succeeded. A result may differ from the library's result by at most {LIMIT:g} of the tensor's
-norm. "no" means that fourfold refuses the model with a message ([all messages](#messages)). "–" means that the script
-did not run the check, because an earlier check failed. For some types, the script found no tiny model that runs. For
-these types, the column *parallelize* says "no", and all other columns say "–".
+"ok" means that the check succeeded, with an error of at most {LIMIT:g} of the tensor's norm. "no" means that the check
+failed, and the table of [messages](#messages) says why. "–" means that the check could not run.
 
 {head}
 {chr(10).join(row.line() for row in rows)}

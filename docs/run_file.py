@@ -33,11 +33,8 @@ run only, use `--set`:
     fourfold train run.toml --set optimizer.lr=1e-4
 
 Every command that reads a run file takes `--set section.key=value`. fourfold reads the value as TOML, or as a string if
-it is not valid TOML. If you use an unknown key, the error names the closest valid key. If a size cannot be divided over
-the grid, the error says which sizes work ([parallelism.md](parallelism.md#what-is-refused)). When a run starts,
-fourfold writes the complete run file, with all defaults and overrides, to `run.toml` in the run's folder. In the column
-*default*, *none* means that the key is not set. fourfold then uses the default in the column *meaning*, if there is
-one.
+it is not valid TOML. `run.toml` in the run's folder has all defaults and overrides. In the column *default*, *none*
+means that the key is not set.
 
 The sections are [model](#model), [data](#data), [masks](#masks), [moe](#moe), [parallel](#parallel),
 [overlap](#overlap), [training](#training), [activation_checkpoint](#activation_checkpoint), [optimizer](#optimizer),

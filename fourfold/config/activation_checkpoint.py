@@ -13,10 +13,9 @@ class ActivationCheckpointConfig(Strict):
     """What the backward pass recomputes: nothing (none), the modules listed in `modules` (selective), or entire blocks
     (full). `full` saves the most memory and costs about a third more computation."""
     modules: list[Literal["attention", "mlp", "norms", "gathers"]] = Field(["mlp", "norms", "gathers"])
-    """With mode = 'selective', the modules to recompute. `attention` is the computation of attention between the linear
-    layers, `mlp` is the MLP's activation function, and `norms` is all norms. `gathers` is for linear layers whose input
-    is sharded over x or y: each rank saves only its shard, and the backward pass gathers the full input again. All
-    choices except `attention` add very little computation."""
+    """With mode = 'selective', what to recompute. `attention`: the computation of attention between the linear
+    layers. `mlp`: the MLP's activation function. `norms`: all norms. `gathers`: the inputs of linear layers, which x
+    or y shard and the backward pass gathers again. Only `attention` adds much computation."""
     every: int = Field(1, ge=1)
     """Recompute only every n-th block. All other blocks save all of their activations."""
     offload: bool = False

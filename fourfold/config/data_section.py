@@ -21,9 +21,9 @@ class DataConfig(Strict):
     If a key's description begins with *hf:*, the key is only for streamed datasets."""
 
     format: Literal["text", "sft", "preferences"] = "text"
-    """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`, and the loss covers only the
-    answers. A sequence holds several complete conversations, which do not attend to each other. `preferences` is pairs
-    of a better and a worse answer from `fourfold prepare --format preferences`, and needs [dpo](#dpo)."""
+    """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`. Only their answers are
+    trained. `preferences` is pairs of a better and a worse answer from `fourfold prepare --format preferences`, and
+    needs [dpo](#dpo)."""
 
     train: list[Corpus] = Field([], examples=[[{"path": "data/corpus"}]])
     """Corpora to train on: from `fourfold prepare`, or any .bin and .idx files of Megatron-LM."""

@@ -17,10 +17,10 @@ class GoldfishConfig(Strict):
     """
 
     strategy: Strategy = "none"
-    """How to choose the masked tokens. `none` masks no token. With `hash`, the mask depends on the h preceding tokens,
-    so every copy of a passage has the same mask. `hash-table` reproduces the published code bit for bit. `static` masks
-    every k-th token of a sequence. `random` masks different tokens in every copy of a passage and in every epoch, so it
-    does not prevent memorization. Use `random` only for comparisons."""
+    """How to choose the masked tokens. `none` masks no token. `hash` looks at the h preceding tokens, so every copy
+    of a passage has the same mask. `hash-table` reproduces the published code bit for bit. `static` masks every k-th
+    token of a sequence. `random` does not prevent memorization, because every copy has a different mask. Use it only
+    for comparisons."""
     k: int = Field(4, ge=2)
     """On average, one token in k is masked. A smaller k protects better, but trains on fewer tokens."""
     h: int = Field(13, ge=1, le=2**20)

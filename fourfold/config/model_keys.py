@@ -44,9 +44,9 @@ class ModelKeys(Strict):
     gelu_approximation: Literal["tanh", "none"] = "tanh"
     """How geglu and gelu compute GELU: with a tanh approximation (tanh) or exactly, with the error function (none)."""
     swiglu_limit: float = Field(0.0, ge=0)
-    """The limit c of GPT-OSS's variant of swiglu. If c is above 0, the gate's output g is clamped to at most c, and the
-    up projection's output u is clamped to [−c, c]. The result is (u + 1) · g · sigmoid(1.702 · g). 0 (default) computes
-    the usual swiglu."""
+    """GPT-OSS's limit c for swiglu. If c is above 0, the gate's output g is clamped to at most c, and the up
+    projection's output u to [−c, c]. The result is (u + 1) · g · sigmoid(1.702 · g). 0 (default) computes the usual
+    swiglu."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Type of all norms."""
     norm_placement: Literal["before", "after", "around"] = "before"
@@ -72,12 +72,12 @@ class ModelKeys(Strict):
     sliding_window: int = Field(0, ge=0)
     """Number of tokens that a query in a sliding_attention layer attends to, including itself. 0 turns windows off."""
     layer_types: list[LayerType] = Field([])
-    """Attention type of each layer. If there are more layers than entries, the list repeats. `sliding_attention` layers
-    use sliding_window. `linear_attention` layers are Gated DeltaNets, which store a state of fixed size instead of keys
-    and values (Qwen3-Next). If the list is empty (default), all layers use sliding_window."""
+    """Attention type of each layer. A short list repeats. `sliding_attention` layers use sliding_window.
+    `linear_attention` layers are Gated DeltaNets (Qwen3-Next). If the list is empty (default), all layers use
+    sliding_window."""
     no_rope_layers: list[Literal[0, 1]] = Field([])
-    """For each layer, 1 for rotary embeddings or 0 for no position embeddings (SmolLM3). If there are more layers than
-    entries, the list repeats. If the list is empty (default), all layers have rotary embeddings."""
+    """For each layer, 1 for rotary embeddings or 0 for no position embeddings (SmolLM3). A short list repeats. If the
+    list is empty (default), all layers have rotary embeddings."""
     rope_local_base_freq: float = Field(0.0, ge=0)
     """Rotary base of sliding_attention layers. If it is set, these layers ignore rope_scaling (Gemma 3). 0 (default)
     uses rope_theta in all layers."""
@@ -132,9 +132,9 @@ class ModelKeys(Strict):
     linear_conv_kernel_dim: int = Field(4, gt=0, le=64)
     """Number of tokens that the convolution in a linear_attention layer reads, including the current token."""
     num_nextn_predict_layers: int = Field(0, ge=0, le=16)
-    """Number of extra layers for multi-token prediction (DeepSeek-V3). Each of them predicts one token further ahead.
-    In training, the mean loss of these layers, times training.mtp_loss_weight, is added to the loss. Validation and
-    text generation do not run these layers."""
+    """Number of extra layers for multi-token prediction (DeepSeek-V3). Each predicts one token further ahead.
+    Training adds their mean loss, times training.mtp_loss_weight, to the loss. Validation and text generation do not
+    run them."""
     tie_word_embeddings: bool = False
     """The LM head shares the embedding's weights."""
     scale_embeddings: bool = False
@@ -162,9 +162,9 @@ class ModelKeys(Strict):
     """Add a bias per expert to the scores that choose experts, but not to the weights of the experts' outputs. With
     moe.bias_update_rate, the biases balance the load (DeepSeek-V3)."""
     n_group: Size = 1
-    """Number of groups that the experts are divided into. A token is routed only to experts of its best topk_group
-    groups (DeepSeek-V3). A group's score is the sum of its two highest expert scores (with router_score = 'sigmoid'),
-    or its highest expert score (with 'softmax')."""
+    """Number of groups of experts. A token is routed only to experts of its best topk_group groups (DeepSeek-V3).
+    With router_score = 'sigmoid', a group's score is the sum of its two highest expert scores. With 'softmax', the
+    score is its highest expert score."""
     topk_group: Size = 1
     """Number of groups that a token is routed to, if n_group is above 1."""
     routed_scaling_factor: float = Field(1.0, gt=0)

@@ -98,16 +98,16 @@ class OverlapConfig(Strict):
     gate_sum: bool = True
     """Sum the gate's output over y while the up projection is computed."""
     batch_parts: int = Field(1, ge=1)
-    """Number of parts that a micro-batch is split into (default 1). While the collectives of one part run over x and y,
-    another part computes. More parts hide more communication, but each matmul gets smaller. The number must divide
-    micro_batch_size or the number of tokens of a sequence on one rank. No effect if x·y = 1."""
+    """Number of parts of a micro-batch (default 1). While the collectives of one part run over x and y, another part
+    computes. More parts hide more communication, but each matmul gets smaller. The number must divide
+    micro_batch_size or the number of tokens of a sequence on one rank."""
     weight_prefetch: int = Field(1, ge=0)
     """Number of layers whose weights are gathered ahead of time (default 1). Higher values hide more communication and
     use more memory. 0 gathers nothing ahead."""
     shards_per_node: int = Field(1, ge=1)
-    """Run the collectives of a shard group in two levels: inside nodes, and across nodes. (A shard group is the ranks
-    of z, or with parallel.zero the ranks of dp·cp·z.) Set this to the number of the group's ranks on each node, which
-    is the number of GPUs per node / (x·y). 1 (default) runs each collective in one ring over all ranks."""
+    """Number of ranks of a shard group on each node: the GPUs per node / (x·y). A shard group is the ranks of z, or
+    with parallel.zero the ranks of dp·cp·z. Above 1, the group's collectives run in two levels, inside nodes and
+    across nodes. 1 (default) runs one ring over all ranks."""
 
 
 class TrainingConfig(Strict):
@@ -186,7 +186,7 @@ class CheckpointConfig(Strict):
     """`async` continues training while a checkpoint is written. `disabled` waits."""
     on_failed_save: Literal["warn", "stop"] = "warn"
     """What to do if a checkpoint cannot be written, for example on a full disk: continue with a warning, or end the
-    run. If the run's last checkpoint cannot be written, the run always ends with an error."""
+    run. A run always ends if it cannot write its last checkpoint."""
     resume: PathText = "auto"
     """Checkpoint to resume from: the run's newest checkpoint ('auto'), or the path of a checkpoint. 'never' starts
     without a checkpoint."""
@@ -202,8 +202,8 @@ class MetricsConfig(Strict):
     project: str = Field("fourfold", min_length=1, max_length=128)
     """Project of the run in Weights & Biases."""
     machine: PathText | None = None
-    """Name of one of the planner's machines, or a machine file. If this is set, the run compares its speed with the
-    planner's prediction after ten steps. On a CPU, you need a file from `fourfold machine calibrate`."""
+    """Name of one of the planner's machines, or a machine file. After ten steps, the run compares its speed with the
+    planner's prediction for this machine. On a CPU, you need a file from `fourfold machine calibrate`."""
 
 
 class RunConfig(Strict):

@@ -139,7 +139,7 @@ def test_the_intensity_of_an_axis_is_operations_over_bytes_sent(axis: str) -> No
         for (over, operation, purpose), size in of_a_block(run).items()
         if over == axis and "norm" not in purpose
     )
-    rows = {row[0].split()[0]: row[1] for row in TABLES["axis | operations per byte sent | depends on"]}
+    rows = {row[0].split()[0]: row[1] for row in TABLES["axis | FLOPs per byte sent | depends on"]}
     assert formula_in(rows[axis], **letters) == pytest.approx(operations / sent, rel=4e-3)
 
 
@@ -151,7 +151,7 @@ def width(model: ModelConfig) -> dict[str, int]:
 
 
 def test_the_table_of_intensities_follows_from_the_formulas() -> None:
-    formulas = {row[0].split()[0]: row[1] for row in TABLES["axis | operations per byte sent | depends on"]}
+    formulas = {row[0].split()[0]: row[1] for row in TABLES["axis | FLOPs per byte sent | depends on"]}
     header = "model | x = 2 | x = 4 | x = 8 | y = 2 | y = 4"
     assert len(TABLES[header]) == 3
     for name, *numbers in TABLES[header]:
