@@ -1,13 +1,11 @@
-"""Decide which layouts are legal. Run files and the planner's search use the same list of rules, ``legality.toml``.
+"""Decide which layouts are legal. Run files and the planner's search use the same list of rules.
 
 Each condition is arithmetic on ``Sizes``, whose fields are ints for one layout and NumPy arrays for many layouts.
 """
 
 import math
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -18,30 +16,15 @@ from fourfold.config.run import RunConfig
 from fourfold.config.stages import balanced
 
 
-class Condition(NamedTuple):
-    """The arithmetic of a rule."""
-
-    broken: Callable[[Sizes], Number]
-    values: Callable[[Any], dict[str, object]] = lambda s: {}
-    """Computes values for the error message from the ``Sizes`` of one run (which are ints). ``works`` is the nearest
-    value that works."""
-
-
 class Rule(NamedTuple):
     """A rule that legal layouts obey, and the reason to give if a layout breaks it."""
 
     reason: str
     """A short text without numbers, such as "x does not divide the heads". The planner's search counts how many layouts
     each rule refuses."""
-    text: str
-    """The error message for one run, with placeholders."""
-    condition: Condition
-
-    def broken(self, sizes: Sizes) -> Number:
-        return self.condition.broken(sizes)
-
-    def sentence(self, run: RunConfig, sizes: Sizes) -> str:
-        return self.text.format(run=run, s=sizes, **self.condition.values(sizes))
+    broken: Callable[[Sizes], Number]
+    sentence: Callable[[RunConfig, Any], str]
+    """Returns an error message for one run (whose ``Sizes`` are ints), with the nearest values that work."""
 
 
 @dataclass(frozen=True)
@@ -116,97 +99,221 @@ class Divides:
         return ranks
 
 
+Q_PROJ, K_PROJ, RESIDUAL = "layers.*.self_attn.qkv.q_proj", "layers.*.self_attn.qkv.k_proj", "the residual stream"
+KEYS = "the features of keys and values"
+KV_FEATURES = "model.num_key_value_heads × head_dim = {s.kv_heads} × {s.head_dim}"
+TOKENS = "training.micro_batch_size × seq_length = {s.micro_batch} × {s.seq}"
+EXPERTS = "layers.*.mlp.experts"
+LINEAR = "the key heads of linear attention"
 PLAIN = "dense models with neither latent, linear, nor gated attention, and without multi-token prediction"
+LATENTS = "the common divisor of model.q_lora_rank, kv_lora_rank, and qk_rope_head_dim"
 
-CONDITIONS: dict[str, Condition] = {
-    "2 · cp does not divide the sequence": Condition(
+RULES: tuple[Divides | Rule, ...] = (
+    Divides(("x",), "the heads", "heads", Q_PROJ, "model.num_attention_heads", unit="kv_heads"),
+    Divides(("x",), KEYS, "keys", K_PROJ, "model.num_key_value_heads", KV_FEATURES),
+    Divides(("x",), "the MLP's width", "inner", "layers.*.mlp.up", "model.intermediate_size"),
+    Divides(
+        ("x",),
+        "the vocabulary",
+        "vocab",
+        "embed_tokens and lm_head",
+        "model.pad_vocab_size_to_multiple_of",
+        "model.vocab_size (pad_vocab_size_to_multiple_of = {s.vocab_multiple})",
+        unit="vocab_multiple",
+    ),
+    Divides(("x",), "the position table", "positions", "embed_positions", "model.max_position_embeddings"),
+    Divides(("y",), "the hidden size", "hidden", RESIDUAL, "model.hidden_size", unit="heads"),
+    Divides(
+        ("y",), "the widths of the latents", "latents", "layers.*.self_attn.down", "model.qk_rope_head_dim", LATENTS
+    ),
+    Rule(
+        "2 · cp does not divide the sequence",
         lambda s: (s.cp > 1) & (s.seq % (2 * s.cp) != 0),
-        lambda s: {"chunks": 2 * s.cp, "works": round_to_multiple(s.seq, 2 * s.cp)},
+        lambda run, s: (
+            f"training.seq_length = {s.seq} must be a multiple of 2·cp = {2 * s.cp}, because every rank of cp has two "
+            f"chunks of the sequence; seq_length = {round_to_multiple(s.seq, 2 * s.cp)} works"
+        ),
     ),
-    "with cp above 1, x · y does not divide the heads, and y does not divide the micro-batch": Condition(
+    Divides(("x", "cp"), "the sequence", "seq", RESIDUAL, "training.seq_length"),
+    Divides(("y", "cp"), "the tokens of a micro-batch", "tokens", "lm_head", "training.seq_length", TOKENS),
+    Rule(
+        "with cp above 1, x · y does not divide the heads, and y does not divide the micro-batch",
         lambda s: s.splits_queries & (s.cp > 1),
-        lambda s: {"xy": s.x * s.y, "works": round_to_multiple(s.micro_batch, s.y)},
+        lambda run, s: (
+            f"attention cannot be split over y = {s.y} together with cp = {s.cp}: model.num_attention_heads = "
+            f"{s.heads} is not divisible by x·y = {s.x * s.y}, and training.micro_batch_size = {s.micro_batch} is not "
+            f"divisible by y; micro_batch_size = {round_to_multiple(s.micro_batch, s.y)} works"
+        ),
     ),
-    "x · y does not divide the heads, and y divides neither the micro-batch nor the sequence": Condition(
+    Rule(
+        "x · y does not divide the heads, and y divides neither the micro-batch nor the sequence",
         lambda s: s.splits_queries & (s.seq % s.y != 0),
-        lambda s: {"xy": s.x * s.y, "works": round_to_multiple(s.seq, s.x * s.y)},
+        lambda run, s: (
+            f"attention cannot be split over y = {s.y}: model.num_attention_heads = {s.heads} is not divisible by x·y "
+            f"= {s.x * s.y}, and neither training.micro_batch_size = {s.micro_batch} nor training.seq_length = {s.seq} "
+            f"is divisible by y; seq_length = {round_to_multiple(s.seq, s.x * s.y)} works"
+        ),
     ),
-    "linear attention: x · y does not divide the heads, and y does not divide the micro-batch": Condition(
+    Divides(("x", "y"), KEYS, "whole_keys", K_PROJ, "model.num_key_value_heads", KV_FEATURES),
+    Rule(
+        "linear attention: x · y does not divide the heads, and y does not divide the micro-batch",
         lambda s: s.linear_heads > 0 and s.splits_queries,
-        lambda s: {"xy": s.x * s.y, "works": round_to_multiple(s.micro_batch, s.y)},
+        lambda run, s: (
+            f"linear attention cannot be split over y = {s.y}: model.num_attention_heads = {s.heads} is not divisible "
+            f"by x·y = {s.x * s.y}, and training.micro_batch_size = {s.micro_batch} is not divisible by y; "
+            f"micro_batch_size = {round_to_multiple(s.micro_batch, s.y)} works"
+        ),
     ),
-    "batch_parts divides neither the micro-batch nor its tokens": Condition(
+    Divides(("x", "cp"), LINEAR, "linear_heads", "linear attention", "model.linear_num_key_heads"),
+    Divides(("x", "y", "cp"), LINEAR, "whole_linear_heads", "linear attention", "model.linear_num_key_heads"),
+    Rule(
+        "batch_parts divides neither the micro-batch nor its tokens",
         lambda s: (
             (s.x * s.y > 1)
             & (s.micro_batch % s.batch_parts != 0)
             & ((s.seq // (s.cp * s.x) % s.batch_parts != 0) | s.splits_queries)
         ),
-        lambda s: {"what": _unsplit_parts(s), "works": _largest_divisor(s.micro_batch, s.batch_parts)},
+        lambda run, s: (
+            (
+                f"training.micro_batch_size = {s.micro_batch} cannot be split into"
+                if s.splits_queries
+                else f"neither training.micro_batch_size = {s.micro_batch} nor a rank's {s.seq // (s.cp * s.x)} tokens "
+                f"of a sequence (over cp·x = {s.cp * s.x}) can be split into"
+            )
+            + f" overlap.batch_parts = {s.batch_parts}; batch_parts = "
+            f"{_largest_divisor(s.micro_batch, s.batch_parts)} works"
+        ),
     ),
-    "shards_per_node neither divides the size of a shard group nor is a multiple of it": Condition(
+    Rule(
+        "shards_per_node neither divides the size of a shard group nor is a multiple of it",
         lambda s: s.uneven_nodes,
-        lambda s: {
-            "sizes": f"z = {s.z}" + (f", dp·cp·z = {s.token_ranks}" if s.zero else ""),
-            "works": _largest_divisor(s.z, s.shards_per_node),
-        },
+        lambda run, s: (
+            f"overlap.shards_per_node = {s.shards_per_node} must divide the size of a shard group (z = {s.z}"
+            + (f", dp·cp·z = {s.dp * s.cp * s.z}" if s.zero else "")
+            + ") or be a multiple of it, so that every node has the same number of ranks; shards_per_node = "
+            f"{_largest_divisor(s.z, s.shards_per_node)} works"
+        ),
     ),
-    "z · dp · micro_batch_size does not divide the global batch": Condition(
-        lambda s: s.batch % s.at_once != 0, lambda s: {"works": round_to_multiple(s.batch, s.at_once)}
+    Rule(
+        "z · dp · micro_batch_size does not divide the global batch",
+        lambda s: s.batch % s.at_once != 0,
+        lambda run, s: (
+            f"training.global_batch_size = {s.batch} is not a multiple of micro_batch_size × dp × z = {s.micro_batch} "
+            f"× {s.dp} × {s.z} = {s.at_once}; global_batch_size = {round_to_multiple(s.batch, s.at_once)} works"
+        ),
     ),
-    "more stages (pp · stages_per_rank) than layers": Condition(
-        lambda s: s.stages > s.layers, lambda s: {"works": max(1, s.layers * s.pp // s.stages)}
+    Rule(
+        "more stages (pp · stages_per_rank) than layers",
+        lambda s: s.stages > s.layers,
+        lambda run, s: (
+            f"parallel.pp = {s.pp} with schedule '{run.parallel.schedule}' makes {s.stages} stages, but the model has "
+            f"{s.layers} layers; pp = {max(1, s.layers * s.pp // s.stages)} works, and so does num_hidden_layers = "
+            f"{s.stages}"
+        ),
     ),
-    "interleaved schedule: pp does not divide the micro-batches of a step": Condition(
+    Rule(
+        "interleaved schedule: pp does not divide the micro-batches of a step",
         lambda s: s.in_rounds & (s.micro_batches % s.rounds != 0),
-        lambda s: {"works": round_to_multiple(s.micro_batches, s.pp) * s.at_once},
+        lambda run, s: (
+            f"parallel.schedule = '{run.parallel.schedule}' runs micro-batches in rounds of pp = {s.pp}, but a step "
+            f"has {s.micro_batches} micro-batches; global_batch_size = "
+            f"{round_to_multiple(s.micro_batches, s.pp) * s.at_once} works, and so does schedule = '1F1B'"
+        ),
     ),
-    "schedule with a split backward pass: z or zero is above 1": Condition(
-        lambda s: s.split_backward & ((s.z > 1) | (s.zero > 1))
+    Rule(
+        "schedule with a split backward pass: z or zero is above 1",
+        lambda s: s.split_backward & ((s.z > 1) | (s.zero > 1)),
+        lambda run, s: (
+            f"parallel.schedule = '{run.parallel.schedule}' computes weight gradients later, from weights that stay "
+            f"whole until the step ends; it allows z = 1 with zero 0 or 1, but this grid has z = {s.z} and zero = "
+            f"{s.zero}; schedule = '1F1B' or 'Interleaved1F1B' works"
+        ),
     ),
-    "DualPipeV: a step has fewer than 2 · pp micro-batches": Condition(
-        lambda s: s.dual_pipe_v & (s.micro_batches < 2 * s.pp), lambda s: {"least": 2 * s.pp}
+    Rule(
+        "DualPipeV: a step has fewer than 2 · pp micro-batches",
+        lambda s: s.dual_pipe_v & (s.micro_batches < 2 * s.pp),
+        lambda run, s: (
+            f"parallel.schedule = 'DualPipeV' needs at least 2·pp = {2 * s.pp} micro-batches in a step, but there are "
+            f"{s.micro_batches}; schedule = 'ZBVZeroBubble' or '1F1B' works"
+        ),
     ),
-    "ulysses: the query or key heads cannot be divided over cp, x, and y": Condition(
-        lambda s: s.ulysses & (s.cp > 1) & s.uneven_heads
+    Rule(
+        "ulysses: the query or key heads cannot be divided over cp, x, and y",
+        lambda s: s.ulysses & (s.cp > 1) & s.uneven_heads,
+        lambda run, s: (
+            f"parallel.cp_method = 'ulysses': model.num_attention_heads = {s.heads} and num_key_value_heads = "
+            f"{s.kv_heads} must be divisible by {s.head_ranks}, the number of ranks (over cp, x, and y) that share the "
+            "heads; cp_method = 'ring' works"
+        ),
     ),
-    "ep splits experts, and the model has none": Condition(lambda s: (s.ep > 1) & (s.experts == 0)),
-    "ep does not divide dp · cp · z": Condition(
-        lambda s: s.experts > 0 and s.token_ranks % s.ep != 0, lambda s: {"works": math.gcd(s.ep, s.token_ranks)}
+    Rule(
+        "ep splits experts, and the model has none",
+        lambda s: (s.ep > 1) & (s.experts == 0),
+        lambda run, s: f"parallel.ep = {s.ep} splits experts, but model.num_experts is 0; ep = 1 works",
     ),
-    "zero below 3: ep neither divides z nor is a multiple of z": Condition(
+    Divides(("ep",), "the experts", "experts", EXPERTS, "model.num_experts"),
+    Divides(("x",), "the experts' width", "expert_inner", EXPERTS, "model.moe_intermediate_size"),
+    Divides(
+        ("x",),
+        "the shared expert's width",
+        "shared_inner",
+        "layers.*.mlp.shared_expert.up",
+        "model.shared_expert_intermediate_size",
+    ),
+    Rule(
+        "ep does not divide dp · cp · z",
+        lambda s: s.experts > 0 and s.token_ranks % s.ep != 0,
+        lambda run, s: (
+            f"parallel.ep = {s.ep} must divide dp·cp·z = {s.token_ranks}, the processes that the experts are split "
+            f"over; ep = {math.gcd(s.ep, s.token_ranks)} works"
+        ),
+    ),
+    Rule(
+        "zero below 3: ep neither divides z nor is a multiple of z",
         lambda s: s.experts > 0 and (s.zero < 3) & (s.z % s.ep != 0) & (s.ep % s.z != 0),
-        lambda s: {"works": math.gcd(s.ep, s.z)},
+        lambda run, s: (
+            f"parallel.ep = {s.ep} must divide z = {s.z} or be a multiple of it, so that the processes of z with the "
+            f"same experts share their weights; ep = {math.gcd(s.ep, s.z)} works, and so does zero = 3"
+        ),
     ),
-    f"batch parts are for {PLAIN}": Condition(lambda s: not s.is_plain and (s.batch_parts > 1) & (s.x * s.y > 1)),
-    f"float8 is for {PLAIN}": Condition(lambda s: (not s.is_plain) & s.float8),
-    f"float8 needs multiples of {FLOAT8_MULTIPLE} features and tokens on every rank": Condition(
-        lambda s: s.uneven_float8, lambda s: _uneven_float8_size(s)
+    Rule(
+        f"batch parts are for {PLAIN}",
+        lambda s: not s.is_plain and (s.batch_parts > 1) & (s.x * s.y > 1),
+        lambda run, s: f"overlap.batch_parts = {s.batch_parts} is for {PLAIN}; batch_parts = 1 works",
     ),
-    "the sequence is longer than the position table": Condition(lambda s: (s.positions > 0) & (s.seq > s.positions)),
-    "layers_per_stage needs a positive number for each stage, with the number of layers as their sum": Condition(
+    Rule(
+        f"float8 is for {PLAIN}",
+        lambda s: (not s.is_plain) & s.float8,
+        lambda run, s: f"training.float8 = '{run.training.float8}' is for {PLAIN}; float8 = 'none' works",
+    ),
+    Rule(
+        f"float8 needs multiples of {FLOAT8_MULTIPLE} features and tokens on every rank",
+        lambda s: s.uneven_float8,
+        lambda run, s: next(
+            f"training.float8 = '{run.training.float8}': {what} = {size} must be a multiple of {FLOAT8_MULTIPLE} on "
+            f"every rank, such as {round_to_multiple(size, FLOAT8_MULTIPLE)}; float8 = 'none' works"
+            for what, size in s.float8_sizes.items()
+            if size % FLOAT8_MULTIPLE
+        ),
+    ),
+    Rule(
+        "the sequence is longer than the position table",
+        lambda s: (s.positions > 0) & (s.seq > s.positions),
+        lambda run, s: (
+            f"training.seq_length = {s.seq} is longer than the position table, which has "
+            f"model.max_position_embeddings = {s.positions} entries; seq_length = {s.positions} works"
+        ),
+    ),
+    Rule(
+        "layers_per_stage needs a positive number for each stage, with the number of layers as their sum",
         lambda s: s.layers_per_stage is not None and not _is_split(s.layers_per_stage, s.stages, s.layers),
-        lambda s: {
-            "given": list(s.layers_per_stage or ()),
-            "works": list(balanced(s.layers, s.stages, 0.0, 0.0)),
-        },
+        lambda run, s: (
+            f"parallel.layers_per_stage = {list(s.layers_per_stage or ())} must be {s.stages} positive numbers that "
+            f"sum to {s.layers}; layers_per_stage = {list(balanced(s.layers, s.stages, 0.0, 0.0))} works"
+        ),
     ),
-}
-"""The conditions of the rules that are not ``Divides``, by reason."""
-
-
-def _read_rules() -> tuple[Divides | Rule, ...]:
-    table = tomllib.loads((files("fourfold.config") / "legality.toml").read_text(encoding="utf-8"))
-    return tuple(
-        Divides(**{**rule, "axes": tuple(rule["axes"])})
-        if "axes" in rule
-        else Rule(rule["reason"], rule["sentence"], CONDITIONS[rule["reason"]])
-        for rule in table["rules"]
-    )
-
-
-RULES = _read_rules()
+)
 """Rules that a legal layout must satisfy. The error message is about the first rule that a layout breaks."""
-assert {rule.reason for rule in RULES} >= set(CONDITIONS), "every condition has a rule in legality.toml"
 
 
 def accepts(run: RunConfig, key: str, value: int) -> bool:
@@ -235,21 +342,6 @@ def accepts(run: RunConfig, key: str, value: int) -> bool:
 def _largest_divisor(number: int, most: int) -> int:
     """Return the largest divisor of ``number`` that is at most ``most``."""
     return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
-
-
-def _unsplit_parts(s: Any) -> str:
-    """Return the beginning of the sentence about ``batch_parts``. It says what cannot be split."""
-    if s.splits_queries:
-        return f"training.micro_batch_size = {s.micro_batch} cannot be split into"
-    return (
-        f"neither training.micro_batch_size = {s.micro_batch} nor a rank's {s.seq // (s.cp * s.x)} tokens of a "
-        f"sequence (over cp·x = {s.cp * s.x}) can be split into"
-    )
-
-
-def _uneven_float8_size(s: Any) -> dict[str, object]:
-    what, size = next((what, size) for what, size in s.float8_sizes.items() if size % FLOAT8_MULTIPLE)
-    return {"what": what, "size": size, "works": round_to_multiple(size, FLOAT8_MULTIPLE)}
 
 
 def _is_split(counts: tuple[int, ...], stages: Number, layers: int) -> bool:
