@@ -18,8 +18,9 @@ class LaterLosses:
 
     def __init__(self, run: RunConfig, grid: Grid, device: torch.device) -> None:
         depths, self.grid = run.model.num_nextn_predict_layers, grid
-        self.weights = torch.tensor([1.0, *[run.training.mtp_loss_weight / depths] * depths], device=device)
+        self.weights = torch.full((1 + depths,), run.training.mtp_loss_weight / depths, device=device)
         """Factors on the model's own loss and on the loss of each prediction layer, [1 + D]."""
+        self.weights[0].fill_(1.0)  # An assignment would copy the number from the host, and wait for the copy.
         self.means: Tensor | None = None
         """The last step's mean loss of each prediction layer, [D]."""
 
