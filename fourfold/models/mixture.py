@@ -263,7 +263,7 @@ def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: 
     if missing:
         rows_NH = F.pad(rows_NH, (0, 0, 0, missing))
     rows_NH = rows_NH[inverse_N]
-    # Dropped rows come last. No expert writes their outputs, so set them to 0.
+    # In sorted order, dropped rows come last. No expert writes their outputs, so set them to 0.
     if given is not None and not missing:
         rows_NH.masked_fill_((inverse_N >= given)[:, None], 0)
     rows_TKH: Tensor = rows_NH.unflatten(0, (-1, chosen))

@@ -296,7 +296,8 @@ class Job(TrainingState):
         """Count the tokens in a step's loss over all ranks. With [dpo], count the pairs."""
         labels = [micro_batch.labels for micro_batch in micro_batches if micro_batch.labels is not None]
         if self.run.dpo.beta:
-            pairs = torch.tensor(sum(len(labels_BS) for labels_BS in labels) // 2, device=self.device)
+            # Filled on the device, because a copy from the host would wait for the device.
+            pairs = torch.full((), sum(len(labels_BS) for labels_BS in labels) // 2, device=self.device)
             return all_reduce(pairs, self.grid.batch, "pairs of answers")
         mine = torch.stack([(labels_BS != IGNORE_INDEX).sum() for labels_BS in labels]).sum()
         return all_reduce(mine, self.grid.tokens, "kept tokens")

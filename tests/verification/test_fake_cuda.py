@@ -36,6 +36,7 @@ FAST = {
     "experts, y2 ep2 z2": 4,
     "experts, x2 ep2 dp2": 4,
     "multi-token, cp2 ring packed": 0,
+    "linear attention, x2 preferences": 0,
 }
 """Cases of the fast test, with their number of waits for row counts. There are two layers with experts and two
 micro-batches."""

@@ -107,8 +107,8 @@ def _their_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     if "attention_types" in family.defaults:
         kinds = ["local" if model.type_of(layer) == SLIDING else "global" for layer in range(model.num_hidden_layers)]
         return {"attention_types": [[kinds, 1]]}
-    # transformers needs a window size if the file lists layer_types, even if no layer slides. In some families,
-    # however, full layers have rotary embeddings only if there is no window, so the file must not have one.
+    # If the file lists layer_types, transformers needs a window size, even if no layer slides. Exception: in some
+    # families, full layers have rotary embeddings only if the file has no window.
     is_kept = family.lists_layer_types and family.rotating_layers != "sliding"
     unused = family.defaults["sliding_window"] if is_kept else None
     config: dict[str, Any] = {"sliding_window": model.sliding_window if slides else unused}

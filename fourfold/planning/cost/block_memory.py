@@ -90,7 +90,7 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
     """Return the peak bytes of the MLP's backward pass, not counting the tensors that the forward pass has saved.
 
     Returns:
-        The bytes if gradients have the step's dtype at first, and if they are in fp32 from the start (replicas).
+        The bytes if weight gradients have the step's dtype, and the bytes if they are in fp32 (replicated weights).
     """
     model, layout, step = work.model, work.layout, work.step
     p = tensor_bytes(work)

@@ -32,7 +32,7 @@ def read_program(
 
     Args:
         path: The file.
-        given: Columns that replace the file's columns.
+        given: Values by column of a measured row. They replace the values from the file.
         model: The model. Default: the preset with the name of the file's model, or the sizes in the file.
 
     Returns:
