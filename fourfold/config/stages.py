@@ -76,8 +76,7 @@ def balanced(layers: int, stages: int, first: float, last: float) -> tuple[int, 
     work[0] += first
     work[-1] += last
     for _ in range(layers - stages):
-        # Add a layer to the stage with the least work. In a tie, choose the stage nearest the middle, because the first
-        # stage also holds the embedding and the last stage the head.
+        # Add a layer to the stage with the least work. In a tie, choose the stage nearest the middle.
         at = min(range(stages), key=lambda i: (work[i], abs(2 * i - stages + 1)))
         counts[at] += 1
         work[at] += 1.0

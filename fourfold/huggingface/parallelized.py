@@ -76,7 +76,8 @@ class Parallelized(nn.Module):
         processes.
 
         If a step has several micro-batches, pass ``num_items_in_batch``, as in transformers. It is the sum of
-        ``count(labels)`` over all micro-batches. The loss is then divided by this number.
+        ``count(labels)`` over all micro-batches. A micro-batch's loss is then its sum over labeled tokens, divided by
+        this number.
 
         Documents are packed if the ``position_ids`` of a row start again. Packed documents do not attend to each other.
         transformers separates documents only without a key-value cache, so the cache is off if you pass labels or if

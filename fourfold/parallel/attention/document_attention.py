@@ -203,8 +203,8 @@ def begins_of(limits: KeyLimits, q_BSND: Tensor) -> Tensor:
     """Return the index of each document's first token, counted over the tokens of all sequences. The kernel needs
     int32.
 
-    The last entry is the end of the last document. So the shape is [B·E + 1], or [B + 1] if each sequence is one
-    document.
+    The last entry is the end of the last document. With E documents per sequence, the shape is [B·E + 1]. If each
+    sequence is one document, it is [B + 1].
     """
     batch, length = q_BSND.shape[:2]
     row_begins_B1 = length * torch.arange(batch, device=q_BSND.device)[:, None]

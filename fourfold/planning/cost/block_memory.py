@@ -198,7 +198,7 @@ class BlockBytes(ArrayFields):
         own = self._in_backward(work, layers, grads)
         if self.linear is None:
             return own
-        # At the last block with linear attention, later blocks have freed their weights and what they saved.
+        # When the backward pass reaches the last block with linear attention, later blocks have freed their tensors.
         later = np.minimum(work.model.after_linear, layers - 1)
         before = np.where(later > 0, grads.of_block * self.in_unit(work), grads.before)
         freed = self._kept(work, later) + later * freed_by_block(work)

@@ -256,8 +256,8 @@ def _slowest_rank(work: Workload, layer: _Layer, ends: _Ends) -> Number:
 
 
 def _gradient_sum(work: Workload, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> Number:
-    """Return the exposed seconds of the traffic that occurs once per step (``WeightTraffic.gradients``), which the last
-    backward pass can hide."""
+    """Return the exposed seconds of the traffic that occurs once per step (``WeightTraffic.gradients``): the part that
+    the last backward pass does not hide."""
     last_backward = _mean_layers(work) * (block.backward + _recompute(work, block))
     return exposed_gradient_sum(work, constants, traffic.gradients, last_backward)
 
