@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from validation_page.cells import put_between, table
 from validation_page.published_runs import base_of
 from validation_page.published_table import published_table
 
@@ -106,22 +107,13 @@ def runs_of_axonn() -> list[str]:
     return table(("machine", "GPUs", "model", "y = 1", "y > 1", "gain of y"), rows)
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    return [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}", *(f"| {' | '.join(row)} |" for row in rows)]
-
-
 def percent(share: float) -> str:
     return f"{share:+.0%}".replace("-", "−") if abs(share) >= 0.005 else "0%"
 
 
 def main() -> None:
-    text = PAGE.read_text(encoding="utf-8")
     for name, lines in (("map", the_map()), ("AxoNN", runs_of_axonn())):
-        begin, end = (f"<!-- {which} of docs/second_axis.py: {name} -->" for which in ("Begin", "End"))
-        before, rest = text.split(begin)
-        _, after = rest.split(end)
-        text = "\n".join((before + begin, *lines, end + after))
-    PAGE.write_text(text, encoding="utf-8")
+        put_between(PAGE, f"docs/second_axis.py: {name}", lines)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Callable, Sequence
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from validation_page.cells import put_between, table
 
 from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.calibration.machine_constants import shipped
@@ -17,7 +18,6 @@ from fourfold.planning.calibration.score import predict_rows
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "simumax.md"
-BEGIN, END = (f"<!-- {word} of docs/simumax.py -->" for word in ("Begin", "End"))
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Errors:
 
     fourfold: np.ndarray
     file_only: np.ndarray
-    """Of step times that are predicted without fitted constants."""
+    """Errors of the step times that fourfold predicts without fitted constants."""
     simumax: np.ndarray
     fourfold_memory: np.ndarray
     simumax_memory: np.ndarray
@@ -34,12 +34,8 @@ class Errors:
 
 def runs() -> list[Row]:
     """Return SimuMax's measured runs. Their rows name the machine file relative to the repository."""
-    before = Path.cwd()
-    os.chdir(DOCS.parent)
-    try:
+    with chdir(DOCS.parent):
         return read_rows([DOCS / "simumax_runs.csv"])[0]
-    finally:
-        os.chdir(before)
 
 
 def errors(rows: Sequence[Row]) -> Errors:
@@ -75,21 +71,16 @@ HEADER = (
 )  # fmt: skip
 
 
-def table() -> list[str]:
+def errors_table() -> list[str]:
     """Return the lines of the table."""
     rows = runs()
     found = errors(rows)
-    lines = [f"| {' | '.join(HEADER)} |", f"|{'---|' * len(HEADER)}"]
+    columns = (found.fourfold, found.file_only, found.simumax, found.fourfold_memory, found.simumax_memory)
+    cells = []
     for name, belongs in GROUPS.items():
         chosen = np.array([belongs(row.row_id) for row in rows])
-        cells = [
-            _cell(each[chosen])
-            for each in (
-                found.fourfold, found.file_only, found.simumax, found.fourfold_memory, found.simumax_memory
-            )
-        ]  # fmt: skip
-        lines.append(f"| {name} | {chosen.sum()} | {' | '.join(cells)} |")
-    return lines
+        cells.append((name, f"{chosen.sum()}", *(_cell(each[chosen]) for each in columns)))
+    return table(HEADER, cells)
 
 
 def _cell(found: np.ndarray) -> str:
@@ -98,9 +89,7 @@ def _cell(found: np.ndarray) -> str:
 
 
 def main() -> None:
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    _, after = rest.split(END)
-    PAGE.write_text("\n".join((before + BEGIN, *table(), END + after)), encoding="utf-8")
+    put_between(PAGE, "docs/simumax.py", errors_table())
 
 
 if __name__ == "__main__":

@@ -58,9 +58,8 @@ def memory_coverage(rows: list[Row]) -> float:
 def memory_parts(rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return three arrays for rows with measured memory: the bytes of the runtime, the bytes that a step allocates, and
     the measured bytes."""
-    # No published row counts tensors only.
     work, machine = stack([row.work for row in rows]), stack([row.machine for row in rows])
-    assert np.all(work.program.count_cached)
+    assert np.all(work.program.count_cached), "no published row counts tensors only"
     runtime = np.where(work.program.count_runtime, runtime_bytes(work, machine), 0)
     measured = np.array([row.memory_gb * 1e9 for row in rows if row.memory_gb is not None])
     return runtime, (peak_memory(work, machine) - runtime) / (1 + CACHED), measured

@@ -13,8 +13,8 @@ class ChecksConfig(Strict):
 
     non_finite: Literal["stop", "skip", "roll_back"] = "stop"
     """What to do if a loss or gradient norm is not finite. `stop` ends the run. `skip` skips the step's update.
-    `roll_back` returns to the newest checkpoint, and skips the bad batch when it repeats the steps. For overflows in
-    fp16, see [loss_scaling](#loss_scaling)."""
+    `roll_back` returns to the newest checkpoint, and skips the bad batch when it repeats the steps. If gradients
+    overflow in fp16, [loss_scaling](#loss_scaling) handles the overflow instead."""
     spike: Literal["off", "stop", "skip", "roll_back"] = "off"
     """What to do if a loss or gradient norm is far above its values in previous steps. `off` ignores spikes. The other
     choices mean the same as for `non_finite`."""

@@ -15,7 +15,7 @@ import simumax  # noqa: E402 (found through the path added above)
 
 def test_the_page_has_the_planners_errors() -> None:
     text = (DOCS / "simumax.md").read_text(encoding="utf-8")
-    assert "\n".join(simumax.table()) in text, "run: python docs/simumax.py"
+    assert "\n".join(simumax.errors_table()) in text, "run: python docs/simumax.py"
 
 
 def test_the_errors_are_small() -> None:

@@ -9,7 +9,9 @@ import pytest
 from planner_rows import COLUMNS, HEADER, row_text
 
 from fourfold.planning.calibration.columns import parse_cells
+from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.calibration.rows import Row, read_rows, row_of
+from fourfold.planning.calibration.score import predict_rows
 from fourfold.planning.cost.head_memory import head_bytes
 from fourfold.planning.cost.memory import stage_memory
 from fourfold.planning.cost.out_of_memory import CACHED, FRAGMENTED, UNUSABLE, needed_bytes, runtime_bytes
@@ -101,3 +103,10 @@ def test_a_row_of_the_errata_is_corrected(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("\n".join([HEADER, row_text(source="V1"), row_text(source="V2")]))
     assert [each.work.layout.recompute for each in read_rows([path])[0]] == [0, 2]
+
+
+def test_memory_of_tensors_leaves_out_what_the_allocator_caches() -> None:
+    tensors, reserved = (row(memory_gb=30, memory_kind=kind) for kind in ("tensors", "allocator"))
+    scored = predict_rows([tensors, reserved], Calibration())
+    assert scored[1].memory_gb == pytest.approx(scored[0].memory_gb * (1 + CACHED))
+    assert scored[1].p_oom == pytest.approx(scored[0].p_oom)

@@ -201,9 +201,9 @@ class MeasuredRow(BaseModel):
     memory_gb: Size | None = None
     """Peak memory of the GPU that uses the most memory, in GB (10⁹ bytes)."""
     memory_kind: Literal["device", "allocator", "tensors"] = "allocator"
-    """What `memory_gb` measures: all memory in use on the device, as in nvidia-smi (`device`), the memory that
-    PyTorch's allocator has reserved (`allocator`), or only the memory of tensors, as in
-    torch.cuda.max_memory_allocated (`tensors`)."""
+    """What `memory_gb` measures. `device`: all memory in use on the device, as in nvidia-smi. `allocator`: the memory
+    that PyTorch's allocator has reserved. `tensors`: the memory of tensors, as in
+    torch.cuda.max_memory_allocated."""
     expandable_segments: Flag = False
     """Whether PyTorch's allocator uses expandable segments. fourfold always uses them."""
     out_of_memory: Flag = False

@@ -38,8 +38,8 @@ def runtime_bytes(work: Workload, machine: Machine) -> Number:
 
 
 def cached_share(work: Workload) -> Number:
-    """Return the unused memory that the allocator holds, as a fraction of the bytes that a step allocates. It is 0 if
-    the memory in question is only that of tensors."""
+    """Return the unused memory that the allocator holds, as a fraction of the bytes that a step allocates. The fraction
+    is 0 if the prediction covers only tensors."""
     return np.where(work.program.count_cached, CACHED, 0)
 
 
