@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, share_comm_ctx
 
 from fourfold.errors import UserError
 from fourfold.parallel.data.data_parallel import DataParallel, StepTypes, Units
@@ -53,6 +54,8 @@ class GridModel:
         """Allocate memory for the stages. The caller must then fill the weights."""
         self.grid, self.device, self.stages = grid, device, stages
         """This process's pipeline stages, by index. Without a pipeline, stage 0 is the whole model."""
+        # FSDP2 keeps the buffer of its last sum of gradients. Without this call, each stage would keep a buffer.
+        share_comm_ctx([stage.model for stage in stages.values() if isinstance(stage.model, FSDPModule)])
         for stage in stages.values():
             stage.materialize(device)
         self.shards: list[LocalShard] = [shard for stage in stages.values() for shard in stage.shards()]

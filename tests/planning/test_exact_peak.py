@@ -89,6 +89,27 @@ def test_the_peak_of_pipelines_counts_the_sums_of_the_embedding() -> None:
         assert planned_peak(run, rank) == pytest.approx(told.memory.total_peak, rel=0.01), rank
 
 
+@pytest.mark.parametrize(
+    ("model", "parallel", "recompute", "micro_batches"),
+    [
+        ("gpt2", {"z": 2}, "full", 2),
+        pytest.param("llama3-8b", {"z": 2}, "none", 4, marks=pytest.mark.slow),
+        pytest.param("llama3-8b", {"dp": 2, "zero": 1}, "none", 4, marks=pytest.mark.slow),
+        pytest.param("llama3-8b", {"dp": 2, "zero": 3}, "full", 2, marks=pytest.mark.slow),
+        pytest.param("llama3-8b", {}, "full", 4, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_peak_of_ranks_with_two_stages_equals_the_trace(
+    model: str, parallel: dict[str, int], recompute: str, micro_batches: int
+) -> None:
+    """The stages of a rank share the buffer for sums of gradients."""
+    grid = {**parallel, "pp": 2, "schedule": "Interleaved1F1B", "stages_per_rank": 2}
+    run = run_of(grid, recompute, micro_batches, layers=4, model=model, seq=512)
+    for rank, found in enumerate(trace(run, whole=True).pipeline):
+        assert planned_peak(run, rank) == pytest.approx(found.memory.total_peak, rel=0.01), rank
+
+
 def test_the_peak_of_few_blocks_with_experts_equals_the_trace() -> None:
     """With ``zero`` 3, experts that no other rank shards are freed after use. The optimizer steps without gathered
     weights."""
@@ -128,7 +149,7 @@ def test_a_second_micro_batch_adds_only_the_gradients_of_shards() -> None:
 
 
 def run_of(
-    parallel: dict[str, int],
+    parallel: dict[str, Any],
     recompute: str,
     micro_batches: int,
     layers: int = 8,
