@@ -317,7 +317,7 @@ docs/model_types.py` builds a tiny random model and runs these checks:
 - *packed documents*: in the parallelized model, a packed document does not see the documents before it.
 - *Loki*: a decoding step with [Loki](loki.md) that attends to all keys computes the same logits as dense attention.
 
-"ok" means that the check succeeded, with an error of at most {LIMIT:g} of the tensor's norm. "no" means that the check
+"ok" means that the check succeeded, with an error of at most {LIMIT:g} of each tensor's norm. "no" means that the check
 failed, and the table of [messages](#messages) says why. "–" means that the check could not run.
 
 {head}
