@@ -55,8 +55,7 @@ def main() -> None:
 def write_results(out: Path) -> None:
     """Write the results as JSON and as Markdown tables, with one row per arm (way of training) over all its seeds.
 
-    The columns about sampling show the share of documents for which p_ε is certainly at least 0.1 %, because its lower
-    bound is.
+    The columns about sampling show the share of documents for which the lower bound of p_ε is at least 0.1 %.
     """
     results = {arm.name: row for arm in ARMS if (row := result_of(arm, out)) is not None}
     (out / "near-verbatim.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

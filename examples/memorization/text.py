@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fourfold.data.sources import PYTHON_STDLIB, list_inputs, read_documents
 
-SHORTEST = 200  # Shorter docstrings are left out. In characters.
+SHORTEST = 200  # Characters. Shorter docstrings are left out.
 
 
 def docstrings() -> Iterator[str]:

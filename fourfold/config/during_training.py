@@ -98,8 +98,8 @@ class AuditConfig(Strict):
 
 
 class EvaluationConfig(Strict):
-    """Run lm-eval tasks during training, on the training grid. The results are written to tasks.jsonl. You need the
-    extra `evaluate`."""
+    """Run tasks of EleutherAI's evaluation harness (lm-eval) during training, on the training grid. The results are
+    written to tasks.jsonl. You need the extra `evaluate`."""
 
     interval: int = Field(0, ge=0)
     """Number of steps between evaluations. If it is above 0, the tasks also run after the last step. 0 disables

@@ -73,8 +73,8 @@ class ModelKeys(Strict):
     """Number of tokens that a query in a sliding_attention layer attends to, including itself. 0 turns windows off."""
     layer_types: list[LayerType] = Field([])
     """Attention type of each layer. A short list repeats. `sliding_attention` layers use sliding_window.
-    `linear_attention` layers are Gated DeltaNets (Qwen3-Next). If the list is empty (default), all layers use
-    sliding_window."""
+    `linear_attention` layers are Gated DeltaNets (Qwen3-Next). If the list is empty (default), all layers are
+    `sliding_attention` layers if sliding_window is above 0, and `full_attention` layers otherwise."""
     no_rope_layers: list[Literal[0, 1]] = Field([])
     """For each layer, 1 for rotary embeddings or 0 for no position embeddings (SmolLM3). A short list repeats. If the
     list is empty (default), all layers have rotary embeddings."""

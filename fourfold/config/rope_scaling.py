@@ -30,8 +30,8 @@ class RopeScaling(Strict):
     beta_slow: float = Field(1.0, gt=0)
     """yarn: channels that make fewer full turns than this within the original context are scaled by the full factor."""
     truncate: bool = True
-    """yarn: the scaling begins at one channel number and ends at another. With true, both numbers are rounded to
-    integers. GPT-OSS does not round them."""
+    """yarn: the scaling grows between two channel numbers, which follow from beta_fast and beta_slow. With true, both
+    numbers are rounded to integers. GPT-OSS does not round them."""
     attention_factor: float | None = Field(None, gt=0)
     """yarn: factor on the cosines and sines of the rotary embedding. Default: 0.1 ln(factor) + 1."""
     mscale: float | None = Field(None, gt=0)
