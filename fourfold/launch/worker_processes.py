@@ -130,7 +130,8 @@ def _start(
         for module in modules:
             with importing(), contextlib.suppress(Exception):  # The workers will report any error.
                 importlib.import_module(module)
-        # Without this call, garbage collection in a worker would copy the memory that the worker shares with its parent.
+        # Exclude all objects from garbage collection. Otherwise a collection in a worker would copy the memory that the
+        # worker shares with its parent.
         gc.freeze()
     context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
