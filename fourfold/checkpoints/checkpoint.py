@@ -94,7 +94,7 @@ class Checkpointer:
         Args:
             step: Number of finished steps.
             required: Whether a failed write must raise an error. If False, `checkpoint.on_failed_save` decides.
-            prune: Whether to remove older checkpoints. After a bad step, a run may still need them.
+            prune: Whether to remove older checkpoints. After a bad step (`RecentSteps`), a run may still need them.
 
         Raises:
             UserError: Weights or optimizer states are NaN or infinite. All processes raise this.

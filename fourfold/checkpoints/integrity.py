@@ -86,8 +86,8 @@ def check_listing(folder: Path) -> None:
 
 
 def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Check a share of the files: the sizes of all files, and the contents of all files except tensor files. A link is
-    an error.
+    """Check a share of the files: the size of each file, and the content of each file that is not a tensor file. A link
+    is an error.
 
     ``check_contents`` checks the contents of tensor files.
 
@@ -116,7 +116,7 @@ def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
 def check_contents(folder: Path, rank: int = 0, ranks: int = 1) -> None:
     """Compare the checksums of a share of the tensor files with the manifest.
 
-    On the grid that wrote the checkpoint, each process checks the file that it also reads.
+    If every process wrote a file, each process of the same grid checks its own file, which it also reads.
 
     Args:
         folder: The checkpoint.

@@ -39,7 +39,10 @@ unless the section's interval is 0."""
 
 
 class RecentSteps(Strict):
-    """Losses and gradient norms of recent steps. The checks of the section [checks] compare later steps with them."""
+    """Losses and gradient norms of recent steps. The checks of the section [checks] compare later steps with them.
+
+    A step that fails a check is a *bad* step.
+    """
 
     losses: list[float] = Field([])
     """Losses of the last `checks.spike_window` good steps. Empty if `checks.spike` is "off"."""
@@ -107,7 +110,7 @@ class CheckpointState(Strict):
     has_averages: bool = False
     """Whether the checkpoint also has moving averages of the trained weights."""
     expert_rows: list[list[int]] | None = None
-    """For each layer, the number of tokens that went to each expert in the last step that changed the weights. None for
+    """For each layer, the number of tokens that chose each expert in the last step that changed the weights. None for
     dense models."""
     stream: StreamPosition | None = None
     """The position in the streamed dataset. None for corpora on disk, because `step` determines their position."""
@@ -119,7 +122,7 @@ class CheckpointState(Strict):
     """Digests that reveal whether the data on disk has changed (`Corpora.first_samples`). Older versions of fourfold
     wrote a single digest, which is ignored."""
     weights_only: bool = False
-    """True for an imported model. A run that starts from it begins at step 0."""
+    """True for an imported model. A run that starts from an imported model begins at step 0."""
     lora: LoRAConfig | None = None
     """The section [lora] if the run trained only adapters. The checkpoint then has only the adapters."""
     base: str | None = None

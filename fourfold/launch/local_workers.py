@@ -92,7 +92,7 @@ def run_workers(
         The result of rank 0.
 
     Raises:
-        UserError: A worker raised this error. If several did, this is the first one.
+        UserError: A worker raised this error. If several workers did, this is the first error.
         WorkerFailed: A worker failed in another way.
         KeyboardInterrupt: The user pressed Ctrl-C, and the workers do not handle it. Or the user pressed Ctrl-C after
             another stop signal.
@@ -140,7 +140,7 @@ def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connectio
         report = pickle.dumps(WorkerEnd(place.rank, "returned", result if place.rank == 0 else None))
     except UserError as error:
         report = pickle.dumps(WorkerEnd(place.rank, "refused", str(error)))
-    except Exception:  # Report any failure. The parent chooses which one to show.
+    except Exception:  # Report any failure. The parent chooses which failure to show.
         report = pickle.dumps(WorkerEnd(place.rank, "failed", traceback.format_exc()))
     sender.send_bytes(report)
 
@@ -238,7 +238,8 @@ def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[in
 
 
 def _signals_blocked() -> contextlib.AbstractContextManager[None]:
-    """Block stop signals in this process. Workers that start meanwhile block them too, until they can handle them."""
+    """Block stop signals in this process. Workers that start meanwhile block these signals too, and unblock them when
+    they can handle them."""
     resource_tracker.ensure_running()  # Start the tracker now, because starting it later would unblock SIGINT.
     return held_stop_signals()
 

@@ -16,8 +16,8 @@ sends them directly."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, RELAYED_INTERRUPT)
 
 SAME_CTRL_C_SECONDS = 0.5
-"""A second SIGINT within this many seconds is ignored, because both the terminal and a launcher may deliver the same
-Ctrl-C."""
+"""If a launcher started the job, a second Ctrl-C within this many seconds is ignored, because both the terminal and the
+launcher may deliver the same Ctrl-C."""
 
 SAVING = b"\nfourfold: saving a checkpoint after this step; press Ctrl-C again to stop without saving\n"
 

@@ -2,8 +2,8 @@
 
 A watchdog is a separate process (`watchdog_process`). It reads the heartbeats of its training process, and the signals
 that the training process receives. The training process cannot watch itself: it may be stopped, or it may wait forever
-inside a collective. Python runs signal handlers only between two bytecode instructions, and waiting for a collective is
-one instruction.
+inside a collective. Python runs signal handlers only between two bytecode instructions. Waiting for a collective is one
+instruction, so no handler runs during the wait.
 """
 
 import contextlib

@@ -55,8 +55,8 @@ class WorkerProcesses:
         )
         self._starter.start()
         for end in (self._starters_control, *self._senders):
-            # Close this process's copy of the other end of the pipe. The pipe then closes when the process at the other
-            # end dies.
+            # Only the starter and the workers use these ends of the pipes. Close this process's copies, so that a pipe
+            # closes when the starter or worker that uses it dies.
             end.close()
 
     def wait_for_start(self) -> None:
@@ -87,7 +87,7 @@ class WorkerProcesses:
         try:
             self._control.send(rank)
             code = self._control.recv()
-            # The system may give this process id to another process, so forget it.
+            # The system may now give this process id to another process, so forget the id.
             self.ids.pop(rank, None)
         except (EOFError, OSError):  # The workers ended together with their starter.
             assert self._starter is not None, "it was started"
@@ -130,7 +130,8 @@ def _start(
         for module in modules:
             with importing(), contextlib.suppress(Exception):  # The workers will report any error.
                 importlib.import_module(module)
-        # Without this, garbage collection in a worker would copy the memory that it shares with its parent.
+        # Exclude all objects from garbage collection. Otherwise a collection in a worker would copy the memory that the
+        # worker shares with its parent.
         gc.freeze()
     context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []

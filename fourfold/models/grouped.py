@@ -101,7 +101,7 @@ def grouped_matmul(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tens
 
 
 def add_biases(rows_NO: Tensor, biases_EO: Tensor | None, groups: Groups) -> Tensor:
-    """Add to each row the bias of its group. Return the rows unchanged if there are no biases."""
+    """Add the bias of each row's group to the row. Return the rows unchanged if there are no biases."""
     if biases_EO is None:
         return rows_NO
     group_N = groups.of_rows(len(rows_NO))

@@ -47,7 +47,7 @@ def check_targets(model: ModelConfig, config: LoRAConfig, stages: Sequence[range
         stages: The indices of the layers in each pipeline stage.
 
     Raises:
-        UserError: The model has no layer of this name, or a stage would have nothing to train.
+        UserError: A target names no layer of the model, or a stage would have nothing to train.
     """
     targets = config.targets or ()
     with torch.device("meta"):

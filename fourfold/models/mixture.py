@@ -25,8 +25,8 @@ class Mixture(nn.Module):
     """Computes Σ_k w_tk · expert_tk(x_t), plus the output of the shared expert if there is one."""
 
     capacity_factor = 0.0
-    """Limits the rows of each sequence that an expert processes in training: at most this factor times the expert's
-    equal share. 0 means no limit."""
+    """Limits the rows of each sequence that an expert processes in training: at most this factor times an equal share
+    of the rows. 0 means no limit."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Order(NamedTuple):
     """Describes how to sort rows by expert. Dropped rows (padding, and rows above the capacity) come last."""
 
     place_N: Tensor
-    """The row at each position of the sorted order. The row of token t and its choice k has the number t·K + k."""
+    """The row at each position of the sorted order. The row for the k-th choice of token t has the number t·K + k."""
     inverse_N: Tensor
     """The position of each row in the sorted order."""
     sizes_E: Tensor

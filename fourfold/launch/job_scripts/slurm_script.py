@@ -138,8 +138,8 @@ def _setup(site: Site, job: SlurmJob) -> str:
 
 
 def wall_seconds(time: str) -> int | None:
-    """Return the seconds of a wall time in one of SLURM's forms, from MINUTES to DAYS-HOURS:MINUTES:SECONDS. Return
-    None for any other text, such as UNLIMITED."""
+    """Convert a wall time in one of SLURM's forms, from MINUTES to DAYS-HOURS:MINUTES:SECONDS, to seconds. Return None
+    for any other text, such as UNLIMITED."""
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
         return None
     days, _, clock = time.rpartition("-")

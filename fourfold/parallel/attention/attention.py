@@ -141,7 +141,10 @@ class SharedAttentionCore(AttentionCore, Tiled):
 
 
 def whole_sequences(t: Tensor, ranks: int) -> Tensor:
-    """Join the tokens of n ranks into whole sequences: [n · B, T, …] → [B, n · T, …]. The first B rows are rank 0's."""
+    """Join the tokens of n ranks into whole sequences: [n · B, T, …] → [B, n · T, …].
+
+    The first B rows of the input are the tokens of rank 0.
+    """
     by_sequence_BnTf: Tensor = t.unflatten(0, (ranks, -1)).transpose(0, 1)
     return by_sequence_BnTf.flatten(1, 2)
 

@@ -43,8 +43,8 @@ class Units:
     """A model's modules in forward order, grouped into units. One all-gather collects all weights of a unit, and one
     collective sums all gradients of a unit over ranks.
 
-    Each block is a unit. The modules in ``last``, which follow the blocks, form one unit together. Modules that are not
-    in ``embeddings``, ``blocks``, or ``last`` belong to the root unit.
+    Each block is a unit. The modules in ``last``, which follow the blocks, form one unit together. How embeddings form
+    units depends on the subclass of ``DataParallel``. All other modules belong to the root unit.
     """
 
     embeddings: list[nn.Module]

@@ -170,7 +170,7 @@ class SumInBackground(Allocation):
 
 
 class ReplicasInBackground:
-    """Replaces the process group of a shard's replicas, so that its all-reduces run in the background.
+    """Replaces the process group of a shard's replicas, so that all-reduces over this group run in the background.
 
     FSDP2 calls only the methods defined here. This object must compare equal to the real group, because torch looks up
     the group when it formats an error message.

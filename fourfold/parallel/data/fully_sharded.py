@@ -152,8 +152,8 @@ class FullySharded(DataParallel):
             every = (p for group in self.fsdp_groups() for p in group.fsdp_params)
             self._fsdp_parameters = {p._unsharded_param: p for p in every}
         fsdp_parameter = self._fsdp_parameters[parameter]
-        # If a sum in reduce_dtype exists, the first call adds the gradient to it. Otherwise the second call starts a
-        # sum.
+        # If a sum in reduce_dtype exists, the first call below adds the gradient to this sum. Otherwise the second call
+        # starts a sum.
         fsdp_parameter.accumulate_unsharded_grad_if_needed()
         fsdp_parameter.to_accumulated_grad_if_needed()
 
@@ -174,7 +174,7 @@ class FullySharded(DataParallel):
                 parameter.grad = parameter.grad.to(self.types.gradient)
 
     def _free_summed(self, *_: object) -> None:
-        """Free gradients that FSDP2 keeps after it has sent them. This runs before the head computes the next logits.
+        """Free gradients that FSDP2 has sent but still keeps. This hook runs before the head computes the next logits.
 
         The unit that came last in the backward pass is usually the embedding, so its gradients are large. FSDP2 would
         keep them until the next micro-batch's backward pass.

@@ -67,8 +67,8 @@ class Dispatch:
 
         Args:
             counts: The result of ``exchange_counts``.
-            planned: Number of rows that every rank is assumed to send to each expert. Only a trace passes this, because
-                it has no data to count.
+            planned: Number of rows that every rank is assumed to send to each expert. Only ``fourfold trace`` passes
+                this, because a trace has no data to count.
         """
         if planned is None:
             numbers: list[Any] = counts.read()

@@ -63,7 +63,8 @@ class ExpertLoad:
         """The loss scale divided by the number of tokens. Losses that are sums over tokens are multiplied by this
         factor."""
         self.planned: Sequence[float] | None = None
-        """The relative load of each expert, for a trace. A trace has no data to count, so it assumes this load."""
+        """The relative load of each expert, for ``fourfold trace``. A trace has no data to count, so it assumes this
+        load."""
         self._sums = torch.zeros(shape[0], self.experts + len(FIGURES), dtype=torch.float64, device=device)
 
     def watch(self, model: nn.Module) -> None:
@@ -117,7 +118,8 @@ class ExpertLoad:
         self.rows_LE.copy_(torch.tensor(rows, dtype=torch.float64))
 
     def planned_rows(self, rows: int) -> list[int]:
-        """Return how many of a rank's rows go to each expert. Only a trace calls this, because it has no data.
+        """Return how many of a rank's rows go to each expert. Only ``fourfold trace`` calls this, because a trace has
+        no data.
 
         The rows are distributed in the proportions of ``planned``. Rows above the capacity are dropped.
         """
@@ -133,8 +135,8 @@ class ExpertLoad:
     def figures(self) -> dict[str, float]:
         """Return metrics of the last counted step, over all ranks. This makes the host wait for the device.
 
-        - expert_load: the rows of the busiest expert, divided by the mean rows per expert in its layer. Of all layers,
-          the highest ratio counts.
+        - expert_load: in each layer, the rows of the busiest expert, divided by the mean rows per expert. The metric is
+          the highest ratio of all layers.
         - dropped_share: the fraction of rows that were dropped.
         - router_entropy: the entropy of the router's probabilities in nats, averaged over tokens and layers.
         - balance_loss and router_z_loss: averaged over tokens, summed over layers, and not multiplied by their

@@ -18,7 +18,8 @@ def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) 
     must call this.
 
     The store still has the keys of earlier attempts. TORCHELASTIC_RESTART_COUNT does not tell attempts apart, because
-    each agent counts its own restarts (github.com/pytorch/pytorch/issues/135712). So the ranks agree on a random name:
+    each node's torchrun counts only its own restarts (github.com/pytorch/pytorch/issues/135712). So the ranks agree on
+    a random name:
 
     1. Each rank except rank 0 writes a new random word to the store.
     2. Rank 0 answers each word with the attempt's name. It also answers words of earlier attempts, but nobody reads

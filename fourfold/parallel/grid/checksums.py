@@ -91,7 +91,7 @@ class CollectiveInputs(TorchDispatchMode):
         elif name == "recv_":
             members = (members[args[2]], me)
         purpose = PURPOSE.get()
-        # FSDP2's collectives have no purpose, so derive it from the operation.
+        # fourfold does not name the purpose of FSDP2's collectives, so derive the purpose from the operation.
         of_fsdp = "weights" if name == "_allgather_base_" else "gradients"
         why = of_fsdp if purpose is None else purpose.why
         if name == "recv_":

@@ -39,7 +39,7 @@ ON_WAIT: ContextVar[Callable[[Tensor], None] | None] = ContextVar("on_wait", def
 """A function that ``Pending.wait`` calls with the result of each collective. ``fourfold trace`` sets it."""
 
 PURPOSE: ContextVar[Purpose | None] = ContextVar("purpose", default=None)
-"""The purpose of the collectives that start now. ``fourfold trace`` reads it."""
+"""The purpose of the collectives that start now. ``fourfold trace`` and the module ``checksums`` read it."""
 
 
 @contextmanager

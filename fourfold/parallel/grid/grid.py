@@ -78,9 +78,9 @@ class TwoLevels:
 class Grid:
     """Arranges the processes of a job along the six axes (pp, dp, cp, z, y, x), and creates their process groups.
 
-    x, y, z, cp, and pp are attributes of the grid. dp appears only in combination with other axes:
+    The attributes x, y, z, cp, and pp are single axes. These attributes are axes too:
 
-    - ``batch``: the processes that split the batch (dp and z, with z inside dp).
+    - ``batch``: the processes that split the batch (dp and z, with z as the inner axis).
     - ``replicas``: the processes that may hold the same weights (dp and cp).
     - ``tokens``: the processes that split a step's tokens and sum its gradients (dp, cp, and z).
     - ``ep``: neighboring processes on the ``tokens`` axis that together hold one copy of all experts.

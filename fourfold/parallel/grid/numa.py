@@ -35,6 +35,6 @@ def cores_beside(address: str) -> set[int]:
 
 
 def bind_to(cores: set[int]) -> None:
-    """Restrict this process to the given cores. Leave out the cores that its launcher does not let it use."""
+    """Restrict this process to the given cores. Leave out cores that the launcher does not let the process use."""
     if shared := cores & os.sched_getaffinity(0):
         os.sched_setaffinity(0, shared)

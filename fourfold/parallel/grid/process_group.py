@@ -164,7 +164,7 @@ def default_group() -> dist.ProcessGroup:
 
 def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
     """Give a group the timeout of the default group. A new group has torch's default timeout (30 minutes for gloo)."""
-    if dist.get_backend(group) in ("gloo", "nccl"):  # The fake group of a trace has no timeout.
+    if dist.get_backend(group) in ("gloo", "nccl"):  # The fake group of ``fourfold trace`` has no timeout.
         group.set_timeout(timeout_of(default_group(), device_type))
 
 

@@ -73,8 +73,8 @@ class _OnCPU:
     """A copy of a tensor in CPU memory.
 
     Args:
-        before: the copy of the previous recomputed block's input. The backward pass needs that input directly after
-            this one. None if there is no previous recomputed block.
+        before: the copy of the previous recomputed block's input. The backward pass needs that input right after
+            this tensor. None if there is no previous recomputed block.
     """
 
     def __init__(self, tensor: Tensor, copies: CopyStream, before: _OnCPU | None) -> None:

@@ -60,7 +60,8 @@ def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Op
 def _flat(action: Any) -> list[Op]:
     """Convert one of torch's actions to operations.
 
-    An idle rank has no operation. If an action overlaps a forward and a backward pass, it becomes several operations.
+    The action of an idle rank is None, and becomes no operation. An action that overlaps a forward and a backward pass
+    becomes several operations.
     """
     if action is None:
         return []

@@ -53,6 +53,8 @@ OverY = Literal["replicate", "features", "batch", "sequence"]
 splits the named dim."""
 
 SHARED_DIM: dict[OverY, int | None] = {"replicate": None, "batch": 0, "sequence": 1, "features": 2}
+"""The dim that y splits, or None if each rank of y has a copy."""
+
 TOKEN_DIM: dict[OverY, int] = {"replicate": 0, "features": 0, "batch": 1, "sequence": 1}
 """The dim along which the all-gather over x concatenates the ranks' tokens.
 
@@ -67,6 +69,7 @@ NORMAL_BIAS: dict[OverY, Tile] = {
     "batch": Tile(x=0, partial_over=("y",)),
     "sequence": Tile(x=0, partial_over=("y",)),
 }
+"""The tile of a normal layer's bias."""
 
 
 @not_compiled

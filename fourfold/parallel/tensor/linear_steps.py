@@ -95,8 +95,8 @@ def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> S
     matrices = [matrix for layer in layers for matrix in layer.matrices()]
     gathered, *places = _Keep.apply(x, share, state, *matrices)
     if schedule.waits_before_matmul:
-        # The forward pass ends a step after the matmul if there is a sum. The recomputation ends a step here instead,
-        # so that the batch parts save their tensors in the same order as in the forward pass.
+        # In the forward pass, a step ends after the matmul if there is a sum. In the recomputation, this step ends here
+        # instead, so that the batch parts save their tensors in the same order as in the forward pass.
         if writing is not None:
             yield Until.SUMMED
         yield Until.ALL_PARTS
