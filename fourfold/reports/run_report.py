@@ -126,12 +126,12 @@ def _curves(runs: Sequence[RecordedRun]) -> str:
         return curve_chart(title, curves, unit=of_unit, marks=marks, smooth=smooth, from_zero=zero)
 
     in_nats = all(run.is_in_nats for run in runs)
-    unit_of_loss = "nats a token" if in_nats else ""
+    unit_of_loss = "nats per token" if in_nats else ""
     loss = curve_chart("Loss", losses, unit=unit_of_loss, marks=marks, is_loss=in_nats, height=360)
     others = [
         of("Gradient norm", "grad_norm", "before clipping", zero=False),
         of("Learning rate", "lr", "", smooth=False),
-        of("Throughput", "tokens_per_second", "tokens a second, all devices"),
+        of("Throughput", "tokens_per_second", "tokens per second, all devices"),
         of("Memory", "peak_memory_bytes", f"{unit_name}, peak of the fullest device", unit, smooth=False),
     ]
     if any(run.numbers("mfu") for run in runs):
@@ -204,7 +204,7 @@ def _memorization(run: RecordedRun) -> list[str]:
         return curves
 
     exact = curve_chart("Canaries repeated exactly", of("exact_match", 0.01), unit="% of the canaries", from_zero=True)
-    loss = curve_chart("Loss of the canaries", of("loss", 1.0), unit="nats a token", is_loss=True)
+    loss = curve_chart("Loss of the canaries", of("loss", 1.0), unit="nats per token", is_loss=True)
     return ["<h2>Memorization</h2>", html.charts([exact, loss])]
 
 

@@ -50,7 +50,7 @@ def facts_of(compared: RunComparison) -> Facts:
     """Return the comparison as lines to print."""
     facts: dict[str, Fact] = {
         "machine": compared.machine,
-        "seconds a step": f"{compared.predicted_step_seconds:.4g} predicted, {compared.measured_step_seconds:.4g} "
+        "seconds per step": f"{compared.predicted_step_seconds:.4g} predicted, {compared.measured_step_seconds:.4g} "
         f"measured ({compared.step_error:+.0%})",
     }
     if compared.measured_memory_bytes is not None:

@@ -106,7 +106,7 @@ def test_training_shows_what_was_predicted_once_its_machine_is_calibrated(cli: C
         cli("machine", "calibrate", "--from", first / "metrics.jsonl", "--machine", "laptop", "--out", machine)[0] == 0
     )
     code, out, _ = cli("train", path, *steps, "--set", "name=second")
-    assert code == 0 and "Predicted and measured" in out and "seconds a step" in out
+    assert code == 0 and "Predicted and measured" in out and "seconds per step" in out
     record = json.loads((tmp_path / "runs" / "second" / "prediction.json").read_text())
     assert record["machine"] == "mine" and record["steps"] == 10 and record["measured_memory_bytes"] is None
     lines = (tmp_path / "runs" / "second" / "metrics.jsonl").read_text().splitlines()

@@ -63,7 +63,7 @@ def test_nothing_is_cut(browser: Browser, run_page: Path, width: int, scheme: st
         text = page.inner_text("body")
     for words in ("60 steps recorded", "2.06667", "12.6", "40.0%", "1 h", "20, 40", "resumed from a checkpoint"):
         assert words in text, words  # the last validation loss, 2.5 + 2/59, is a perplexity of 12.6
-    assert {"nats a token", "tokens"} <= set(drawn["Loss"].texts)
+    assert {"nats per token", "tokens"} <= set(drawn["Loss"].texts)
     assert "% of the canaries" in drawn["Canaries repeated exactly"].texts
     assert {
         "acc",

@@ -68,7 +68,7 @@ def test_a_loss_of_preferences_is_not_a_perplexity(tmp_path):
         for name, metrics in {"trained": {}, "preferred": {"dpo_margin": 0.0}}.items()
     )
     html = write_run_report(trained).read_text()
-    assert "validation perplexity" in html and chart_specs(html)["Loss"]["unit"] == "nats a token"
+    assert "validation perplexity" in html and chart_specs(html)["Loss"]["unit"] == "nats per token"
     html = write_run_report(preferred).read_text()
     loss = chart_specs(html)["Loss"]
     assert "validation perplexity" not in html and (loss["unit"], loss["isLoss"]) == ("", False)
@@ -269,7 +269,7 @@ def test_a_damaged_audit_is_one_sentence(tmp_path, text):
 def test_the_page_can_be_read_without_seeing_the_charts(tmp_path):
     records = [record(1, loss=4.0), record(2, loss=3.0, validation_loss=3.5)]
     html = write_run_report(make_run(tmp_path, records)).read_text()
-    label = "Loss. train: from 4 to 3 nats a token, validation: from 3.5 to 3.5 nats a token"
+    label = "Loss. train: from 4 to 3 nats per token, validation: from 3.5 to 3.5 nats per token"
     assert f'role="img" aria-label="{label}"' in html
     assert "<details><summary><h2>Run file</h2></summary>" in html
     write_comparison([tmp_path], tmp_path / "page.html")
