@@ -14,7 +14,7 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
 
 LONG = 32768
-"""A context counts as long from this number of tokens per sequence on. Attention then takes much of the step."""
+"""A context counts as long if a sequence has at least this number of tokens. Attention then takes much of the step."""
 FAR = 2.0
 """A workload is far from the measured rows if one of its features (``range_features``) is outside the range of the rows
 by more than this factor."""
