@@ -86,7 +86,7 @@ def shipped_interval(machine: Machine, kind: str, work: Workload) -> tuple[float
 def shipped_order_factor() -> float:
     """Return how far apart two predicted times must be, as a ratio, so that their order can be trusted.
 
-    If the ratio of two predicted times is larger, the measured times have the same order with a probability of 95 %
+    If the ratio is larger than this factor, the two measured times have the same order with a probability of 95 %
     (``order_factor`` in docs/validation_page/error_intervals.py).
     """
     return float(_table()["order"]["factor"])

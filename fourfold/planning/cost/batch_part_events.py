@@ -108,7 +108,7 @@ class Recording:
 
     def _block(self, place: tuple[int, int], is_last: bool) -> Steps[None]:
         """Record the events of one part in one block. Yield at the same points as
-        ``parallel.overlap.batch_parts.BlockInParts.steps``."""
+        ``parallel.overlap.batch_parts.BlockInParts.steps``, so that the parts take turns as in training."""
         kind = self._kind
         waits_for_up = kind.x and not kind.parallel_residual
         self._norm(place, kind.norms_before, "attention", again=kind.norms_again)
@@ -142,7 +142,7 @@ class Recording:
         before_gather: bool = False,
     ) -> Steps[None]:
         """Record the events of one part in a linear layer. Yield at the same points as
-        ``parallel.tensor.linear_steps.linear_steps``."""
+        ``parallel.tensor.linear_steps.linear_steps``, so that the parts take turns as in training."""
         kind, name = self._kind, layer.name
         reads, writes = (getattr(kind, axis) for axis in (layer.reads, layer.writes))
         from_input, summed = (_issue(name, layer.reads, place, what) for what in ("tokens", "input gradient"))

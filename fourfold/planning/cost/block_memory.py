@@ -230,7 +230,7 @@ class BlockBytes(ArrayFields):
         # The input of the next recomputed block counts too, because it is already being copied back from host memory.
         several = np.ceil(layers / layout.recompute_every) > 1
         again = again + np.where(full & layout.offload & several, self.full, 0)
-        # The backward pass begins with the blocks after the last recomputed block. They have freed what they saved.
+        # The blocks after the last recomputed block come first in the backward pass, and have freed what they saved.
         freed = (layers - 1) % layout.recompute_every * self.whole
         backward = np.maximum(in_mlp, in_attention + before) + np.maximum(again - freed, 0)
         # At the end of its backward pass, the block has freed what it saved.

@@ -80,12 +80,12 @@ def in_flight(work: Workload, rank: Number) -> Number:
     - 1F1B: p − rank.
     - Interleaved1F1B: ((v − 1)·r + 2(p − rank) − 1) / v (Narayanan et al. 2021, arXiv 2104.04473).
     - InterleavedZeroBubble: ((v − 1)·r + p) / v. Activations stay in memory until the weight gradients are computed.
-    - ZBVZeroBubble: p. It is less if the first micro-batch returns to the rank before p micro-batches have entered.
+    - ZBVZeroBubble: p, or (m + 1 + rank) / 2 if this is less, for m micro-batches per step.
     - DualPipeV: p + ½.
     - GPipe and LoopedBFS: all micro-batches.
 
-    With interleaved schedules, the result is at least 1. It is never more than the number of micro-batches. Without a
-    pipeline, it is 1.
+    In interleaved schedules, the result is at least 1. In all schedules, the result is at most the number of
+    micro-batches. Without a pipeline, the result is 1.
     """
     layout = work.layout
     behind, micro_batches = layout.pp - rank, work.micro_batches

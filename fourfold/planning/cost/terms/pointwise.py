@@ -30,8 +30,8 @@ write. Its backward pass reads the output's gradient and the input, and writes t
 of a sum moves nothing."""
 
 # The constants from here to OWN_BIASES are for fourfold's operations in 16 bits, each for the forward pass and the
-# backward pass. tests/planning/test_traffic.py counts the passes. It leaves out fused operations and norm kernels,
-# which need a compiler or a GPU.
+# backward pass. tests/planning/test_traffic.py counts the passes, except for fused operations and norm kernels, which
+# need a compiler or a GPU.
 OWN_SUMS = 6.0, 6.0
 """Passes over the residual stream: two residual sums, and the sums of their gradients (two reads and one write
 each)."""
