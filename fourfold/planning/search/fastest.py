@@ -90,7 +90,7 @@ class Found(SearchScores):
     - order: the points that are legal and fit, fastest first. Ties are ordered by P(OOM) (see ``ranking``).
     - first_round: the number of points in the first round, which tries one number of batch parts. The points with more
       batch parts come after these points.
-    - refused: for each reason, the number of layouts that were dropped before they became points, because their grid is
+    - refused: for each reason, the number of layouts that were dropped before they became points, because they are
       illegal with every recompute mode.
     - batch_parts: the numbers of batch parts that were tried.
     - seconds_taken: wall time of the search, in seconds.
