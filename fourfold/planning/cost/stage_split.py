@@ -73,19 +73,19 @@ def blocks_of(work: Workload) -> tuple[Blocks, ...]:
 def in_flight(work: Workload, rank: Number) -> Number:
     """Return how many micro-batches have activations on a pipeline rank at the same time.
 
-    There are p ranks with v stages each. A micro-batch counts as 1/v for each stage of the rank that holds activations
-    of the micro-batch. The ranks are numbered from 0. In interleaved schedules, micro-batches run in rounds of r. If p
-    divides the number of micro-batches, r is p.
+    A step has m micro-batches. There are p ranks, numbered from 0, with v stages each. A micro-batch counts as 1/v for
+    each stage of the rank that holds activations of the micro-batch. Interleaved schedules run the micro-batches in
+    rounds of r micro-batches. If p divides m, r is p.
 
     - 1F1B: p − rank.
     - Interleaved1F1B: ((v − 1)·r + 2(p − rank) − 1) / v (Narayanan et al. 2021, arXiv 2104.04473).
     - InterleavedZeroBubble: ((v − 1)·r + p) / v. Activations stay in memory until the weight gradients are computed.
-    - ZBVZeroBubble: p, or (m + 1 + rank) / 2 if this is less, for m micro-batches per step.
+    - ZBVZeroBubble: p, or (m + 1 + rank) / 2 if this is less.
     - DualPipeV: p + ½.
-    - GPipe and LoopedBFS: all micro-batches.
+    - GPipe and LoopedBFS: m.
 
-    In interleaved schedules, the result is at least 1. In all schedules, the result is at most the number of
-    micro-batches. Without a pipeline, the result is 1.
+    In interleaved schedules, the result is at least 1. In all schedules, the result is at most m. Without a pipeline,
+    the result is 1.
     """
     layout = work.layout
     behind, micro_batches = layout.pp - rank, work.micro_batches
