@@ -202,8 +202,8 @@ def _cpu_seconds(call: Callable[[], object], repetitions: int) -> float:
 
 
 def gpu_seconds(call: Callable[[], object], repetitions: int) -> float:
-    """Return the seconds of several calls, measured on the GPU with CUDA events. So they exclude the time that the host
-    takes to wait for the result."""
+    """Return the seconds of several calls, measured on the GPU with CUDA events. The seconds exclude the time that the
+    host takes to wait for the result."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(repetitions):

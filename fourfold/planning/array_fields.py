@@ -1,5 +1,5 @@
-"""Define dataclasses whose fields are scalars or arrays. If the arrays have n entries, one call predicts n *cases*,
-such as n layouts."""
+"""Define dataclasses whose fields are scalars or arrays. If the arrays have n entries, one call of a cost function
+predicts n *cases*, such as n layouts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace

@@ -32,7 +32,7 @@ class Costs:
     checkpoint_interval_seconds: float | None
     mtbf_hours: float | None
     goodput: float | None
-    """Fraction of the time that is spent on training. The remaining time goes to checkpoints, lost work, and
+    """Fraction of the time that is spent on training. The remaining time is spent on checkpoints, lost work, and
     restarts."""
 
 

@@ -31,8 +31,8 @@ class SavePlan:
 def plan_saves(run: RunConfig, machine: Machine) -> SavePlan:
     """Return how often a run on a machine saves a checkpoint.
 
-    If the run file sets ``checkpoint.interval``, the plan has this interval. Otherwise it has the best interval. This
-    interval is 0 if the machine file has no ``mtbf_gpu_hours``.
+    If the run file sets ``checkpoint.interval``, the plan has this interval. Otherwise, the plan has the interval that
+    loses the least time (``best_interval``), or 0 if the machine file has no ``mtbf_gpu_hours``.
 
     Raises:
         UserError: The planner cannot predict the run.

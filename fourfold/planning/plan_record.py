@@ -49,7 +49,7 @@ class PlanRecord:
     """Factors on predicted seconds that give the 5th and the 95th percentile of measured seconds. None on a machine
     that the user calibrated, because the factors come from fourfold's calibration."""
     within_error: WithinError
-    """The layouts whose predicted times are too close to the best layout's time, given the planner's error."""
+    """The layouts that may be as fast as the best layout, because the planner's error is larger than the difference."""
 
     def labeled(self) -> list[tuple[str, Prediction]]:
         """Return the layouts to show, with their labels. The ranked layouts are first, and their labels are their

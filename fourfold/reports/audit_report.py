@@ -25,8 +25,8 @@ NEAR_EXPLANATION = (
 Record = Mapping[str, Any]
 TableRows = list[list[str]]
 Part = tuple[str, tuple[str, ...], TableRows, str]
-"""The title, the header, and the rows of a table, and an explanation or "". A table without a header (``FACTS``) has
-labels and values."""
+"""The title, the header, and the rows of a table, and an explanation of the table (or ""). A table with the empty
+header ``FACTS`` has labels and values."""
 
 FACTS = ("", "")
 COUNT_HEADER = ("trained on", "documents", "exact match", "95 % interval", "longest span", "agreement", "exposure")

@@ -6,7 +6,7 @@ from fourfold.reports.chart import empty_chart, figure
 from fourfold.reports.numbers import format_number
 
 LABELED = 12
-"""A line with dots shows the values of its points if it has at most this many points."""
+"""If a line has at most this number of points, the chart prints the value of each point above its dot."""
 _AT_END = {"show": True, "position": "right", "color": "--ink", "fontWeight": 600}
 
 

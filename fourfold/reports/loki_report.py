@@ -25,8 +25,9 @@ variant's record."""
 def rank_table(record: Record) -> None:
     """Print the result of a calibration, one row per layer.
 
-    For each kind of components, a row has the recall, and the mean and the maximum of Rank@90 over the heads. Rank@90
-    is the number of dimensions that explain 90 % of the variance. The last cell names the kind that ranks the keys.
+    ``calibrate`` computes several kinds of components for each layer. For each kind, a row has the recall, and the mean
+    and the maximum of Rank@90 over the heads. Rank@90 is the number of dimensions that explain 90 % of the variance.
+    The last cell names the kind that the layer uses to rank keys.
     """
     header = [*(f"{TITLES[kind]}: mean (max)" for kind in record["ranks"]), *(f"recall, {k}" for k in record["recall"])]
     rows = []

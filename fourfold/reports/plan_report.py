@@ -26,7 +26,7 @@ FASTEST = 200
 
 def write_plan_report(path: Path, result: PlanRecord) -> None:
     """Write the HTML page of a plan. It shows the layouts, where a step's time goes, memory by pipeline rank, and
-    layouts that differ from the best one in one choice."""
+    layouts that differ from the best layout in one choice."""
     plan, best = result.plan, result.plan.best
     wide = []
     if result.explanation is not None:

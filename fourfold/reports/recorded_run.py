@@ -129,7 +129,7 @@ def read_summary(path: Path) -> dict[str, Any]:
     """Read a JSON object that maps labels to text or numbers. Return an empty dictionary if there is no file.
 
     Raises:
-        UserError: The file has another content.
+        UserError: The file is not JSON, or does not contain such an object.
     """
     if not path.is_file():
         return {}

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 LONGEST_WORD = 24
-"""Words of at most this length are never broken. Longer words, such as paths, may be."""
+"""Words of at most this length are never broken. Longer words, such as paths, can be broken."""
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[str] = ()) -> None:

@@ -12,7 +12,7 @@ def print_matmuls(record: Mapping[str, Any]) -> None:
     """Print one row per matmul: its rate with the default layout, and how much faster the chosen layout is.
 
     A weight can be stored as it is or transposed. The column "other order" has the combined gain of the layer's three
-    matmuls if the weight were stored in the order that was not chosen.
+    matmuls for a weight in the order that was not chosen.
     """
     print_table(f"Matmuls in {record['precision']}", HEADER, matmul_rows(record["layers"]), words=HEADER[:4])
     print(f"{record['machine']}\n{record['file']}")

@@ -21,8 +21,8 @@ RARELY, FAR_OFF = 0.02, 8
 """With the probability ``RARELY``, the planner's memory prediction is far off, and the standard deviation of its error
 is ``FAR_OFF`` times as large."""
 NEVER = 1e-9
-"""Lower bound on the probability of a trial's outcome. It limits the effect of a trial that failed for a reason other
-than memory."""
+"""Lower bound on the probability of a trial's outcome. This bound limits the effect of a trial that failed for a reason
+other than memory."""
 
 MORE_IS_MORE = ("micro_batch_size", "recompute_every")
 """Knobs for which a larger value needs more memory."""
@@ -68,8 +68,8 @@ class MemoryMargin:
 
 
 def _prior() -> np.ndarray:
-    """Return ``log_weight`` before any trial. It follows from the planner's uncertainty, with a small probability that
-    the prediction is far off."""
+    """Return ``log_weight`` before any trial. The distribution follows from the planner's uncertainty, with a small
+    probability that the prediction is far off."""
     one = SPREAD**2 - APART**2
     far = (FAR_OFF * SPREAD) ** 2
     usual, unusual = np.exp(-(SHIFTS**2) / one / 2) / one**0.5, np.exp(-(SHIFTS**2) / far / 2) / far**0.5

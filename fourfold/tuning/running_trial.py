@@ -16,7 +16,7 @@ from fourfold.tuning.trial_run import hopeless, measured, memory_used, step_seco
 RAN_OUT = re.compile(rb"OutOfMemoryError|out of memory|Cannot allocate memory|can't allocate memory|oom[-_]kill", re.I)
 """Matches the messages that PyTorch, memory allocators, and SLURM print when memory runs out."""
 KEPT_OF_LOG = 1 << 16
-"""The search for such messages covers this many bytes at the end of a log."""
+"""Only this number of bytes at the end of a log is searched for messages."""
 TIMES_AS_LONG, AT_LEAST = 5.0, 60.0
 """A trial counts as hung after ``TIMES_AS_LONG`` * t + ``AT_LEAST`` seconds. Here t is the wall time of the longest
 finished trial, in seconds."""

@@ -21,7 +21,7 @@ class TrialResult:
     memory_bytes: float | None = None
     """Peak memory in bytes (``trial_run.memory_used``). None if no step was recorded."""
     reason: str = ""
-    """Why the trial ended early. Empty if it is done."""
+    """Why the trial ended early. Empty if the outcome is "done"."""
     wall_seconds: float = 0.0
     """Wall time of the trial in seconds."""
 

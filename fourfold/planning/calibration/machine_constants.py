@@ -14,7 +14,7 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
 
 LONG = 32768
-"""A context counts as long from this number of tokens per sequence on. Attention then takes much of the step."""
+"""A context counts as long if a sequence has at least this number of tokens. Attention then takes much of the step."""
 FAR = 2.0
 """A workload is far from the measured rows if one of its features (``range_features``) is outside the range of the rows
 by more than this factor."""
@@ -86,7 +86,7 @@ def shipped_interval(machine: Machine, kind: str, work: Workload) -> tuple[float
 def shipped_order_factor() -> float:
     """Return how far apart two predicted times must be, as a ratio, so that their order can be trusted.
 
-    If the ratio of two predicted times is larger, the measured times have the same order with a probability of 95 %
+    If the ratio is larger than this factor, the two measured times have the same order with a probability of 95 %
     (``order_factor`` in docs/validation_page/error_intervals.py).
     """
     return float(_table()["order"]["factor"])

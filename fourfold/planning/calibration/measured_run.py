@@ -58,7 +58,7 @@ def compare_run(run: RunConfig, machine: Machine, seconds: Sequence[float], memo
     Args:
         run: The run.
         machine: The machine that the run used.
-        seconds: Seconds of each step, from the first step on. It needs more than ``WARM_UP`` entries.
+        seconds: Seconds of each step, starting with the first step. The sequence needs more than ``WARM_UP`` entries.
         memory_bytes: Largest number of bytes that the first process had allocated, or None.
 
     Raises:

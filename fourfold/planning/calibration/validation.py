@@ -56,8 +56,8 @@ def validate(file: Path, calibration_files: Sequence[Path], leave_out: str | Non
     - With ``calibration_files``, the constants are fitted to these files, without rows that are also in ``file``.
     - If ``leave_out`` is "source" or "machine", the rows of each source or machine are predicted with constants that
       are fitted to all other rows of ``file``.
-    - With neither, the constants come from the machine's file. If it has none, they come from the calibration that
-      comes with fourfold.
+    - With neither option, the constants come from the machine's file. If the file has no constants, they come from the
+      calibration that comes with fourfold.
 
     The rows are also predicted with unfitted constants.
 

@@ -25,13 +25,14 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     attention kernel's output.
 
     Returns:
-        The bytes if attention is not recomputed, and the bytes if it is. A recomputed attention saves only the outputs
-        of the projections.
+        The bytes if attention is not recomputed, and the bytes if it is recomputed. In the second case, attention saves
+        only the outputs of the projections.
     """
     model, layout, step = work.model, work.layout, work.step
     p, split = tensor_bytes(work), attention_over_y(work)
     ranks = layout.x * np.where(split == "heads", layout.y, 1)
-    # In float32 and under a mask, fourfold's attention repeats each key-value head for all query heads that share it.
+    # If attention runs in float32 or reads an explicit mask (see below), fourfold repeats each key-value head for all
+    # query heads that share it.
     repeated = np.asarray(work.program.is_fourfold, bool) & (step.item_bytes == 4) & (model.keys != model.queries)
     gathered = repeated | (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
     # The sum over y writes q, k, and v into one buffer, and attention saves v. Unless v is gathered or copied, it is a
@@ -104,7 +105,7 @@ def attention_backward(work: Workload) -> Number:
 
 
 def _capped_backward(work: Workload) -> Number:
-    """Return the peak bytes of attention's backward pass with soft-capped scores, in place of the kernel's bytes.
+    """Return the bytes that replace the fused kernel's bytes in ``attention_backward`` if scores are soft-capped.
 
     At the peak, five fp32 tensors have an entry per score: the softmax weight, the derivative of the soft-cap, the
     soft-capped value, the gradient of the softmax weight, and a result computed from that gradient. Keys, values, and

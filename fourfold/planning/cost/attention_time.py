@@ -45,7 +45,7 @@ def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[N
 
 
 def keys_computed(work: Workload) -> Number:
-    """Return the number of keys that a kernel computes scores for, per query. It is a mean over all queries, heads, and
+    """Return the number of keys per query that a kernel computes scores for, as a mean over all queries, heads, and
     blocks.
 
     Usually, these are the keys that the query attends to. fourfold computes more scores, and masks some of them, in two

@@ -1,5 +1,5 @@
-"""List the computations and collectives of blocks whose batch parts take turns, in the order of execution. x and y are
-the tensor axes."""
+"""List the computations and collectives of blocks whose batch parts (``overlap.batch_parts``) take turns, in the order
+of execution. x and y are the tensor axes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -92,7 +92,8 @@ class Recording:
     def __init__(self, kind: Kind, blocks: int, again: bool = False) -> None:
         """Start a recording.
 
-        With ``again``, record a recomputation. It ends as soon as all tensors exist that the backward pass reads.
+        With ``again``, record a recomputation. The recomputation ends as soon as it has computed all tensors that the
+        backward pass reads.
         """
         self._kind, self._again = kind, again
         self.forward: list[Event] = []
@@ -107,7 +108,7 @@ class Recording:
 
     def _block(self, place: tuple[int, int], is_last: bool) -> Steps[None]:
         """Record the events of one part in one block. Yield at the same points as
-        ``parallel.overlap.batch_parts.BlockInParts.steps``."""
+        ``parallel.overlap.batch_parts.BlockInParts.steps``, so that the parts take turns as in training."""
         kind = self._kind
         waits_for_up = kind.x and not kind.parallel_residual
         self._norm(place, kind.norms_before, "attention", again=kind.norms_again)
@@ -122,7 +123,7 @@ class Recording:
         ends_early = self._again and not kind.norms_after
         down = self._linear(place, DOWN, ends_early=ends_early, before_gather=not is_last)
         if kind.recompute == 1 and kind.activation_again:
-            # Recompute repeats activation and down together, so they cannot take turns with other batch parts.
+            # Recompute repeats the activation and down as one unit, so no other batch part can run between the two.
             for _ in down:
                 pass
         else:
@@ -141,7 +142,7 @@ class Recording:
         before_gather: bool = False,
     ) -> Steps[None]:
         """Record the events of one part in a linear layer. Yield at the same points as
-        ``parallel.tensor.linear_steps.linear_steps``."""
+        ``parallel.tensor.linear_steps.linear_steps``, so that the parts take turns as in training."""
         kind, name = self._kind, layer.name
         reads, writes = (getattr(kind, axis) for axis in (layer.reads, layer.writes))
         from_input, summed = (_issue(name, layer.reads, place, what) for what in ("tokens", "input gradient"))

@@ -14,7 +14,7 @@ from fourfold.planning.workload import Workload
 def batch_part_time(work: Workload, machine: Machine, constants: Constants) -> dict[str, Number]:
     """Return the seconds of each event (``batch_part_events``), by name. All blocks must be dense.
 
-    The name of a layer, such as ``up``, stands for the layer's matmul in the forward pass. ``up_input_gradient`` and
+    The name of a layer, such as ``up``, is the key of the layer's matmul in the forward pass. ``up_input_gradient`` and
     ``up_weight_gradient`` are the matmuls of the layer's backward pass. ``up_x`` is one of the layer's collectives over
     x. ``half_up`` is the matmul of either gate or up, and ``up_y`` is the sum over y of either gate or up. ``keys_y``
     is the collective of keys and values if the y ranks share the queries.

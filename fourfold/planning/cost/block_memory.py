@@ -103,14 +103,14 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
 
 
 class Gradients(NamedTuple):
-    """Bytes of weight gradients in a block's backward pass, in addition to the gradients that exist before it.
+    """Bytes of weight gradients in a block's backward pass, in addition to the gradients that exist before it. FSDP2
+    keeps a copy of a unit's gradients in a buffer until it sums the gradients of the next unit (see ``moments``).
 
-    - size: per entry of a gradient, until the backward pass of its block ends.
-    - before: the gradients of the previous unit. FSDP2 keeps them until it sums the next unit's gradients.
-    - of_block: per entry, the same for a block that comes after another block.
-    - of_experts: the same as ``of_block``, for experts that FSDP2 gathers apart.
-    - copied, experts_copied: per entry of a block and of its experts, their gradients and the copies while the
-      gradients are summed, minus the weights that FSDP2 has just freed.
+    - size: bytes per entry of a gradient, until the backward pass of its block ends.
+    - before: bytes of the buffer with the previous unit's gradients.
+    - of_block, of_experts: bytes of this buffer per entry of the previous unit, if it is a block or a block's experts.
+    - copied, experts_copied: bytes per entry of a block or its experts while their gradients are summed: the gradients
+      and the copies, minus the weights that FSDP2 has just freed.
     """
 
     size: Number = 0
@@ -223,14 +223,14 @@ class BlockBytes(ArrayFields):
             own, experts = has_own_shards(work), _entries_of_experts(work)
             summed = self.summed_experts + grads.size * self.shared_grads + grads.experts_copied * experts
             in_mlp = np.maximum(in_mlp, np.where(own, summed, -np.inf))
-            # FSDP2 has summed the gradients of experts, and has freed their weights.
+            # By the time of attention's backward pass, FSDP2 has freed the weights of the experts.
             in_attention = in_attention - np.where(own, work.step.item_bytes * experts, 0)
             before = np.where(own, grads.of_experts * experts, before)
             in_attention = in_attention + np.where(own, 0, grads.size * experts)
         # The input of the next recomputed block counts too, because it is already being copied back from host memory.
         several = np.ceil(layers / layout.recompute_every) > 1
         again = again + np.where(full & layout.offload & several, self.full, 0)
-        # The backward pass begins with the blocks after the last recomputed block. They have freed what they saved.
+        # The blocks after the last recomputed block come first in the backward pass, and have freed what they saved.
         freed = (layers - 1) % layout.recompute_every * self.whole
         backward = np.maximum(in_mlp, in_attention + before) + np.maximum(again - freed, 0)
         # At the end of its backward pass, the block has freed what it saved.

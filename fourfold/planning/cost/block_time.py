@@ -32,7 +32,8 @@ class BlockTime(ArrayFields):
     - attention_forward, activation_forward, x_again, y_again, norms_again (over y): the parts of the forward pass that
       selective recompute can repeat.
     - last_matmul, last_sum: the matmul and its sum over x at the end of the block, which full recompute can skip.
-    - weight_gradients, hideable_x, hideable_y: a part of ``backward``, and the collectives that can run during it.
+    - weight_gradients: the part of ``backward`` that computes weight gradients.
+    - hideable_x, hideable_y: the collectives over x and y that can run while weight gradients are computed.
     - gate_sum, up_matmul: the sum of gate over y, and the matmul that can hide it.
     - launch_forward, launch_backward: host time to launch kernels, without the experts.
     - head, head_x, head_y: computation of head and loss in both passes, and their communication over x and over y.

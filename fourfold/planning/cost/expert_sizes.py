@@ -166,7 +166,7 @@ def backward_of_experts(work: Workload) -> tuple[Number, Number]:
     """Return the peak bytes of the backward pass of a block's experts.
 
     There are three groups of tensors, which are never in memory at the same time. The peak is the size of the largest
-    one:
+    group:
 
     - the gradients of gate, of up, and of their product, and one more tensor if the gate is clamped
     - the gradients of the rows, once in the order of arrival and once sorted by expert

@@ -104,7 +104,7 @@ def exposed_ep(work: Workload, constants: Constants, block: BlockTime) -> Number
     """Return the exposed seconds of one block's exchanges of tokens over ep, including the exchanges that recompute
     repeats.
 
-    Nothing hides them, unless the framework runs the computation of another micro-batch at the same time
+    Nothing hides these exchanges, unless the framework runs the computation of another micro-batch at the same time
     (``overlap_ep``).
     """
     if not has_experts(work):

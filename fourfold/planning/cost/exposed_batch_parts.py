@@ -29,7 +29,7 @@ KEY = (
 def waits(
     events: Sequence[Event], shares: Sequence[Number], times: Mapping[str, Number], slowed: Number
 ) -> dict[str, Number]:
-    """Return for each axis the seconds per block that a step waits for collectives over this axis, as a mean over the
+    """Return, for each axis, how many seconds per block a step waits for collectives over this axis, as a mean over the
     blocks. The module ``verification.exposure`` does the same for a trace.
 
     Collectives over the same axis run one after another. Collectives over different axes run concurrently.

@@ -95,8 +95,8 @@ class GatheredWeights(NamedTuple):
     """Bytes of gathered weights or of 16-bit copies on a rank.
 
     - in_block, in_second, in_first: in the backward pass of most blocks, and of the rank's second and first block.
-    - in_head, in_later_heads: in the head, for the first micro-batch and for later ones. If weights are gathered once
-      per step, the buffer that received the last of them is still in memory in the first micro-batch.
+    - in_head, in_later_heads: in the head, for the first micro-batch and for later micro-batches. If weights are
+      gathered once per step, the buffer of the last all-gather is still in memory during the first micro-batch.
     - after_head: while the gradients of the head are summed.
     - at_end: after the backward pass of the first block.
     """
@@ -132,7 +132,7 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
         in_block = once + gathered * first[0]
     one = once + last[0]
     own_head = np.where(sharded, item * tables.own_head, 0)
-    # Weights that are gathered once per step leave one buffer, of the unit that was gathered last.
+    # If weights are gathered once per step, the buffer of the last all-gather is still in memory.
     buffer = np.where(np.greater(tables.own_head, 0), own_head, last[1] * sharded)
     # If all forward passes come first, only the first micro-batch gathers the head.
     is_gathered = np.greater(tables.own_head, 0) & ~(work.layout.forwards_first & ~single)
@@ -161,7 +161,8 @@ def first_block(work: Workload) -> Workload:
 
 def freed_by_block(work: Workload) -> Number:
     """Return the bytes of gathered weights that a block's backward pass frees although they are gathered only once per
-    step. FSDP2 frees them in the step's last backward pass. With more than two micro-batches, memory peaks before."""
+    step. FSDP2 frees them in the step's last backward pass. With more than two micro-batches, memory peaks before this
+    pass, so return 0."""
     return np.where(_frees_in_last_backward(work), _bytes_of_block(work)[1], 0)
 
 

@@ -15,9 +15,9 @@ def head_bytes(work: Workload) -> Number:
     columns = model.padded_vocab_size / layout.x
     weights = columns * model.hidden_size / layout.y
     rows = np.minimum(work.tokens, np.maximum(1, np.floor(program.chunk_logits / columns / layout.y)) * layout.y)
-    # While the loss of a chunk is computed, these tensors are in memory: the partial logits, their sums in fp32, the
-    # gradient of the logits in the step's dtype, and the result of the matmul with this gradient. fourfold's kernels
-    # overwrite the sums with the gradient.
+    # While the loss of a chunk is computed, these tensors are in memory: the partial logits before the sum over y,
+    # the sums in fp32, the gradient of the logits in the step's dtype, and the result of the matmul with this gradient.
+    # fourfold's kernels overwrite the sums with the gradient.
     sums = np.where(program.fused_loss, 0, 4 / layout.y)
     in_place = step.item_bytes * (1 + np.where(layout.y > 1, 1 / layout.y, 0))
     is_ours = np.logical_and(program.is_fourfold, program.fused_loss)

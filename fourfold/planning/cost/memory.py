@@ -37,7 +37,8 @@ def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Numbe
     activations = peak.activations
     if peak in moments.in_head:
         activations = np.minimum(activations, moments.elsewhere[0].activations)
-    # The copies that the optimizer makes need this much more than the activations, which are freed by then.
+    # In the optimizer step, activations are freed, but the optimizer makes copies. If this step needs more memory than
+    # the peak before it, the difference counts as optimizer memory.
     optimizer = optimizer + np.maximum(moments.optimizer.total - peak.total, 0)
     held = (parameters, peak.gradients, optimizer, peak.weights, activations, peak.activations - activations)
     return dict(zip(CATEGORIES, (*held, _reserve(work, machine, sum(held))), strict=True))
@@ -48,8 +49,8 @@ def _reserve(work: Workload, machine: Machine, allocated: Number) -> Number:
 
 
 def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
-    """Return the workload with the fractions of blocks with experts and with linear attention that this pipeline rank
-    has."""
+    """Return a copy of the workload for one pipeline rank. Its fraction of blocks with experts and its fraction of
+    blocks with linear attention are the rank's own fractions."""
     if block.linear is not None:
         work = work.but(linear=blocks.linear / blocks.number, after_linear=blocks.after_linear)
     if block.dense is None:
@@ -73,8 +74,8 @@ def _held(work: Workload, rank: Number, blocks: Blocks, block: BlockBytes) -> tu
 
 
 def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...]:
-    """Return the bytes of parameters, of gradients between two backward passes and in the optimizer step, of optimizer
-    states, and of the copies of gradients that the optimizer makes.
+    """Return five numbers of bytes: parameters, gradients between two backward passes, gradients in the optimizer step,
+    optimizer states, and copies of gradients that the optimizer makes.
 
     The numbers cover all weights except experts. The rank has ``layers`` blocks. ``tables`` is the number of
     weight entries in the rank's embedding and head, before x and y split them.

@@ -66,13 +66,14 @@ class PeakMoments(NamedTuple):
 
 
 def gradient_bytes(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes of gradients per weight entry of a rank's tile, between two backward passes and in the optimizer
-    step."""
+    """Return the bytes of gradients between two backward passes, and in the optimizer step. Both numbers are per entry
+    of a rank's tile, which is the part of a weight that the rank has if only x and y split the weight."""
     layout, step, program = work.layout, work.step, work.program
     shards = layout.shards
     whole = np.where(program.gradient_bytes > 0, program.gradient_bytes, step.reduce_bytes)
     is_whole = (layout.zero == 1) & (work.micro_batches > 1)
-    # The optimizer step casts summed gradients to the weights' dtype, if it is larger. Other frameworks do so earlier.
+    # If the weights' dtype is larger, fourfold casts summed gradients to this dtype in the optimizer step. Other
+    # frameworks cast them earlier.
     complete = np.maximum(step.reduce_bytes, step.weight_bytes) / shards
     summed = np.where(program.is_fourfold, step.reduce_bytes / shards, complete)
     size = np.where(is_whole, np.where(program.is_fourfold, whole, np.maximum(whole, complete)), summed)
@@ -89,9 +90,9 @@ class RankMemory(NamedTuple):
     - flying: number of micro-batches in flight.
     - gradients, each: all gradients between two backward passes, and the bytes of each entry.
     - is_first: whether memory peaks in the first backward pass, when no gradients exist yet.
-    - earlier, begun: gradients and activations when this backward pass begins.
+    - earlier, begun: gradients and activations when the backward pass begins in which memory peaks.
     - late: whether gradients are summed only in the step's last backward pass.
-    - sums: how gradients are held during the backward pass.
+    - sums: bytes of weight gradients during the backward pass of the rank's last block.
     """
 
     work: Workload
@@ -133,7 +134,8 @@ def moments_of(
     held, complete = (np.where(work.program.offloads_optimizer, 0, size) for size in gradients)
     memory = _memory_of(work, rank, layers, block, tables, held)
     weights = gathered_weights(work, layers, tables)
-    # The optimizer step casts replicated gradients one by one. The last one is the largest one.
+    # The optimizer step casts replicated gradients one by one. During the last and largest cast, the gradient of the
+    # head is in memory in both dtypes.
     cast = np.where(is_replicated(work) & (complete > held), work.step.reduce_bytes * tables.own_head, 0)
     return PeakMoments(
         _in_head(memory, weights),
@@ -153,8 +155,9 @@ def _memory_of(
     kept = kept_by_micro_batch(work, layers, block) + waits
     fixed = inputs_and_kept_weights(work, layers, tables.is_first) - waits
     fixed = fixed + np.where(work.program.unused_gradients, work.step.item_bytes * block.entries, 0)
-    # If no micro-batch follows those in flight, gradients exist only after the first backward pass. The first backward
-    # pass begins with fewer gradients, and the next one with fewer activations.
+    # If all micro-batches of the step are in flight, the first backward pass begins without gradients. The second
+    # backward pass begins with gradients, but with the activations of one micro-batch less. Memory peaks in the second
+    # backward pass if the gradients need more memory than these activations.
     is_full = np.greater_equal(flying, work.micro_batches) & ~np.asarray(work.program.half_weights, bool)
     is_next = is_full & (flying > 1) & (gradients > kept)
     is_first = is_full & ~is_next
@@ -190,12 +193,18 @@ def _in_head(memory: RankMemory, weights: GatheredWeights) -> list[Moment]:
 
 
 def _in_blocks(memory: RankMemory, weights: GatheredWeights) -> list[Moment]:
-    """Return the moments of blocks: of the block that needs the most memory, while the gradients of the last block are
-    summed, of the rank's first block (also in the first of two backward passes), and of its second block."""
+    """Return five moments of blocks:
+
+    - the backward pass of the block that needs the most memory
+    - the sum of the last block's gradients
+    - the backward pass of the rank's first block
+    - the same backward pass for the first micro-batch, if the step has two micro-batches
+    - the backward pass of the rank's second block
+    """
     work, layers, block, sums = memory.work, memory.layers, memory.block, memory.sums
     tied = _tied_gradient(memory)
     in_block = tied + kept_and_in_backward(work, layers, block, sums)[1]
-    # A block's own weights are gathered into a buffer first.
+    # A block's weights are first gathered into a buffer, so for a moment they are in memory twice.
     is_alone = is_freed_after_use(work) & np.equal(layers, 1)
     in_block = np.where(is_alone, np.maximum(in_block, weights.in_block + sums.before), in_block)
     in_sum = block.full + sums.copied * block.in_unit(last_block(work)) - block.kept(work, 1) - kept_weights(work)[0]
@@ -251,14 +260,15 @@ def _gradients_of_blocks(memory: RankMemory) -> Number:
 
 
 def _tied_gradient(memory: RankMemory) -> Number:
-    """Return the bytes of the head's part of a gradient that it shares with the embedding. This part waits for the
-    embedding's part."""
+    """If head and embedding share one weight, return the bytes of the head's part of the gradient. This part stays in
+    memory until the embedding's part is added to it. Otherwise, return 0."""
     tables, work = memory.tables, memory.work
     return work.step.item_bytes * (tables.head - tables.own_head) * np.equal(work.layout.pp, 1)
 
 
 def _copied_of_table(memory: RankMemory) -> Number:
-    """Return ``Gradients.copied`` of the embedding and of the head. Gathered weights do not include their weights."""
+    """Return ``Gradients.copied`` for the embedding and for the head. If their weights are freed after use, do not
+    subtract these weights, because ``GatheredWeights`` does not include them here."""
     return memory.sums.copied + np.where(is_freed_after_use(memory.work), memory.work.step.item_bytes, 0)
 
 
@@ -277,8 +287,8 @@ def _first_blocks(work: Workload, layers: Number, block: BlockBytes, sums: Gradi
 
 
 def _sums(work: Workload, layers: Number, block: BlockBytes, tables: Tables, is_first: Flag) -> tuple[Flag, Gradients]:
-    """Return whether gradients are summed only in the step's last backward pass, and how they are held during the
-    backward pass of the rank's last block.
+    """Return whether gradients are summed only in the step's last backward pass, and the bytes of weight gradients
+    during the backward pass of the rank's last block.
 
     ``is_first`` says whether no gradients exist before this backward pass.
     """
@@ -316,6 +326,7 @@ def _copied(work: Workload) -> tuple[Flag, Number]:
     own = np.where(late, 0, item)
     # Weights that are gathered once per step are freed only in the last backward pass.
     freed = np.where(is_resharded(work) | (work.micro_batches <= 2) | late, item, 0)
-    # If no other rank shards the gradients, they are copied only once. Replicas divide the copy by a factor.
+    # If no other rank shards the gradients, they are copied only once. With replicas, FSDP2 also divides the copy by a
+    # factor, which makes another tensor.
     alone = np.maximum(own + reduced, np.where(several, 2 * reduced, 0))
     return late, np.where(layout.shards > 1, own + reduced * (1 + 1 / layout.shards), alone) - freed

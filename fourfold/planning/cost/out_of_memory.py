@@ -51,8 +51,8 @@ def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Numb
 
 def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
     """Return the smallest device memory, in bytes, that a step still fits into, if ``peak_memory`` has predicted
-    ``predicted`` bytes. It is smaller than the predicted peak, because PyTorch frees cached blocks before it runs out
-    of memory."""
+    ``predicted`` bytes. This size is smaller than the predicted peak, because PyTorch frees cached blocks before it
+    runs out of memory."""
     runtime = runtime_bytes(work, machine)
     allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + cached_share(work))
     unusable: Number = np.where(work.program.expandable_segments, UNUSABLE, FRAGMENTED)

@@ -71,18 +71,21 @@ def blocks_of(work: Workload) -> tuple[Blocks, ...]:
 
 
 def in_flight(work: Workload, rank: Number) -> Number:
-    """Return the number of micro-batches whose activations a pipeline rank (0, 1, …) holds at the same time. A
-    micro-batch counts as 1 if it has activations in all layers of the rank. There are p ranks with v stages each. The
-    result is at most the number of micro-batches.
+    """Return how many micro-batches have activations on a pipeline rank at the same time.
+
+    A step has m micro-batches. There are p ranks, numbered from 0, with v stages each. A micro-batch counts as 1/v for
+    each stage of the rank that holds activations of the micro-batch. Interleaved schedules run the micro-batches in
+    rounds of r micro-batches. If p divides m, r is p.
 
     - 1F1B: p − rank.
-    - Interleaved, with rounds of r micro-batches (r = p if p divides the number of micro-batches): the activations of
-      (v − 1)·r + 2(p − rank) − 1 stages, each with 1/v of the rank's layers (Narayanan et al. 2021, arXiv 2104.04473).
-    - InterleavedZeroBubble: the activations of (v − 1)·r + p stages. These activations stay in memory until the weight
-      gradients are computed.
-    - ZBVZeroBubble: p, or fewer if the first micro-batch returns before p micro-batches have entered.
+    - Interleaved1F1B: ((v − 1)·r + 2(p − rank) − 1) / v (Narayanan et al. 2021, arXiv 2104.04473).
+    - InterleavedZeroBubble: ((v − 1)·r + p) / v. Activations stay in memory until the weight gradients are computed.
+    - ZBVZeroBubble: p, or (m + 1 + rank) / 2 if this is less.
     - DualPipeV: p + ½.
-    - GPipe and LoopedBFS: all micro-batches.
+    - GPipe and LoopedBFS: m.
+
+    In interleaved schedules, the result is at least 1. In all schedules, the result is at most m. Without a pipeline,
+    the result is 1.
     """
     layout = work.layout
     behind, micro_batches = layout.pp - rank, work.micro_batches
@@ -131,7 +134,7 @@ def blocks_of_ranks(
         layers: Number of blocks of the model.
         dense: Number of blocks of an MoE model that have a dense MLP. They are the first blocks.
         linear: Fraction of the model's blocks that have linear attention. If one block in n has softmax attention, it
-            is the last of n blocks, as in Qwen3-Next.
+            is the last block of each group of n blocks, as in Qwen3-Next.
         pp: Number of pipeline ranks.
         stages_per_rank: Number of stages per rank.
         v_shaped: Whether the first and the last stage are both on the first rank.

@@ -94,8 +94,8 @@ def step_parts(
     traffic = weight_traffic(work, machine, constants) if traffic is None else traffic
     layer, ends = _layer(work, machine, constants, block, traffic), _ends(work, machine, constants, block, traffic)
     several = layout.pp > 1
-    # Compute the time of an average rank: an average number of layers and 1/pp of the head. If pp > 1, the embedding
-    # takes no time here. The time in which a rank has no work is part of the bubble.
+    # Compute the time of an average rank: an average number of layers and 1/pp of the head. If pp > 1, the embedding is
+    # not included. The time during which a rank has no work is part of the bubble.
     layers, head_passes = work.micro_batches * _mean_layers(work), work.micro_batches / layout.pp
     z_layers = layers * layer.z + work.micro_batches * layer.z_first
     z_of_ends = head_passes * (ends.z_head + np.where(several, 0.0, ends.z_embedding))

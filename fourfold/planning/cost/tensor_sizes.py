@@ -159,7 +159,7 @@ def flash_workspace(work: Workload) -> Number:
     split = attention_over_y(work)
     ring = is_ring(work)
     tokens = seq / np.where(ring, layout.cp, 1)
-    # Heads of all sequences in a batch part.
+    # The number of heads, summed over all sequences of a batch part.
     heads = work.sequences_per_part * heads_on_rank(work) / np.where(ring, 1, layout.cp)
     width = np.ceil(model.head_dim / 8) * 8
     multiple = np.where(width <= 128, 32, 64)

@@ -27,13 +27,13 @@ class OtherRun:
     """A run of another training program."""
 
     row: MeasuredRow
-    """The run as a row."""
+    """The run as a row of a table of measured runs."""
     model: ModelConfig
     """The model, as fourfold trains it."""
     lists: dict[str, list[str]]
     """How the settings were read (see ``program_settings.read_program``)."""
     own: Row
-    """The run's own layout."""
+    """The same row, converted to a workload with the run's own layout."""
     machine: Machine
     """The machine. If there is a measured step, the machine's constants are fitted to this step and to the published
     rows."""

@@ -1,6 +1,6 @@
 """Find the options that a shell script passes to a training program, without running the script.
 
-This module follows variables and arrays. It does not compute, and it does not check conditions. It reads every branch
+This module follows variables and arrays. It does no arithmetic, and it does not check conditions. It reads every branch
 and every loop once, in the order of the script. If an option occurs several times, its last value counts.
 """
 

@@ -1,8 +1,8 @@
 """Find the fastest layouts that fit into memory. The search evaluates all legal layouts, without sampling.
 
-The number of batch parts is the exception. Batch parts only hide communication over the tensor axes x and y, so the
-step time without this communication is a lower bound for any number of parts. The search tries several parts only for
-layouts whose bound could make them one of the fastest.
+The number of batch parts (``overlap.batch_parts``) is the exception. Batch parts only hide communication over the
+tensor axes x and y, so the step time without this communication is a lower bound for any number of parts. The search
+tries several parts only for layouts whose bound could make them one of the fastest.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Found(SearchScores):
     - order: the points that are legal and fit, fastest first. Ties are ordered by P(OOM) (see ``ranking``).
     - first_round: the number of points in the first round, which tries one number of batch parts. The points with more
       batch parts come after these points.
-    - refused: for each reason, the number of layouts that were dropped before they became points, because their grid is
+    - refused: for each reason, the number of layouts that were dropped before they became points, because they are
       illegal with every recompute mode.
     - batch_parts: the numbers of batch parts that were tried.
     - seconds_taken: wall time of the search, in seconds.

@@ -11,7 +11,7 @@ BACKWARD = 2.5
 of two), because it recomputes the scores."""
 
 UNFUSED_FORWARD, UNFUSED_BACKWARD = 11.0, 13.0
-"""Bytes moved per 16-bit score if one kernel computes the scaled masked softmax, and another kernel the dropout.
+"""Bytes moved per 16-bit score if one kernel computes the scaled masked softmax, and another kernel applies dropout.
 
 - Forward: write and read scores (4) and probabilities (2 + 2), and write dropout's output and mask (2 + 1).
 - Backward: the same, and the gradient of the scores (2).
@@ -38,7 +38,7 @@ Source: Shah et al. 2024, arXiv 2407.08608, figures 5 and 6. In a causal forward
 """
 
 CAPPED_FORWARD, CAPPED_BACKWARD = 96.0, 154.0
-"""Bytes that attention with soft-capping moves per 16-bit score. It runs as separate operations
+"""Bytes that attention with soft-capping moves per 16-bit score. This attention runs as separate operations
 (parallel.attention.block_attention). Each operation reads its operands from memory and writes its result to memory.
 
 - Forward: the matmul (2), conversion to 32 bits (6), scale, divide, tanh, multiply, and mask (8 each), log-sum-exp (24:
@@ -49,7 +49,8 @@ CAPPED_FORWARD, CAPPED_BACKWARD = 96.0, 154.0
   (6), and two matmuls read it (4).
 """
 CAPPED_KERNELS, CAPPED_KERNELS_BACKWARD = 18.0, 30.0
-"""Number of kernel launches for one piece of the queries, in forward and backward."""
+"""Number of kernel launches in forward and backward for one piece of the queries. Attention with soft-capping runs
+piece by piece."""
 
 
 class Kernel(NamedTuple):

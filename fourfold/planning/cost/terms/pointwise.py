@@ -30,8 +30,8 @@ write. Its backward pass reads the output's gradient and the input, and writes t
 of a sum moves nothing."""
 
 # The constants from here to OWN_BIASES are for fourfold's operations in 16 bits, each for the forward pass and the
-# backward pass. tests/planning/test_traffic.py counts the passes. It leaves out fused operations and norm kernels,
-# which need a compiler or a GPU.
+# backward pass. tests/planning/test_traffic.py counts the passes, except for fused operations and norm kernels, which
+# need a compiler or a GPU.
 OWN_SUMS = 6.0, 6.0
 """Passes over the residual stream: two residual sums, and the sums of their gradients (two reads and one write
 each)."""
@@ -82,7 +82,7 @@ tile size, and remove the padding."""
 ROUNDING_PASSES = 2.0
 """Passes over a 16-bit operand of a matmul to round it to 8 bits, once by rows and once by columns."""
 EXPERT_BIAS_PASSES = 6.0, 8.0
-"""Passes over the rows of a rank's experts that add biases to the experts' outputs, one expert at a time, in
+"""Passes over the rows of a rank's experts to add biases to the experts' outputs, one expert at a time, in
 Megatron-LM (_apply_bias in megatron/core/transformer/moe/experts.py). The forward writes the bias times the router's
 weights, adds it (two reads and one write), and concatenates the experts (one read and one write). The backward
 concatenates the gradients. For the gradients of biases and of weights, it also writes a product (one read and one
