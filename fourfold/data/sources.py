@@ -233,8 +233,8 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _parse_text(line: bytes, key: str) -> str | None:
-    """Return the text in one JSON line, or None if it is null. Raise ValueError if the line is invalid or has no text
-    under `key`."""
+    """Return the text in one JSON line, or None if the text is null. Raise ValueError if the line is invalid or has no
+    text under `key`."""
     row = _parse_row(line, f' with "{key}"')
     if (found := _first_key(key, row)) is None:
         raise ValueError(f'no key "{key}" among {", ".join(sorted(row)) or "none"}; {_OTHER_KEY}')

@@ -39,8 +39,8 @@ Numbers = dict[str, dict[str, Any]]
 """The optimizer state of each parameter. "numbers" has its scalars, and "tensors" has the names of its tensors."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of each weight in files. In ``shard.global_shape``, the last dim of an ``InputFirst`` layer is split into
-two dims."""
+"""The shape of each weight in files. It can differ from ``shard.global_shape``, which has two dims instead of the last
+dim of an ``InputFirst`` layer."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def goldfish_check(
     - ``first_divergence_at_dropped``: among the documents whose suffix is not extracted, the fraction whose first wrong
       token is a token that the mask dropped. If the mask had no effect, this fraction would equal
       ``suffix_drop_rate``.
-    - ``suffix_kept_whole``: the fraction of suffixes without a dropped token. The mask does not protect these.
+    - ``suffix_kept_whole``: the fraction of suffixes without a dropped token. The mask does not protect such suffixes.
 
     Args:
         config: The goldfish mask.

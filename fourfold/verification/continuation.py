@@ -129,7 +129,7 @@ def run_at(run: RunConfig, point: ContinuedRun) -> RunConfig:
 
 
 def _split(run: RunConfig, point: ContinuedRun) -> tuple[int, ...]:
-    """Return the number of layers of each stage at a point.
+    """Return the number of layers of each stage in the small run at ``point``.
 
     The stages of ``point.pp_rank`` begin with the same types of layers as in the run. All other layers go to the stages
     of other ranks. The trace never builds these stages.

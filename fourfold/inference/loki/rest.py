@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 LAST = 32
-"""The sum in ``ValueSum`` leaves out the last ``LAST`` to 2 · ``LAST`` − 1 tokens."""
+"""The sum in ``ValueSum`` leaves out the last tokens: at least ``LAST`` and at most 2 · ``LAST`` − 1 of them."""
 
 
 def share_of_chosen(
