@@ -203,7 +203,7 @@ class ShardedOptimizer:
             self._round(matrix, wide)
 
     def _weight(self, matrix: Matrix) -> Tensor:
-        """Return the weight of a shard or of one of its experts, in the shape of the tile."""
+        """Return the weight of a shard or of one of its experts, in the shape of the tile (see ``Tile.as_tile``)."""
         tile = self.shards[matrix.shard].tile
         return _matrix_of(tile.as_tile(self.parameters[matrix.shard].detach()), matrix)
 

@@ -103,8 +103,8 @@ def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]
     If more than three stages follow the rank, return two shorter pipelines, with two and with three stages after the
     rank. Otherwise keep the number of stages, and reduce only the number of micro-batches.
 
-    Two ranks in the middle of the pipeline share one trace if their stages begin at the same position in the pattern of
-    layers, because this function returns the same pipelines for both.
+    For two ranks in the middle of the pipeline, this function returns the same pipelines if the stages of both ranks
+    begin at the same position in the pattern of layers. So the two ranks share one trace.
     """
     behind = target.pp - 1 - target.pp_rank
     if behind <= 3 or target.micro_batches < behind + 3:

@@ -81,7 +81,7 @@ class LokiBasis:
     ranking chooses. Empty for a random basis."""
     gate: dict[str, Any] | None = None
     """The result of ``choose_settings`` as JSON values, or None if the quality was not measured. ``gate["chosen"]`` has
-    the chosen ``d_f`` and ``k_f``. It is empty if no settings passed."""
+    the chosen ``d_f`` and ``k_f``, or nothing if no settings kept enough quality."""
 
     @property
     def head_dim(self) -> int:
