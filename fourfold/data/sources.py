@@ -82,7 +82,7 @@ def list_inputs(inputs: Iterable[str | Path]) -> list[InputFile]:
 
 
 def read_documents(path: str | Path, text_key: str = "text", start: int = 0, stop: int | None = None) -> Iterator[str]:
-    """Yield the documents of one file, except empty ones.
+    """Yield the documents of one file, except empty documents.
 
     A .txt or .txt.gz file is one document in UTF-8. A .py file is also one document, and is skipped if it is not UTF-8.
     In all other types of files, every row is a document.

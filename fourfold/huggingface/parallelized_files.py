@@ -184,7 +184,7 @@ def write_checkpoint(
     """Write a checkpoint that any grid can load. It replaces an earlier checkpoint in ``folder``.
 
     Args:
-        shards: This process's part of every parameter, and the buffers that are saved with them.
+        shards: This process's part of every parameter, and the buffers that are saved with the parameters.
         grid: The grid.
         folder: The checkpoint's folder.
         optimizer: If given, its state is saved too.
@@ -235,7 +235,7 @@ def read_checkpoint(
     """Fill the shards from a checkpoint that any grid has written.
 
     Args:
-        shards: This process's part of every parameter, and the buffers that are saved with them.
+        shards: This process's part of every parameter, and the buffers that are saved with the parameters.
         folder: The checkpoint's folder.
         optimizer: If given, its state is filled too.
         numbers: The result of ``read_numbers``.

@@ -96,9 +96,9 @@ def goldfish_check(
 
     Two of the results need an explanation:
 
-    - ``first_divergence_at_dropped``: the fraction of documents whose first wrong token in the suffix was dropped by the
-      mask. Documents whose whole suffix is extracted do not count. If the mask had no effect, this fraction would equal
-      ``suffix_drop_rate``.
+    - ``first_divergence_at_dropped``: the fraction of documents in which the mask dropped the first wrong token of the
+      suffix. Documents whose whole suffix is extracted do not count. If the mask had no effect, this fraction would
+      equal ``suffix_drop_rate``.
     - ``suffix_kept_whole``: the fraction of suffixes without a dropped token. The mask does not protect such suffixes.
 
     Args:

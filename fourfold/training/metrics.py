@@ -58,7 +58,7 @@ class MetricsWriter:
     Args:
         run_dir: Folder of the run.
         resume_step: Number of steps in the checkpoint that the run resumes from. Lines of later steps are dropped,
-            because those steps are trained again.
+            because the run trains these steps again.
 
     Raises:
         UserError: An earlier record cannot be read, or the file cannot be written.

@@ -30,7 +30,7 @@ class ContinuedRun(NamedTuple):
 
 def point_of(run: RunConfig, pp_rank: int) -> ContinuedRun:
     """Return the size of one pipeline rank's part of the full run. If the rank's stages differ in size, ``layers`` is
-    the size of the largest one."""
+    the size of the largest stage."""
     stages = layers_of_rank(run, pp_rank)
     layers = max(len(layers) for layers in stages)
     return ContinuedRun(layers, run.gradient_accumulation_steps, run.parallel.pp, pp_rank, stages[0].start)
