@@ -11,7 +11,8 @@ from typing import Literal
 from fourfold.errors import UserError
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""SLURM gives ids from this number on to its own steps, such as the batch script and salloc's interactive shell."""
+"""SLURM's own steps, such as the batch script and salloc's interactive shell, have ids of at least this number. The
+steps of srun have lower ids."""
 
 
 @dataclass(frozen=True)

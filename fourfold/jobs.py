@@ -36,8 +36,7 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
         started: Unix time when the command started, to measure the start-up time (default: now).
 
     Returns:
-        The outcome of this process. If this function has started the processes, the outcome of the first
-        process.
+        The outcome of this process, or the outcome of the first process if this function has started the processes.
 
     Raises:
         UserError: The run cannot start, or it diverges.

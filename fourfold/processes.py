@@ -171,8 +171,8 @@ def end_with_starter() -> None:
 
 
 def end_with_parent() -> None:
-    """End this worker process when its parent ends, even if the parent is killed with SIGKILL. On Linux, it ends as
-    soon as the thread that started it ends."""
+    """End this worker process when its parent ends, even if the parent is killed with SIGKILL. On Linux, the
+    worker ends as soon as the parent's thread that started the worker ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in workers only"
     if sys.platform == "linux":

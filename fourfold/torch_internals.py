@@ -30,7 +30,7 @@ GROUP_METHODS = {
 """Maps methods of a process group to the operations that they run. torch's functions and FSDP2 call these methods."""
 
 END_OF_TRANSFERS = "_end_coalescing"
-"""The method of a process group that starts a batch of sends and receives on NCCL."""
+"""The method of a process group that ends a batch of sends and receives. NCCL starts the transfers at this point."""
 
 
 class MeshWithGroups(DeviceMesh):
@@ -82,7 +82,7 @@ def run_forward_hooks(module: nn.Module, outputs: list[Tensor]) -> None:
 
 def schedule_actions(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int) -> list[list[Any]]:
     """Return the actions of each pipeline rank in one of torch's schedules. None stands for an idle rank."""
-    # Import this module only here, because it takes long.
+    # Import the module only here, because the import takes long.
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     return get_schedule_ops(schedule, ranks, micro_batches, num_stages_per_rank=stages_per_rank)

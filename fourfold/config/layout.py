@@ -106,7 +106,7 @@ def attention_split(run: RunConfig) -> AttentionSplit:
         The first of these that the ranks can divide equally:
 
         - "heads", if x·y divides the number of heads
-        - "batch", if y divides the number of sequences in a micro-batch or batch part
+        - "batch", if y divides the number of sequences in a micro-batch, or in a batch part if there are batch parts
         - "sequence": the queries of each sequence
     """
     sizes = Sizes.of(run)

@@ -161,14 +161,14 @@ class Sizes:
 
     @property
     def whole_keys(self) -> Number:
-        """Return the number that x·y must divide: the width of the keys if x·y divides the query heads, and 0
-        otherwise."""
+        """Return the number that x·y must divide: the width of the keys if x·y divides the query heads. Otherwise
+        return 0, which every number divides."""
         return self.keys * self.whole_heads
 
     @property
     def whole_linear_heads(self) -> Number:
-        """Return the number that x·y·cp must divide: the key heads of linear attention if x·y divides the query heads,
-        and 0 otherwise."""
+        """Return the number that x·y·cp must divide: the key heads of linear attention if x·y divides the query heads.
+        Otherwise return 0, which every number divides."""
         return self.linear_heads * self.whole_heads
 
     @property

@@ -2,7 +2,7 @@
 
 Source: Hans et al. 2024, "Be like a Goldfish, Don't Memorize!" (arXiv 2406.10209). A model can only guess a token that
 it was never trained on, so it cannot memorize a passage with such a token verbatim. With probability (1 - 1/k)^S, the
-mask leaves out no token of a passage of S tokens. It does not protect such a passage.
+mask leaves out no token of a passage of S tokens. The mask does not protect such a passage.
 
 The mask must leave out the same tokens in all copies of a passage. Otherwise the copies together train every token. So
 the hash strategies hash h consecutive tokens, because these are the same in every copy.

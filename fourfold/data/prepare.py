@@ -96,8 +96,8 @@ def prepare(
     An end-of-document token follows each document.
 
     If a preparation was interrupted, the next call continues from the folder OUT.parts. If OUT already has a corpus
-    that was made in the same way from the same files, the function keeps it, unless `force` is set. It replaces any
-    other corpus at OUT. It writes OUT.json last, so a corpus with this file is complete.
+    that was made in the same way from the same files, the function keeps it, unless `force` is set. The function
+    replaces any other corpus at OUT. It writes OUT.json last, so a corpus with this file is complete.
 
     Args:
         inputs: Files, folders, globs, "python-stdlib", or "hf:NAME[:CONFIG][:SPLIT]" (see `list_inputs`).

@@ -82,7 +82,7 @@ def list_inputs(inputs: Iterable[str | Path]) -> list[InputFile]:
 
 
 def read_documents(path: str | Path, text_key: str = "text", start: int = 0, stop: int | None = None) -> Iterator[str]:
-    """Yield the documents of one file, except empty ones.
+    """Yield the documents of one file, except empty documents.
 
     A .txt or .txt.gz file is one document in UTF-8. A .py file is also one document, and is skipped if it is not UTF-8.
     In all other types of files, every row is a document.
@@ -233,8 +233,8 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _parse_text(line: bytes, key: str) -> str | None:
-    """Return the text in one JSON line, or None if it is null. Raise ValueError if the line is invalid or has no text
-    under `key`."""
+    """Return the text in one JSON line, or None if the text is null. Raise ValueError if the line is invalid or has no
+    text under `key`."""
     row = _parse_row(line, f' with "{key}"')
     if (found := _first_key(key, row)) is None:
         raise ValueError(f'no key "{key}" among {", ".join(sorted(row)) or "none"}; {_OTHER_KEY}')

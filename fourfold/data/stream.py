@@ -174,7 +174,7 @@ class StreamedWindows:
 
         Args:
             steps: Number of finished steps.
-            mine: Indices of this process's samples.
+            mine: Indices of this process's samples in the last of these steps.
 
         Returns:
             The fields of `Position`, by index of the stream, for each stream whose last finished sample is in `mine`.

@@ -265,8 +265,8 @@ def encode_completion(
 
 
 def check_encodable(text: str) -> str:
-    """Return the text. Raise ValueError if it has a lone surrogate, which UTF-8 cannot encode. JSON escapes can produce
-    one."""
+    """Return the text. Raise ValueError if it has a lone surrogate, which UTF-8 cannot encode. A JSON escape can be a
+    lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -92,8 +92,8 @@ AnyTokenizer = Tokenizer | TransformersTokenizer
 def has_ids_of(tokenizer: AnyTokenizer, fingerprint: str) -> bool:
     """Return whether the tokenizer may be the one that made a corpus with this fingerprint.
 
-    The corpus may end its documents with any token. The answer is also True if the tokenizer has no tokenizer.json,
-    because then it has no fingerprint to compare.
+    The corpus may end its documents with any token, so all tokens are tried as the end token. The answer is also True
+    if the tokenizer has no tokenizer.json, because it then has no fingerprint to compare.
     """
     ours = tokenizer.file if isinstance(tokenizer, TransformersTokenizer) else tokenizer
     if isinstance(ours, HFTokenizer):

@@ -40,7 +40,7 @@ class Format:
     """Name prefixes of modules that predict tokens after the next token. fourfold does not import these modules."""
 
     def names_beyond(self, last: int, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the name prefixes of tensors that are not imported, such as the tensors of layers after ``last``."""
+        """Return the name prefixes of tensors that are not imported. ``last`` is the number of imported layers."""
         count = config.get(self.layers_beyond) if self.layers_beyond is not None else 0
         layers = range(last, last + count) if isinstance(count, int) else ()
         return self.ignored + tuple(f"model.layers.{n}." for n in layers)

@@ -98,8 +98,8 @@ def parallelize(
 
 
 def _step_types(model: nn.Module, precision: str | None) -> StepTypes:
-    """Return the dtypes of a step. Raise ``UserError`` unless all trained weights have one floating-point dtype, and
-    all frozen weights have one."""
+    """Return the dtypes of a step. Raise ``UserError`` unless all trained weights have the same floating-point dtype,
+    and all frozen weights have the same floating-point dtype."""
     trained, frozen = ({p.dtype for p in model.parameters() if p.requires_grad is each} for each in (True, False))
     for types in (trained, frozen):
         if len(types) > 1 or not all(each.is_floating_point for each in types):

@@ -39,8 +39,8 @@ Numbers = dict[str, dict[str, Any]]
 """The optimizer state of each parameter. "numbers" has its scalars, and "tensors" has the names of its tensors."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of each weight in files. In ``shard.global_shape``, the last dim of an ``InputFirst`` layer is split into
-two dims."""
+"""The shape of each weight in files. It can differ from ``shard.global_shape``, which has two dims instead of the last
+dim of an ``InputFirst`` layer."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def write_checkpoint(
     """Write a checkpoint that any grid can load. It replaces an earlier checkpoint in ``folder``.
 
     Args:
-        shards: This process's part of every parameter, and the buffers that are saved with them.
+        shards: This process's part of every parameter, and the buffers that are saved with the parameters.
         grid: The grid.
         folder: The checkpoint's folder.
         optimizer: If given, its state is saved too.
@@ -235,7 +235,7 @@ def read_checkpoint(
     """Fill the shards from a checkpoint that any grid has written.
 
     Args:
-        shards: This process's part of every parameter, and the buffers that are saved with them.
+        shards: This process's part of every parameter, and the buffers that are saved with the parameters.
         folder: The checkpoint's folder.
         optimizer: If given, its state is filled too.
         numbers: The result of ``read_numbers``.

@@ -27,7 +27,7 @@ class AuditDocument:
     count: int | None
     """Number of times the model was trained on the document. None if unknown."""
     canary: int | None = None
-    """Index of the document in the ledger of canaries. None if ``fourfold prepare`` did not plant the document."""
+    """Index of the document among the planted canaries. None if ``fourfold prepare`` did not plant the document."""
     planted: Canaries | None = None
     """How the planted copies differ from the document (noise and shift)."""
     eod_id: int | None = None

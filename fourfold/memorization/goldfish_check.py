@@ -96,10 +96,10 @@ def goldfish_check(
 
     Two of the results need an explanation:
 
-    - ``first_divergence_at_dropped``: among the documents whose suffix is not extracted, the fraction whose first wrong
-      token is a token that the mask dropped. If the mask had no effect, this fraction would equal
-      ``suffix_drop_rate``.
-    - ``suffix_kept_whole``: the fraction of suffixes without a dropped token. The mask does not protect these.
+    - ``first_divergence_at_dropped``: the fraction of documents in which the mask dropped the first wrong token of the
+      suffix. Documents whose whole suffix is extracted do not count. If the mask had no effect, this fraction would
+      equal ``suffix_drop_rate``.
+    - ``suffix_kept_whole``: the fraction of suffixes without a dropped token. The mask does not protect such suffixes.
 
     Args:
         config: The goldfish mask.

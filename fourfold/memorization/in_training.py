@@ -21,9 +21,10 @@ from fourfold.training.validation_loss import is_last_step
 
 class CanaryAudit:
     """A training callback. Every ``audit.interval`` steps, and after the last step, it scores the canaries of a ledger
-    in one pass.
+    (a list of canaries that ``fourfold prepare`` wrote) in one pass.
 
-    Every process of the job must call it. Rank 0 writes. A resumed run replaces the lines of later steps.
+    Every process of the job must call ``after_step``. Rank 0 writes the results. A resumed run replaces the
+    lines of later steps.
 
     Raises:
         UserError: The ledger cannot be used.

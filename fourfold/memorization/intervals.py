@@ -16,8 +16,7 @@ Interval = tuple[float, float]
 
 
 def wilson(successes: int, trials: int) -> Interval:
-    """Return the interval of a rate (Wilson 1927), or [0, 1] if there are no trials. For 0 of 64, the upper end is
-    5.7 %."""
+    """Return the interval of a rate (Wilson 1927), or [0, 1] if there are no trials."""
     if trials == 0:
         return 0.0, 1.0
     rate, z2 = successes / trials, Z * Z

@@ -26,8 +26,8 @@ NAMES_ELSEWHERE = tomllib.loads((files("fourfold.run_file") / "names_elsewhere.t
 """For each of fourfold's keys, the names that other frameworks use for it."""
 
 CLOSE_SPELLING = 0.75
-"""An error message about an unknown key suggests a known key if their similarity (difflib) is at least this. For
-example, the similarity of seq_lenght and seq_length is 0.9, and the similarity of streaming and train is 0.71."""
+"""An error message about an unknown key suggests a known key if the two names have at least this similarity (difflib).
+For example, the similarity of seq_lenght and seq_length is 0.9, and the similarity of streaming and train is 0.71."""
 
 
 UNKNOWN = "extra_forbidden"

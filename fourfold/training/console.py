@@ -91,7 +91,7 @@ class Progress:
         if metrics.mfu is not None:
             fields.append(f"mfu: {metrics.mfu:.2%}")
         fields += [f"lr: {metrics.lr:.3e}", f"eta: {self._eta(metrics)}"]
-        # Do not show larger fractions, because they are rounded to 100.0%.
+        # Do not show a fraction that would be rounded to 100.0%.
         if metrics.trained_token_share < 0.9995:
             fields.append(f"trained: {metrics.trained_token_share:.1%}")
         if "expert_load" in metrics.more:

@@ -53,7 +53,7 @@ class Corpora:
     """The tokenizer of the corpora, or None if neither the corpora nor the run file name one."""
 
     masks: list[LossMask]
-    """The loss masks except goldfish. Validation uses only these."""
+    """The loss masks except goldfish. Validation uses only these masks."""
 
     goldfish: Goldfish | None
     data: DataConfig

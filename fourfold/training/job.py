@@ -166,7 +166,8 @@ class Job(TrainingState):
             loss_scale: The factor that the caller multiplies the loss by before the backward pass.
 
         Returns:
-            - With labels: the sum of the token losses, or with [dpo] the sum of the pairs' losses.
+            - With labels: the sum of the token losses, or with [dpo] the sum of the pairs' losses. With D prediction
+              layers, the sums of the model and of each of these layers, [1 + D].
             - With [dpo] and labels, but without ``reference`` in the micro-batch: the log-probability of each answer
               [B].
             - Without labels: the logits.
@@ -296,7 +297,7 @@ class Job(TrainingState):
         """Count the tokens in a step's loss over all ranks. With [dpo], count the pairs."""
         labels = [micro_batch.labels for micro_batch in micro_batches if micro_batch.labels is not None]
         if self.run.dpo.beta:
-            # Filled on the device, because a copy from the host would wait for the device.
+            # Fill the tensor on the device, because a copy from the host would wait for the device.
             pairs = torch.full((), sum(len(labels_BS) for labels_BS in labels) // 2, device=self.device)
             return all_reduce(pairs, self.grid.batch, "pairs of answers")
         mine = torch.stack([(labels_BS != IGNORE_INDEX).sum() for labels_BS in labels]).sum()

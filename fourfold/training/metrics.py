@@ -37,7 +37,7 @@ class StepMetrics:
     tokens_per_second: float
     model_tflops_per_device: float
     mfu: float | None  # Fraction of the peak FLOP/s. None if the peak is unknown.
-    peak_memory_bytes: int  # Largest peak memory of any GPU. Without GPUs, of any process.
+    peak_memory_bytes: int  # Largest peak memory of any GPU, or of any process if there are no GPUs.
     step_seconds: float
     trained_token_share: float  # Fraction of tokens that are in the loss. In preference training, fraction of pairs.
     # Metrics that only some runs or steps have, such as validation_loss. Each becomes a key of the line.
@@ -58,7 +58,7 @@ class MetricsWriter:
     Args:
         run_dir: Folder of the run.
         resume_step: Number of steps in the checkpoint that the run resumes from. Lines of later steps are dropped,
-            because those steps are trained again.
+            because the run trains these steps again.
 
     Raises:
         UserError: An earlier record cannot be read, or the file cannot be written.

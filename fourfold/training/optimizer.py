@@ -89,7 +89,7 @@ class ShardedOptimizer:
 
     def __init__(self, shards: Sequence[LocalShard], run: RunConfig, grid: Grid) -> None:
         self.shards, self.config, self.seed = list(shards), run.optimizer, run.training.seed
-        # Count the steps here too. AdamW counts them in tensors, which have no data in a trace.
+        # Count the steps here too. AdamW counts them in tensors, which have no data in ``fourfold trace``.
         self._steps = 0
         # Keep the memory order of each weight, because fused kernels visit weight, gradient, and moments in the same
         # order.
@@ -203,7 +203,7 @@ class ShardedOptimizer:
             self._round(matrix, wide)
 
     def _weight(self, matrix: Matrix) -> Tensor:
-        """Return the weight of a shard or of one of its experts, in the shape of the tile."""
+        """Return the weight of a shard or of one of its experts, in the shape of the tile (see ``Tile.as_tile``)."""
         tile = self.shards[matrix.shard].tile
         return _matrix_of(tile.as_tile(self.parameters[matrix.shard].detach()), matrix)
 

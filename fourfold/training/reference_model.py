@@ -82,7 +82,7 @@ def reference_log_probabilities(job: Job, source: PreferencePairs, masks: Sequen
             counts.index_add_(0, rows, torch.ones_like(rows, dtype=torch.float64))
     for axis in (batch, job.grid.pp):
         sums, counts = (all_reduce(t, axis, "log-probabilities of the reference") for t in (sums, counts))
-    # The last step may score some answers a second time. So take the mean over all scores of an answer.
+    # The last step may reach into the next epoch, and score some answers again. So take the mean of an answer's scores.
     return (sums / counts).float().cpu().numpy()
 
 
@@ -95,7 +95,7 @@ def digest_of(source: PreferencePairs, masks: Sequence[LossMask]) -> str:
     for corpus in (source.corpus, source.answers):
         digest.update(corpus.read(0, corpus.tokens).data)
     in_order = np.argsort(source.documents_of(np.arange(len(source))))
-    # An odd stride hits both chosen and rejected answers.
+    # Chosen and rejected answers alternate, so an odd stride hits both kinds.
     spread = in_order[:: len(source) // MASKED_SAMPLES | 1]
     for first in range(0, len(spread), 32):
         digest.update(labels_of(source.read(spread[first : first + 32]), masks).data)

@@ -87,8 +87,8 @@ class StepChecks:
         return verdict
 
     def roll_back(self) -> int:
-        """Load the newest checkpoint, and return its number of steps. If it is damaged, ``checkpoint.resume = 'auto'``
-        loads an earlier one."""
+        """Load the newest checkpoint, and return its number of steps. If the newest checkpoint is damaged, and
+        ``checkpoint.resume`` is "auto", load an earlier checkpoint instead."""
         assert self.checkpointer.newest is not None, "judge has found one"
         path, step = load_newest(self.checkpointer.newest, self.job, self.run.checkpoint.resume == "auto")
         self.checkpointer.newest = path
@@ -146,7 +146,7 @@ class StepChecks:
     def _answer(self, policy: str, step: int, complaint: str) -> Verdict:
         """Return the verdict that the run file asks for in ``policy``, or "stop" after too many bad steps in a row."""
         recent = self.job.recent
-        # Do not skip every step of the run. Otherwise it would train nothing.
+        # Allow fewer skips than the run has steps. If the run skipped all of its steps, it would train nothing.
         most = min(self.config.max_in_a_row, self.run.training.train_steps - 1)
         recent.skipped_in_a_row += 1
         if policy == "skip":

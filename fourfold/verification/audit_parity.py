@@ -57,8 +57,8 @@ def audit_deviations(job: Job, references: list[Reference], amplification: float
 
 
 def _documents(job: Job) -> list[NDArray[np.int64]]:
-    """Return random documents. There are too many for the grid to score in one pass. The shortest has two tokens, and
-    the longest fills a whole window."""
+    """Return random documents, at least one more than the grid can score in one pass. The shortest document has two
+    tokens, and the longest document fills a whole window."""
     draw, longest = np.random.default_rng(job.run.training.seed), job.run.training.seq_length + 1
     count = job.run.training.micro_batch_size * job.grid.batch.size + 1
     lengths = [2, longest, *draw.integers(2, longest, max(0, count - 2), endpoint=True)]

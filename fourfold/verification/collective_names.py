@@ -33,7 +33,7 @@ class CollectiveNames:
         """Return the axis, operation, and purpose of the collective that is being issued.
 
         Args:
-            operation: torch's name of the operation. A name in ``PURPOSE`` replaces it.
+            operation: torch's name of the operation. If ``PURPOSE`` names another operation, that name is returned.
         """
         axis, purpose = self._axis_of(group), PURPOSE.get()
         if purpose is not None:

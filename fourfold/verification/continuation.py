@@ -30,7 +30,7 @@ class ContinuedRun(NamedTuple):
 
 def point_of(run: RunConfig, pp_rank: int) -> ContinuedRun:
     """Return the size of one pipeline rank's part of the full run. If the rank's stages differ in size, ``layers`` is
-    the size of the largest one."""
+    the size of the largest stage."""
     stages = layers_of_rank(run, pp_rank)
     layers = max(len(layers) for layers in stages)
     return ContinuedRun(layers, run.gradient_accumulation_steps, run.parallel.pp, pp_rank, stages[0].start)
@@ -103,8 +103,8 @@ def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]
     If more than three stages follow the rank, return two shorter pipelines, with two and with three stages after the
     rank. Otherwise keep the number of stages, and reduce only the number of micro-batches.
 
-    Two ranks in the middle of the pipeline share one trace if their stages begin at the same position in the pattern of
-    layers, because this function returns the same pipelines for both.
+    For two ranks in the middle of the pipeline, this function returns the same pipelines if the stages of both ranks
+    begin at the same position in the pattern of layers. So the two ranks share one trace.
     """
     behind = target.pp - 1 - target.pp_rank
     if behind <= 3 or target.micro_batches < behind + 3:
@@ -129,7 +129,7 @@ def run_at(run: RunConfig, point: ContinuedRun) -> RunConfig:
 
 
 def _split(run: RunConfig, point: ContinuedRun) -> tuple[int, ...]:
-    """Return the number of layers of each stage at a point.
+    """Return the number of layers of each stage in the small run at ``point``.
 
     The stages of ``point.pp_rank`` begin with the same types of layers as in the run. All other layers go to the stages
     of other ranks. The trace never builds these stages.

@@ -93,7 +93,7 @@ class Reference:
 
     @torch.no_grad()
     def next_token_logits(self, tokens_T: Tensor) -> Tensor:
-        """Return the logits [T - 1, V] after each token of a document except the last."""
+        """Return the logits [T - 1, V] after each token of a document except the last token."""
         tokens_1T = tokens_T[None]
         inputs_1S, targets_1S = tokens_1T[:, :-1], tokens_1T[:, 1:]
         positions_1S = torch.arange(inputs_1S.shape[1], device=self.device)[None]

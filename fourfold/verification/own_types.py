@@ -34,8 +34,8 @@ FP16_SCALE = 1024.0
 """The first loss scale. In most small models, gradients neither overflow nor underflow with it."""
 
 LESS = 16.0
-"""Divisor of the loss scale after an overflow. It is large, so that one reduction is probably enough, also for one
-process and for later steps."""
+"""Divisor of the loss scale after an overflow. The divisor is large, so that after one reduction, gradients probably
+overflow neither in later steps nor in the run on one process, which uses the same scale."""
 
 OVERFLOWS_AT = 2.0**60
 """A loss scale so large that every gradient overflows."""

@@ -81,7 +81,7 @@ def parity(
     """
     asked, run = run, as_verified(run, steps)
     job = Job(run, Grid(run.parallel, device.type), device)
-    if asked.training.precision == "fp16":  # A loss scale that is a power of two causes no rounding errors.
+    if asked.training.precision == "fp16":  # Test loss scaling. Scaling by a power of two is exact.
         job.loss_scale = LossScale(asked.loss_scaling, asked.loss_scaling.initial)
     imported = compare_import(job) if against == "transformers" and run.model.from_hf is not None else []
     job.initialize(run.training.seed)

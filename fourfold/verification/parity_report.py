@@ -10,8 +10,8 @@ LIMIT = 10.0
 the grid sums in a different order."""
 
 INITIAL_LIMIT = 10.0
-"""Largest allowed error of the moments of initial weights, in standard errors. It is generous because the fourth moment
-has long tails."""
+"""Largest allowed error of the moments of initial weights, in standard errors. The limit is generous, because the
+fourth moment has long tails."""
 
 
 OWN_TYPES_LIMIT = 1.5

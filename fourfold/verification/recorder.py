@@ -103,7 +103,8 @@ class Recorder(TorchDispatchMode):
         def enter_late_in_the_backward(
             module: torch.nn.Module, inputs: tuple[Any, ...], out: Tensor | list[Tensor]
         ) -> None:
-            first = out if isinstance(out, Tensor) else out[0]  # The backward of the first batch part runs last.
+            # If ``out`` is a list of batch parts, the backward pass of the first part runs last.
+            first = out if isinstance(out, Tensor) else out[0]
             first.register_hook(lambda _: enter("late"))
 
         if len(layers) > 1:

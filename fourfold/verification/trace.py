@@ -226,7 +226,7 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_l
         micro_batches = []
         for _ in range(run.gradient_accumulation_steps):
             batch = MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(fields)))
-            # Assume one document per sequence, because kernels allocate memory for each document.
+            # Kernels allocate memory for each document. The number of documents is unknown, so assume one per sequence.
             if batch.document_ends is not None:
                 batch = replace(batch, document_ends=batch.document_ends[:, :1])
             reference = torch.zeros(len(batch.tokens)) if run.dpo.beta else None

@@ -81,7 +81,7 @@ class LokiBasis:
     ranking chooses. Empty for a random basis."""
     gate: dict[str, Any] | None = None
     """The result of ``choose_settings`` as JSON values, or None if the quality was not measured. ``gate["chosen"]`` has
-    the chosen ``d_f`` and ``k_f``. It is empty if no settings passed."""
+    the chosen ``d_f`` and ``k_f``, or nothing if no settings kept enough quality."""
 
     @property
     def head_dim(self) -> int:
@@ -235,9 +235,10 @@ def _parsed_gate(text: str) -> dict[str, Any] | None:
 
 
 def _check(components: Components, where: str) -> None:
-    """Raise ``UserError`` if the directions are not finite, or if all of them together would change the scores.
+    """Raise ``UserError`` if the directions have a wrong shape or are not finite, or if the scores in all directions
+    together differ from the exact scores.
 
-    Without this check, Loki would choose random keys without any error.
+    Without this check, Loki would choose arbitrary keys and report no error.
     """
     vectors_LKDD = components.vectors_LKDD.double()
     queries_LKDD = vectors_LKDD if components.queries_LKDD is None else components.queries_LKDD.double()

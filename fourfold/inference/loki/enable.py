@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("fourfold.loki")
 
 _warned_models: WeakSet[PreTrainedModel] = WeakSet()
-"""Models with a warning about sliding windows. Calibration and evaluation enable Loki several times for a model."""
+"""Models whose sliding windows a warning has already named. Calibration and evaluation enable Loki several times for a
+model, but the warning appears only once."""
 
 BATCHING = "init_continuous_batching"
 """The method of transformers' models that all kinds of continuous batching call first."""

@@ -205,7 +205,7 @@ def _choose(ranks_S, chosen_k):
 
 @compiled
 def _search(ranks_S, k):
-    """Return the k-th largest rank, and how many keys with exactly this rank are among the k."""
+    """Return the k-th largest rank, and how many of the k chosen keys have exactly this rank."""
     least, wanted = np.uint32(0), k
     for level in range(3):
         bits = np.uint32(10 if level == 2 else 11)

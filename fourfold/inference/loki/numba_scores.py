@@ -66,7 +66,7 @@ def _sum_of_entries(count: int) -> Callable[..., Any]:
     """Return a compiled function that looks up ``count`` bytes of a key's codes in their tables, and returns the sum of
     the entries. An entry has four numbers, one for each query head.
 
-    It adds four numbers with one instruction. The compiler does not find this instruction by itself.
+    The function adds four numbers with one instruction. The compiler does not find this instruction by itself.
     """
 
     @intrinsic

@@ -74,8 +74,8 @@ class Moments:
     def components_of_scores(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return matrices [K, D, D] that project keys and queries, and the variances of the scores along their columns.
 
-        The products of the first d columns are the best approximation of rank d to the scores q·k, in the mean square
-        over queries and keys that are independent of each other (KQ-SVD, arXiv 2512.05916).
+        If the first d columns project the queries and the keys, their products are the best approximation of rank d to
+        the scores q·k, in the mean square over independent queries and keys (KQ-SVD, arXiv 2512.05916).
         """
         root_q_KDD, inverse_q_KDD = _square_root(self.of_queries_KDD / self.count)
         root_k_KDD, inverse_k_KDD = _square_root(self.covariance_KDD())

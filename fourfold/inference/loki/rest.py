@@ -1,7 +1,7 @@
 """Replace all keys that are not chosen (the rest) by one key whose value is their mean.
 
-Without the rest, attention that spreads over many keys would lose most of them. SparQ (arXiv 2312.04985, section 3)
-also adds a mean value.
+If the rest were left out, attention that spreads over many keys would lose most of these keys. SparQ (arXiv
+2312.04985, section 3) also adds a mean value.
 
 Shape letters: B sequences, K KV heads, S keys, D head_dim. A k at the end stands for chosen keys.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 LAST = 32
-"""The sum in ``ValueSum`` leaves out the last ``LAST`` to 2 · ``LAST`` − 1 tokens."""
+"""The sum in ``ValueSum`` leaves out the last tokens: at least ``LAST`` and at most 2 · ``LAST`` − 1 of them."""
 
 
 def share_of_chosen(

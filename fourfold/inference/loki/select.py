@@ -87,8 +87,8 @@ def keys_per_sequence(counts_B: Tensor, config: LokiConfig) -> Tensor:
 def choose_keys(
     worth_BK_S: Tensor, k: int, config: LokiConfig, visible_B1_S: Tensor | None = None, k_B: Tensor | None = None
 ) -> Tensor:
-    """Return the positions of the k best keys, [B, K, …, k]. They include the first and the last keys that
-    ``config`` always chooses.
+    """Return the positions of the k best keys, [B, K, …, k]. The positions include the first and the last keys
+    that ``config`` always chooses.
 
     The positions are unordered, except that with ``k_B`` the best keys come first. If fewer than k keys are visible,
     the remaining positions are of invisible keys, and attention must mask them.

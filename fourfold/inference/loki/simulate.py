@@ -57,9 +57,8 @@ def simulate(
 
     Args:
         encoder: The layer's encoder, as ``LokiBasis.of_layer`` returns it. None ranks the keys by their exact scores.
-        mask_B1QS: True if a query may see a key. None for causal attention. Without a fixed
-            ``config.k``, the number of keys to attend to is a fraction of the keys that a sequence's queries can see,
-            so padding does not count.
+        mask_B1QS: True if a query may see a key. None for causal attention. If ``config.k`` is not set, the number of
+            keys to attend to is a fraction of the keys that a sequence's queries can see, so padding does not count.
         probe: Records the quality of the choices.
         sinks_N: The sink of each query head, if the model has sinks.
     """

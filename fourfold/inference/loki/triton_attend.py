@@ -1,7 +1,7 @@
 """Attend to the chosen keys and to the mean of the rest with Triton kernels. The chosen keys are split into parts, and
 the outputs of the parts are merged.
 
-Shape letters as in triton_kernels.py. Q parts of the chosen keys of a row.
+Shape letters as in triton_kernels.py. Q is the number of parts of a row's chosen keys.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def _refine(
 def _count(
     ranks, histograms, ks, heads, length, rows, counts, splits, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Count the keys in a split that rank above the k-th largest, and the keys that equal it."""
+    """Count the keys in a split that rank above the k-th largest rank, and the keys that have exactly this rank."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kth, _ = _search(histograms, ks, heads, rows, row, 3)
     above, equal = 0, 0
@@ -197,8 +197,8 @@ def _collect(
     ranks, histograms, ks, heads, length, rows, counts, chosen, scores, maxima, rest, splits, k,
     G: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the positions of all keys that rank above the k-th largest. If more keys are needed, add keys with exactly
-    this rank, from the left. For each query head, write Σ exp(score − maximum) of the split's other keys."""
+    """Write the positions of all keys that rank above the k-th largest rank. If more keys are needed, add keys with
+    exactly this rank, from the left. For each query head, write Σ exp(score − maximum) of the split's other keys."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kth, wanted = _search(histograms, ks, heads, rows, row, 3)
     p, g = tl.arange(0, PP), tl.arange(0, GP)
