@@ -46,7 +46,7 @@ class TunedLayer(Strict):
     @classmethod
     def _has_every_matmul(cls, gains: dict[str, Gain]) -> dict[str, Gain]:
         if set(gains) != set(PRODUCTS):
-            raise ValueError(f"gains are of {', '.join(PRODUCTS)}")
+            raise ValueError(f"gains must have the keys {', '.join(PRODUCTS)}")
         return gains
 
     @property

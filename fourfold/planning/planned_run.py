@@ -60,9 +60,9 @@ def write_run(path: Path, request: Request, layout: Prediction, tokens: float | 
     If the machine file has ``mtbf_gpu_hours`` and the user's run file sets no checkpoint interval, the written file
     gets the interval that loses the least time to failures and checkpoints.
     """
-    comment = f"# Planned for {request.gpus} GPUs of {layout.machine.name}: {layout.seconds:.3g} s a step.\n"
+    comment = f"# Planned for {request.gpus} GPUs of {layout.machine.name}: {layout.seconds:.3g} s per step.\n"
     if request.run is None:
-        comment += "# [data] has built-in text: name your own corpora.\n"
+        comment += "# [data] names built-in text. Name your own corpora instead.\n"
     run = planned_run(request, layout, tokens)
     interval = best_interval(request.model, layout)
     if interval is not None and not run.checkpoint.interval:

@@ -73,7 +73,7 @@ def _answer_failures(run_dir: Path, step: int, failures: int, run: RunConfig) ->
         raise UserError(f"{reason}, although its batch was left out; read what the attempts printed")
     samples = samples_of(step, run.training.global_batch_size)
     bad_steps.note({"step": step, "action": "leave_out", "reason": reason, "samples": samples, "skips": [step]})
-    print(f"fourfold: {reason}: its batch is left out; see {bad_steps.path}", file=sys.stderr)
+    print(f"fourfold: {reason}; the batch of this step is left out; see {bad_steps.path}", file=sys.stderr)
 
 
 def _failures(lines: list[dict[str, Any]], taken: int) -> int:

@@ -94,7 +94,7 @@ def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
     files = {"run file": search.folder / BEST_FILE, "machine file": search.folder / MACHINE_FILE}
     record = _record(search, trials, best, end, fitted, {name: str(path) for name, path in files.items()})
     effort = f"trials: {len(trials)}, devices: {record.gpus}"
-    comment = f"# The fastest layout of a search: {record.best_seconds:.4g} s a step ({effort}).\n"
+    comment = f"# The fastest layout of a search: {record.best_seconds:.4g} s per step ({effort}).\n"
     write_output(files["run file"], comment + to_toml(search.subject.run(best)))
     title = f"{base.name}, calibrated on {fitted.rows} trials of `fourfold tune`"
     write_output(files["machine file"], machine_toml(fitted.machine, title, base))

@@ -272,7 +272,7 @@ REFUSED = {
         for name in ("tokenize", "add_generation_prompt", "chat_template", "return_dict", "messages", "self")
     },
     "number of calls": (CALLS, {}, {"tool_calls": 5}, "message 2 has tool_calls that are not a list"),
-    "half a character": (CHATML, {}, {"content": "\ud83d"}, "the text has half a character"),
+    "half a character": (CHATML, {}, {"content": "\ud83d"}, "the text has a lone surrogate"),
 }
 
 

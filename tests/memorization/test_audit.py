@@ -359,7 +359,7 @@ def test_gate(trained: Path, cli: Cli) -> None:
         (line(text="a" * 90), {"--reference": "./nope"}, "--reference ./nope does not exist"),
         (line(text="a" * 90), {"--model": "./runs/none"}, "--model ./runs/none does not exist"),
         (line(text="a" * 90) + line(text="a" * 90, count=0), {}, "both members and controls"),
-        (line(text="a" * 90 + "\ud800"), {}, "half a character"),
+        (line(text="a" * 90 + "\ud800"), {}, "a lone surrogate"),
         (line(tokens=[1] * 50 + [True]), {}, "not a list of token ids"),
         (line(tokens=[1] * 50 + [10**30]), {}, "not a list of token ids"),
         (line(tokens=[5] * 50 + [-3]), {}, "has token -3"),

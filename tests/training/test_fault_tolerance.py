@@ -97,7 +97,7 @@ def test_a_step_that_always_fails_is_found(tmp_path: Path, prefix: str, start: S
     if answer == "stop":
         assert process.returncode == 2 and f"{named}; read what the attempts printed" in errors
         return
-    assert process.returncode == 0 and f"{named}: its batch is left out; see" in errors, errors
+    assert process.returncode == 0 and f"{named}; the batch of this step is left out; see" in errors, errors
     records = read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")
     assert [record["step"] for record in records if record.get("skipped")] == [4]
     (line,) = BadSteps(tmp_path / "runs" / "run").read()

@@ -123,7 +123,7 @@ LATENTS = [
         DEEPSEEK_V3,
     ),
     Mutant(
-        "the router also chooses experts from groups that it did not choose",
+        "the router also chooses experts from groups outside its top groups",
         "models.mixture:Choice.experts",
         "by_group_TGe.masked_fill(is_left_out_TG[..., None], -torch.inf)",
         "by_group_TGe",

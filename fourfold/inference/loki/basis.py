@@ -249,4 +249,4 @@ def _check(components: Components, where: str) -> None:
         raise UserError(f"{where}: the basis has NaN or infinite numbers; {AGAIN}")
     products = queries_LKDD.transpose(-1, -2) @ vectors_LKDD
     if (products - torch.eye(vectors_LKDD.shape[-1], dtype=torch.float64)).abs().max() > 1e-3:
-        raise UserError(f"{where}: the directions change the scores; {AGAIN}")
+        raise UserError(f"{where}: the scores in all directions differ from the exact scores; {AGAIN}")
