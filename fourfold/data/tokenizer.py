@@ -270,9 +270,7 @@ def check_encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(
-            "the text has a lone surrogate (half of a UTF-16 character), which no tokenizer accepts"
-        ) from None
+        raise ValueError("the text has a lone surrogate (half of a UTF-16 pair), which no tokenizer accepts") from None
     return text
 
 

@@ -134,7 +134,7 @@ def _tokens(where: object, row: dict[str, Any], tokenizer: AnyTokenizer | None, 
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{where} has a lone surrogate (half of a UTF-16 character); leave it out") from None
+        raise UserError(f"{where} has a lone surrogate (half of a UTF-16 pair); leave it out") from None
     if tokenizer is None:
         raise UserError(
             f"{where} is text, but nothing says which tokenizer the model was trained with; name the tokenizer with "
