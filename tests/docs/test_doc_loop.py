@@ -28,7 +28,7 @@ transformers = pytest.importorskip("transformers")
 def program_of(page: str, number: int = 0) -> str:
     """Return a block of Python on a page. A test in this file runs each of them."""
     found = [block for block in blocks_of(REPOSITORY / page) if block.language == "python"]
-    assert len(found) == {"docs/getting-started.md": 1, "docs/parallelize.md": 3}[page]
+    assert len(found) == {"docs/getting-started.md": 1, "docs/parallelize.md": 4}[page]
     return found[number].text
 
 
@@ -146,6 +146,68 @@ def test_the_lora_tutorial_learns_under_torchrun(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     prepare_chats(tmp_path)
     check_the_adapters(tmp_path, torchrun(program_of("docs/parallelize.md", 2), tmp_path, 4))
+
+
+def check_the_trainer(folder: Path, run: Callable[[str], object], trainer: str = "Trainer") -> None:
+    """Check that the program of the page trains the model that the trainer itself trains on one process."""
+    program = program_of("docs/parallelize.md", 3)
+    if trainer != "Trainer":
+        program = program.replace("import torch\n", f"import torch\nfrom trl import SFTConfig, {trainer}\n")
+        program = program.replace("(OnGrid, Trainer)", f"(OnGrid, {trainer})").replace(
+            "= TrainingArguments(", "= SFTConfig(bf16=False, gradient_checkpointing=False, max_length=64, output_dir="
+        )
+        program = re.sub(r"train_dataset=.*\n.*", "train_dataset=chats, processing_class=tokenizer", program)
+    prepare_chats(folder)
+    run(program)
+    begin, end = program.index("grid = "), program.index("tokenizer = ")
+    alone = program[:begin] + program[end:]
+    alone = alone.replace("= GridTrainer(", f"= {trainer}(").replace('"tuned"', '"alone"')
+    alone = re.sub(r"trainer\.model = .*", "", alone)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        with_fresh_accelerate(alone)
+    before, tuned, expected = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder / name).state_dict()
+        for name in ("base", "tuned", "alone")
+    )
+    # AdamW amplifies rounding errors of gradients near zero, so compare whole matrices.
+    for name, weight in expected.items():
+        assert (tuned[name] - weight).norm() < 1e-3 * (weight - before[name]).norm(), name
+
+
+def with_fresh_accelerate(program: str) -> None:
+    """Run a program, and then forget the number of processes, which accelerate would keep."""
+    from accelerate.state import AcceleratorState
+
+    try:
+        exec(program, {"__name__": "__main__"})
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def trainer_body(rank: int, world_size: int, program: str, folder: Path, launched: dict[str, str]) -> None:
+    program_body(
+        rank,
+        world_size,
+        f"from {__name__} import with_fresh_accelerate\nwith_fresh_accelerate({program!r})",
+        folder,
+        launched,
+    )
+
+
+def test_the_trainer_of_transformers_trains_as_on_one_process(pool: Pool, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    check_the_trainer(tmp_path, lambda program: pool.run(4, trainer_body, program, tmp_path, launched))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["Trainer", "SFTTrainer"])
+def test_trainers_train_as_on_one_process_under_torchrun(tmp_path: Path, trainer: str) -> None:
+    if trainer == "SFTTrainer":
+        pytest.importorskip("trl")
+    check_the_trainer(tmp_path, lambda program: torchrun(program, tmp_path, 4), trainer)
 
 
 def check_the_model_with_rules(program: str, folder: Path, processes: int) -> None:
