@@ -59,8 +59,8 @@ def slurm(
 ) -> None:
     """Write a batch script for `sbatch`, with the conventions of a site.
 
-    The job trains, saves before the wall time ends, and submits itself again until the run is done. If the run file has
-    a mistake, the job stops.
+    The job trains, saves before the wall time ends, and requeues itself until the run is done. It stops early after too
+    many crashes in a row, or after an error that a restart would not fix, such as a mistake in the run file.
 
     Example: fourfold launch slurm RUN.toml --site frontier --nodes 64 --time 06:00:00 --account ABC123 --output job.sh
     """

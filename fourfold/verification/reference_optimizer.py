@@ -82,8 +82,7 @@ class ReferenceOptimizer:
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:
-    """Orthogonalize a matrix with five fifth-order Newton-Schulz iterations (Jordan 2024, scaled as in arXiv
-    2502.16982)."""
+    """Orthogonalize a matrix with five fifth-order Newton-Schulz iterations (Jordan 2024)."""
     x: Tensor = matrix / matrix.norm().clamp(min=1e-7)
     for _ in range(5):
         square = x @ x.T if len(x) <= x.shape[1] else x.T @ x

@@ -37,6 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
 # Model, layers, grid, recompute, tokens per sequence, sequences per micro-batch, micro-batches, and more keys of
 # [training] and [overlap].
 Case = tuple[str, int, dict[str, Any], str, int, int, int, dict[str, Any]]
+TWO_STAGES = {"pp": 2, "schedule": "Interleaved1F1B", "stages_per_rank": 2}
 HALF, PARTS = {"reduce_dtype": "bf16"}, {"batch_parts": 2}
 OFTEN: list[Case] = [
     ("deepseek", 2, {"z": 4, "zero": 2, "ep": 4}, "none", 2048, 2, 1, {}),
@@ -59,6 +60,7 @@ SELDOM: list[Case] = [
     ("deepseek", 2, {"z": 8, "zero": 1}, "none", 4096, 2, 1, {}),
     ("deepseek", 3, {"z": 2, "cp": 2, "ep": 4}, "none", 2048, 2, 2, PARTS),
     ("deepseek", 4, {}, "full", 4096, 1, 2, {}),
+    ("deepseek", 4, TWO_STAGES | {"z": 4, "ep": 2}, "full", 512, 1, 2, {}),
     ("deepseek", 4, {"z": 4, "dp": 2, "zero": 3, "ep": 2}, "none", 4096, 2, 2, HALF),
     ("hybrid", 4, {"dp": 4, "zero": 1}, "full", 512, 2, 2, {}),
     ("hybrid", 4, {"z": 2, "dp": 2, "cp": 2, "zero": 2}, "none", 512, 1, 2, {}),

@@ -31,7 +31,8 @@ count the heads of all ranks."""
 
 @dataclass(frozen=True)
 class Placed:
-    """How one module is split: its style, and how its group's features are split over y."""
+    """How one module is split: its style, and how y splits the features of the module that contains it, such as
+    attention."""
 
     name: str
     style: str

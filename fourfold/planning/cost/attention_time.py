@@ -72,9 +72,9 @@ def fourfold_ring(work: Workload) -> Flag:
 def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
     """Return the fused attention kernel that the framework uses: the machine's fastest kernel, or FlashAttention-2."""
     faster, model = np.asarray(machine.flash2) > 0, work.model
-    # fourfold uses FlashAttention-2 for sliding windows, and for ring attention with wide heads
-    # (``parallel.attention.block_attention``). If only some blocks of a model have windows, all blocks count as blocks
-    # without windows.
+    # In ring attention, fourfold uses FlashAttention-2 for wide heads (``parallel.attention.block_attention``). Without
+    # a ring, fourfold uses it for sliding windows. If only some blocks of a model have windows, count all blocks as
+    # blocks without windows.
     window = np.asarray(model.sliding_window)
     slides = np.equal(model.sliding, 1) & (window > 0) & (window < work.step.seq_length)
     own = work.program.is_fourfold & np.where(fourfold_ring(work), np.greater(model.head_dim, WIDEST_CUDNN), slides)

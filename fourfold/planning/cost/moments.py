@@ -230,7 +230,8 @@ def _in_embedding(memory: RankMemory, weights: Number) -> list[Moment]:
     of gathered weights."""
     layout, tied, sums = memory.work.layout, 2 * _tied_gradient(memory), memory.sums
     entries, of_table = memory.tables.embedding, memory.each * memory.tables.embedding
-    # Both parts of a tied gradient and their sum are in memory. A replicated gradient is then cast.
+    # Both parts of a tied gradient and their sum are in memory. Later, a replicated gradient is cast. Count the larger
+    # of these two amounts.
     summands = np.where(is_replicated(memory.work), np.maximum(tied, sums.size * entries), tied)
     backward = (
         memory.work.step.item_bytes * entries
