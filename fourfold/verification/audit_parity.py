@@ -66,8 +66,8 @@ def _documents(job: Job) -> list[NDArray[np.int64]]:
 
 
 def _scores(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """Compute the five score fields of each token from their definitions, [5, T]. The field of the predicted token
-    holds the token's log-probability instead of its id."""
+    """Compute the five score fields of each token from their definitions, [5, T]. In an audit, the field
+    ``predicted`` is the id of the most likely token. Here, it is the log-probability of this token."""
     log_p_TV = logits_TV.log_softmax(1)
     mean_T = (log_p_TV.exp() * log_p_TV).sum(1)
     variance_T = (log_p_TV.exp() * (log_p_TV - mean_T[:, None]).square()).sum(1)

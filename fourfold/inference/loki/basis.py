@@ -89,7 +89,7 @@ class LokiBasis:
         return next(iter(self.components.values())).vectors_LKDD.shape[-1]
 
     def missing(self, config: LokiConfig) -> dict[str, float]:
-        """Return the chosen numbers of ``gate`` that the settings do not set themselves, by name.
+        """Return the values of ``gate["chosen"]`` (``d_f`` and ``k_f``) that ``config`` does not set itself, by name.
 
         Args:
             config: Loki's settings.

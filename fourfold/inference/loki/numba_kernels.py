@@ -1,13 +1,13 @@
 """Run one decoding step on a CPU, compiled by Numba. Each thread computes whole heads, from scores to output.
 
-The best k keys are selected without sorting, by the same radix search as in the Triton kernels. Each key's combined
-score becomes an unsigned integer with the same order. The search then finds the k-th largest integer: first its leading
-11 bits, then the next 11 bits, and then the last 10 bits.
+The best k keys are selected without sorting, by the same radix search as in the Triton kernels. Each key's
+score (see ``select.combine_heads``) becomes an unsigned integer, so that integers have the same order as scores. The
+search then finds the k-th largest integer: first its leading 11 bits, then the next 11 bits, and then the last 10 bits.
 
 All sums are float32. A NaN in a query makes its output NaN.
 
-Shape letters as in attend.py. R = B · K rows, each a KV head of a sequence. H is the number of its G query heads,
-padded to a multiple of four, because four heads are multiplied at a time.
+Shape letters as in attend.py. R = B · K rows, each a KV head of a sequence. H is G, the number of query heads
+per KV head, rounded up to a multiple of four, because the kernel multiplies four heads at a time.
 """
 
 from __future__ import annotations
