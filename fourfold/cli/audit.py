@@ -14,7 +14,7 @@ ABOVE_LIMIT = 4
 
 
 class WithOptionsOfDocuments(FirstUnlessNamed):
-    """Show the help text of the audit for `fourfold audit --help`."""
+    """Show the help text of `fourfold audit documents` for `fourfold audit --help`."""
 
     own_options = ()
 

@@ -112,7 +112,7 @@ class Search:
     def run(self) -> Proposal:
         """Try layouts until the search ends.
 
-        Return a proposal without a layout, which says why the search ended.
+        The returned proposal has no layout. Its ``why`` says why the search ended.
         """
         with self._locked():
             self._report(self._doubt())

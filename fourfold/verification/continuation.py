@@ -67,8 +67,8 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
         if target.micro_batches > filled + more and (target.micro_batches - filled) % more == 0:
             pipelines = [target._replace(micro_batches=m) for m in (filled, filled + more)]
     elif target.micro_batches > 4:
-        # From the third micro-batch on, gradients of several earlier micro-batches exist. So extrapolate from runs with
-        # three and with four micro-batches.
+        # Only from the third micro-batch on do the gradients sum several earlier micro-batches. So extrapolate from
+        # runs with three and with four micro-batches.
         pipelines = [target._replace(micro_batches=m) for m in (3, 4)]
     # Only a few layers differ from their neighbors: the first and last ones, and the layers whose weights are gathered
     # ahead. With a single micro-batch, trace one more layer, because only a model with several layers has more memory

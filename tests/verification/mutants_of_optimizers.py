@@ -18,7 +18,7 @@ OPTIMIZERS = [
         sections=MUON,
     ),
     Mutant(
-        "Muon orthogonalizes all matrices of an owner as one matrix",
+        "Muon orthogonalizes all matrices that a rank updates as one matrix",
         "training.owned_matrices:OwnedMatrices.transform",
         "whole_BMN = function(whole_BMN)",
         "whole_BMN = function(whole_BMN.flatten(0, 1)[None])[0].reshape(whole_BMN.shape)",
@@ -35,7 +35,7 @@ OPTIMIZERS = [
         "plain",
     ),
     Mutant(
-        "with Muon, an owner collects the shards of all its matrices in its first matrix",
+        "with Muon, a rank collects the shards of all matrices that it updates in the first of them",
         "training.owned_matrices:_in_place",
         "matrices_BMN[slot]",
         "matrices_BMN[0]",

@@ -101,7 +101,7 @@ MODEL = [
         "math.sqrt(config.num_hidden_layers)",
     ),
     Mutant(
-        "the scale of initial residual weights counts one layer too many",
+        "the initial scale of weights that write to the residual stream is computed for one layer too many",
         "models.initialize:_std",
         "math.sqrt(2 * config.num_hidden_layers)",
         "math.sqrt(2 * (config.num_hidden_layers + 1))",
@@ -198,7 +198,7 @@ DATA = [
         sections=TABLE,
     ),
     Mutant(
-        "the goldfish mask starts before its first step",
+        "the goldfish mask already drops tokens before the step `start_step`",
         "data.goldfish:Goldfish.__call__",
         "dropped[windows.numbers < self.first_sample] = False",
         "pass",

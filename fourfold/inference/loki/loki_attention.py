@@ -121,8 +121,8 @@ def loki_attention(
     def dense() -> tuple[Tensor, None]:
         return dense_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **keywords)
 
-    # The layer may be one that stays dense. Or it may belong to a model without Loki that shares its configuration with
-    # a model that uses Loki.
+    # The layer may be one that stays dense. Or Loki is not enabled in this model, but the model has the same
+    # configuration object as a model with Loki.
     if state is None or encoder is None:
         return dense()
     if keywords.get("softcap") is not None:

@@ -248,7 +248,7 @@ def block_bytes(work: Workload) -> BlockBytes:
 
 
 def _bytes_of_equal_blocks(work: Workload) -> BlockBytes:
-    """Return the bytes of blocks with equal MLPs."""
+    """Return the bytes of a block. All blocks have the same kind of MLP (dense or experts)."""
     if not has_linear(work):
         return _bytes_of_one_kind(work)
     softmax, linear = kinds_of_attention(work)
