@@ -206,7 +206,8 @@ class MeasuredRow(BaseModel):
     that PyTorch's allocator has reserved. `tensors`: the memory of tensors, as in
     torch.cuda.max_memory_allocated."""
     expandable_segments: Flag = False
-    """Whether PyTorch's allocator uses expandable segments. fourfold always uses them."""
+    """Whether PyTorch's allocator uses expandable segments. Runs of fourfold always use them, so their
+    rows need no value."""
     out_of_memory: Flag = False
     """`yes` if the run ran out of memory."""
     cp_method: Literal["gathered", "ring", "ulysses"] = "gathered"
