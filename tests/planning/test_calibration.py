@@ -193,5 +193,5 @@ def test_nothing_to_calibrate_on_gets_one_sentence(tmp_path: Path) -> None:
     empty.write_text(HEADER + "\n", encoding="utf-8")
     with pytest.raises(UserError, match="no row with a step time"):
         fit_machine([empty], load_machine("laptop"), "mine")
-    with pytest.raises(UserError, match="no row to calibrate on has a step time"):
+    with pytest.raises(UserError, match="no row to calibrate on has a dense model and a step time"):
         fit_rows([])

@@ -45,19 +45,24 @@ class Scored:
         return None if self.row.seconds is None else self.seconds / self.row.seconds - 1
 
 
+def rows_to_fit(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of dense models that have a step time and are not doubtful."""
+    return [row for row in rows if row.seconds is not None and not row.doubt and not row.mixture]
+
+
 def fit_rows(rows: Sequence[Row], known: bool = True) -> Calibration:
-    """Fit the constants to the rows of dense models that have a step time and are not doubtful.
+    """Fit the constants to ``rows_to_fit``.
 
     Args:
         rows: Measured rows.
         known: Whether to also fit the level of known sources on known machines (``fit.fit``).
 
     Raises:
-        UserError: There are no rows of dense models that have a step time and are not doubtful.
+        UserError: There are no such rows.
     """
-    timed = [row for row in rows if row.seconds is not None and not row.doubt and not row.mixture]
+    timed = rows_to_fit(rows)
     if not timed:
-        raise UserError("no row to calibrate on has a step time; give step_seconds")
+        raise UserError("no row to calibrate on has a dense model and a step time; give step_seconds")
     work, machine = stack([row.work for row in timed]), stack([row.machine for row in timed])
     names = [row.machine.name for row in timed], [row.source for row in timed]
     return fit(work, machine, np.array([row.seconds for row in timed]), *names, known)

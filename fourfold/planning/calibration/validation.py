@@ -16,6 +16,7 @@ from fourfold.planning.calibration.score import (
     fit_rows,
     predict_left_out,
     predict_rows,
+    rows_to_fit,
     summary,
 )
 
@@ -84,7 +85,7 @@ def validate(file: Path, calibration_files: Sequence[Path], leave_out: str | Non
         if not others:
             raise UserError("--calibrate-on: all rows in the given files are also rows to validate; give other rows")
         calibration = fit_rows(others)
-        constants = f"fitted to {sum(row.seconds is not None and not row.doubt for row in others)} rows"
+        constants = f"fitted to {len(rows_to_fit(others))} rows"
     prefer_own = not calibration_files
     if prefer_own and any(is_calibrated(row.machine) for row in rows):
         constants += ", except on machines whose file has [efficiency]"
