@@ -29,6 +29,8 @@ def measured_rows(path: Path, first: int, count: int) -> Path:
 
 def test_validate_prints_what_scripts_rely_on(cli: Cli, tmp_path: Path) -> None:
     rows, others = measured_rows(tmp_path / "a.csv", 0, 9), measured_rows(tmp_path / "b.csv", 100, 8)
+    mixture = row_text(row_id="m", experts=4, experts_per_token=2, expert_ffn_hidden=512, step_seconds=1)
+    others.write_text(f"{others.read_text(encoding='utf-8')}\n{mixture}\n", encoding="utf-8")
     code, out, _ = cli("plan", "validate", rows, "--calibrate-on", others, "--json")
     record = json.loads(out)
     assert code == 0 and record["rows"] == 9 and record["skipped"] == {}
@@ -39,7 +41,7 @@ def test_validate_prints_what_scripts_rely_on(cli: Cli, tmp_path: Path) -> None:
         < record["machine_file_only"]["mean_abs_error"]
     )
     assert set(record["sweeps"]) >= {"regret_mean", "spearman_median"}
-    assert "8 rows" in record["constants"]
+    assert record["constants"] == "fitted to 8 rows", "no constant is fitted to mixtures"
     code, out, _ = cli("plan", "validate", rows, "--rows")
     assert code == 0 and "mean" in out and "predicted s" in out
     assert "mean regret" in out and "predicted to fit" in out and "regret mean 0" not in out
