@@ -42,7 +42,7 @@ class Candidates:
     seconds_by_part: np.ndarray
     """Predicted seconds of a step [n, parts], in the order of ``planning.cost.step.PARTS``."""
     needed: np.ndarray
-    """Predicted bytes that the rank with the most memory needs [n]."""
+    """Predicted bytes of the rank that needs the most memory [n]."""
     doubt: float = 1.0
     """How uncertain the predictions are: a factor on the standard deviations of their errors. Predictions for published
     runs on GPUs have the factor 1."""

@@ -27,7 +27,7 @@ def share_of_chosen(
 
     Args:
         exact_k: Exact scores of the chosen keys, in float32 or wider.
-        coded_k: Their scores by their codes.
+        coded_k: Scores of the chosen keys by their codes.
         is_chosen_k: False for keys in ``exact_k`` that do not count.
         coded_S: The scores of all keys by their codes.
         is_rest_S: True for visible keys that are not chosen.
@@ -57,7 +57,7 @@ class ValueSum:
         self.summed = 0
         """Number of tokens in the sum."""
         self.cached = 0
-        """Number of tokens in the cache at the last step, minus the tokens that the cache has dropped since then."""
+        """Number of tokens in the cache at the most recent step, minus the tokens that the cache has dropped since."""
 
     @property
     def held_bytes(self) -> int:

@@ -1,5 +1,5 @@
-"""Attend to the chosen keys and to the mean of the rest with Triton kernels. The chosen keys are split into parts, and
-the outputs of the parts are merged.
+"""Attend to the chosen keys and to the mean of all other keys (the rest) with Triton kernels. The chosen keys are split
+into parts, and the outputs of the parts are merged.
 
 Shape letters as in triton_kernels.py. Q is the number of parts of a row's chosen keys.
 """
@@ -80,7 +80,7 @@ def _attend(
     """Attend to a part of the chosen keys, without dividing by the sum of the weights. Also sum the differences between
     their exact scores and their codes' scores.
 
-    One more head sums the values: its scores are all 0, so all its weights are 1."""
+    An additional head sums the values: its scores are all 0, so all its weights are 1."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, c = tl.arange(0, GP), tl.arange(0, DP)
     keys = key + (row // heads) * key_of_batch + (row % heads) * key_of_head

@@ -90,8 +90,8 @@ class MeasuredRow(BaseModel):
     kv_heads: Count | None = None
     """Number of key and value heads. Default: heads."""
     head_dim: Count | None = None
-    """Number of channels of a head. With latent attention: of queries and keys, with the rotary channels. Default:
-    hidden / heads."""
+    """Number of channels of a head. With latent attention, this is the number for queries and keys, including the
+    rotary channels. Default: hidden / heads."""
     q_lora_rank: Count | None = None
     """Latent attention: width of the query latent."""
     kv_lora_rank: Count | None = None

@@ -90,7 +90,7 @@ class RankMemory(NamedTuple):
     - flying: number of micro-batches in flight.
     - gradients, each: all gradients between two backward passes, and the bytes of each entry.
     - is_first: whether memory peaks in the first backward pass, when no gradients exist yet.
-    - earlier, begun: gradients and activations when the backward pass begins in which memory peaks.
+    - earlier, begun: gradients and activations at the beginning of the backward pass that has the memory peak.
     - late: whether gradients are summed only in the step's last backward pass.
     - sums: bytes of weight gradients during the backward pass of the rank's last block.
     """
