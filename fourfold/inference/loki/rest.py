@@ -42,7 +42,8 @@ def share_of_chosen(
 
 
 class ValueSum:
-    """The sum of the values that each sequence sees, without the last tokens. A step then adds only the last values.
+    """The sum of the values that each sequence sees, except the values of the most recent tokens. A step adds only
+    these.
 
     The sum does not change if the cache drops a few of its last tokens, as speculative decoding does.
     """

@@ -37,7 +37,7 @@ def attend(
         step: The step.
         chosen_Rk: Positions of the chosen keys, and −1 for no key.
         scores_RGS: The scores of the codes, and −inf for invisible keys.
-        maxima_RPG: For each split, its largest score of a code.
+        maxima_RPG: For each split of a row's keys, the largest score of the codes.
         rest_RPG: For each split, Σ exp(score − largest score of the row) of the keys that are not chosen.
         k_of_B: Number of keys that each sequence attends to.
     """
@@ -123,8 +123,8 @@ def _merge(
     partial, maxima, sums, differences, coded_maxima, rest, value_sum, ks, seen, out, lse, heads, parts, splits,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one query head, ``BLOCK`` parts at a time, and add the mean of the rest, as ``rest.py``
-    explains. The output of a head that sees no keys is zero."""
+    """Merge the parts of one query head, ``BLOCK`` parts at a time, and add the mean of the keys that are not
+    chosen, as ``rest.py`` explains. The output of a head that sees no keys is zero."""
     row, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.arange(0, DP)
     largest, total, difference = tl.full([], NEVER, tl.float32), tl.full([], 0.0, tl.float32), 0.0
