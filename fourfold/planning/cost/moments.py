@@ -297,7 +297,7 @@ def _sums(work: Workload, layers: Number, block: BlockBytes, tables: Tables, is_
     several = np.asarray(work.micro_batches > 1)
     is_fsdp = is_sharded(work)
     late, copied = _copied(work)
-    # Replicas and ``zero`` 1 sum a copy of the gradients, in the step's last backward pass.
+    # With replicas or ``zero`` 1, a copy of the gradients is summed in the step's last backward pass.
     replicated = is_replicated(work) & np.asarray(work.program.is_fourfold, bool)
     size = np.where(is_fsdp, item, np.where(replicated & is_first, reduced, 0))
     sums_replicas = replicated & (layout.dp * layout.cp > 1)
