@@ -39,9 +39,10 @@ class Request:
     """The model and its step, on a grid of one process."""
     gpus: int
     own: Workload | None
-    """The workload of the run file's layout. None without a run file."""
+    """The workload of the run file's layout, or of the other program's run. None without a run file and without
+    ``other``."""
     run: RunConfig | None
-    """The run file. None if a model was given instead."""
+    """The run file. None if the request names a model or the run of another program instead."""
     precision: str | None
     """A key of ``BITS``. None if the option is not given."""
     optimizer: str | None

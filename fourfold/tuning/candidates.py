@@ -19,8 +19,8 @@ KNOBS = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch_size", "schedule", 
          "recompute", "recompute_every", "offload", "batch_parts")  # fmt: skip
 """Fields of a layout that the tuner varies. We call these fields knobs."""
 SIZES = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch_size", "stages_per_rank", "recompute_every", "batch_parts")
-"""Knobs that are sizes. ``Candidates.features`` compares two sizes by their ratio. Values of any other knob are either
-equal or different."""
+"""Knobs that are sizes. ``Candidates.features`` compares two sizes by their ratio. For any other
+knob, it only checks whether the two values are equal."""
 MOST = 4096
 """Largest number of candidates. If there are more legal layouts, only the layouts with the fastest predictions are
 kept. The limit saves time, because all predictions are updated after each trial."""
@@ -42,7 +42,7 @@ class Candidates:
     seconds_by_part: np.ndarray
     """Predicted seconds of a step [n, parts], in the order of ``planning.cost.step.PARTS``."""
     needed: np.ndarray
-    """Predicted bytes that the rank with the most memory needs [n]."""
+    """Predicted bytes of the rank that needs the most memory [n]."""
     doubt: float = 1.0
     """How uncertain the predictions are: a factor on the standard deviations of their errors. Predictions for published
     runs on GPUs have the factor 1."""

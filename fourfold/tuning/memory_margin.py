@@ -1,6 +1,6 @@
 """Learn from trials how likely each layout is to run out of memory.
 
-If a layout has run out of memory, ``needs_as_much`` also finds all layouts that need at least as much memory.
+If a layout has run out of memory, ``needs_as_much`` finds all layouts that need at least as much memory.
 """
 
 import math

@@ -31,7 +31,7 @@ NOISE, NOISE_WEIGHT = 0.02, 2
 """``NOISE`` is the assumed standard deviation of the logarithm of the step time between equal runs. Repeated trials
 measure this standard deviation too. In the estimate, the assumption has the weight of ``NOISE_WEIGHT`` repetitions."""
 CRASHES = 2
-"""A knob value that has never worked is dropped after this many crashes."""
+"""A value of a knob (``candidates.KNOBS``) that has never worked is dropped after this many crashes."""
 DRAWN = 256
 """Number of candidates in the random draws that estimate the probability of a better layout. These are the candidates
 with the lowest lower bounds."""

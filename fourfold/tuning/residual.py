@@ -28,8 +28,9 @@ SPREADS = {
 known best. Communication has large values, because it is hard to predict how much of it is hidden."""
 REMAINDER, LENGTH = 0.11, 1.0
 """Standard deviation of the remainder (the third term of the covariance), and its correlation length. Lengths are
-distances between the points in ``Candidates.features``. Both values maximize the likelihood of 44 published sweeps with
-295 rows. Each sweep was predicted with constants that were fitted without its machine."""
+distances between the points in ``Candidates.features``. Both values maximize the likelihood of 295 published step times
+in 44 sweeps. (The runs of a sweep differ only in layout.) Each sweep was predicted with constants that were fitted
+without its machine."""
 SCALES = np.geomspace(0.5, 8, 25)
 """Possible factors on the standard deviations of the parts and the remainder, relative to ``Candidates.doubt``. The
 model uses the factor that the trials make most likely."""

@@ -56,7 +56,8 @@ def run_for_data(
         model: Name of a preset, folder of a Hugging Face model, or its id on the Hub.
         data: A prepared corpus, or an input that ``prepare_with_defaults`` takes.
         processes: Number of processes. Default: the number of this machine's GPUs, or 1 on a CPU.
-        steps: Number of steps. Default: ``EPOCHS`` passes over the data, within limits.
+        steps: Number of steps. Default: one pass over the data for a pretrained model, and otherwise ``EPOCHS`` passes,
+            within limits.
         overrides: Overrides of the chosen run file, ``section.key=value``.
 
     Returns:

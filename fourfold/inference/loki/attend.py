@@ -32,8 +32,8 @@ def decode(
     k_B: Tensor | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Return the output of attention from one token to the best k of its cached keys and to the mean of the rest,
-    [B, N, D]. Without the rest, this is algorithm 1 of arXiv 2406.02542.
+    """Return the output of attention from one token to the best k of its cached keys and to the mean of all other keys
+    (the rest), [B, N, D]. Without the rest, this is algorithm 1 of arXiv 2406.02542.
 
     A sequence that sees no key gets zeros.
 
@@ -84,7 +84,7 @@ def _compiled(step: DecodeStep, package: Literal["triton", "numba"]) -> tuple[Te
 
 
 def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor, coded_BKGS: Tensor) -> tuple[Tensor, Tensor]:
-    """Attend exactly to the chosen keys, and to the mean of the rest. Return the output, [B, K, G, D], and the
+    """Attend exactly to the chosen keys, and to the mean of all other keys. Return the output, [B, K, G, D], and the
     log-sum-exps of the scores, [B, K, G].
 
     With ``k_B``, a sequence has chosen only the first k_B keys.

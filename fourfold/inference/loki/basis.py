@@ -26,7 +26,7 @@ PARTS = {
     "post": ("vectors", "variances"),
     "scores": ("vectors", "variances", "queries"),
 }
-"""The tensors of each kind of components in a file."""
+"""The tensors that a basis file has for each kind of components."""
 KINDS = tuple(PARTS)
 """Kinds of components: of the keys before ("pre") and after ("post") their rotary embedding, and of the scores, which
 depend on the keys and on the queries ("scores")."""

@@ -2,8 +2,8 @@
 
 A code says in which of four intervals a component lies. A component outside all intervals belongs to the nearest one.
 The intervals are as wide as the component's standard deviation, which is nearly the best width for 4 intervals of a
-normal distribution. The codes of eight components fit into the bytes of one bfloat16 number. So the same number of
-bytes holds the codes of eight times as many components, which rank the keys better than fewer exact components.
+normal distribution. The codes of eight components take as many bytes as one component in bfloat16. For
+the same number of bytes, the codes of many components rank the keys better than the exact values of few components.
 
 Shape letters as in attend.py. C bytes hold the codes of d components.
 """

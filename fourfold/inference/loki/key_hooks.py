@@ -1,4 +1,7 @@
-"""Observe the queries and keys of an unmodified forward pass, for calibration."""
+"""Observe the queries and keys of an unmodified forward pass, for calibration.
+
+Shape letters: B sequences, N query heads, K KV heads, S tokens, D head_dim, R rotated dims of a head.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Score all keys of a head by their codes, compiled by Numba.
 
-The codes of a byte have 256 combinations. A table has the sum of their products with a query for each combination, so
-that each byte of a key needs one look-up.
+The codes of a byte have 256 combinations. For each combination, a table has the sum of the products of the codes with a
+query. So each byte of a key needs only one look-up.
 
 Shape letters as in numba_kernels.py.
 """

@@ -26,7 +26,7 @@ HELD_OUT = 0.1
 ROWS_COMPARED = 512
 
 LEAST_EIGENVALUE = 1e-4
-"""Smallest eigenvalue, relative to the largest one, of a covariance that is inverted."""
+"""Before a matrix is inverted, eigenvalues below this fraction of the largest eigenvalue are raised to it."""
 
 
 @dataclass

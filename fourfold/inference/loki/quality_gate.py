@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 GRID = tuple((d_f, k_f) for k_f in (0.03, 0.06, 0.12, 0.25) for d_f in (0.25, 0.5))
 """The values of d_f and k_f to try. The first pair, Loki's defaults, reads the fewest bytes. Perplexity barely shows
-whether Loki finds a single fact in a long context, so we never choose to read less."""
+whether Loki finds a single fact in a long context, so we never choose settings that read fewer bytes than the
+defaults."""
 
 STANDARD_ERRORS = 2
 """The bound on the increase of the perplexity is this many standard errors above the measured increase."""

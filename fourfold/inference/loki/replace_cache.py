@@ -39,7 +39,8 @@ def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool)
         is_loki: Whether the model's current attention is Loki's.
 
     Returns:
-        The layer that is now in the cache. None if it is still a layer of transformers. Attention is then dense.
+        The layer that is now in the cache. None if it is still a layer of transformers. In this case, attention is
+        dense.
     """
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= number:

@@ -27,7 +27,7 @@ def share_of_chosen(
 
     Args:
         exact_k: Exact scores of the chosen keys, in float32 or wider.
-        coded_k: Their scores by their codes.
+        coded_k: Scores of the chosen keys by their codes.
         is_chosen_k: False for keys in ``exact_k`` that do not count.
         coded_S: The scores of all keys by their codes.
         is_rest_S: True for visible keys that are not chosen.
@@ -42,7 +42,8 @@ def share_of_chosen(
 
 
 class ValueSum:
-    """The sum of the values that each sequence sees, without the last tokens. A step then adds only the last values.
+    """The sum of the values that each sequence sees, except the values of the most recent tokens. A step adds only
+    these.
 
     The sum does not change if the cache drops a few of its last tokens, as speculative decoding does.
     """
@@ -57,7 +58,7 @@ class ValueSum:
         self.summed = 0
         """Number of tokens in the sum."""
         self.cached = 0
-        """Number of tokens in the cache at the last step, minus the tokens that the cache has dropped since then."""
+        """Number of tokens in the cache at the most recent step, minus the tokens that the cache has dropped since."""
 
     @property
     def held_bytes(self) -> int:

@@ -18,7 +18,7 @@ from fourfold.config.expected_values import mistake
 from fourfold.errors import UserError
 
 MOST_SINKS, MOST_RECENT = 4, 64
-"""Largest number of first and last keys that are always chosen by default (also at most a quarter of a step's keys)."""
+"""Largest number of first and last keys that are always chosen by default (but at most a quarter of a step's keys)."""
 
 NUMBA_DTYPES = (torch.float32, torch.bfloat16)
 """Cache dtypes that the Numba kernels read."""

@@ -1,5 +1,5 @@
-"""Attend to the chosen keys and to the mean of the rest with Triton kernels. The chosen keys are split into parts, and
-the outputs of the parts are merged.
+"""Attend to the chosen keys and to the mean of all other keys (the rest) with Triton kernels. The chosen keys are split
+into parts, and the outputs of the parts are merged.
 
 Shape letters as in triton_kernels.py. Q is the number of parts of a row's chosen keys.
 """
@@ -37,7 +37,7 @@ def attend(
         step: The step.
         chosen_Rk: Positions of the chosen keys, and −1 for no key.
         scores_RGS: The scores of the codes, and −inf for invisible keys.
-        maxima_RPG: For each split, its largest score of a code.
+        maxima_RPG: For each split of a row's keys, the largest score of the codes.
         rest_RPG: For each split, Σ exp(score − largest score of the row) of the keys that are not chosen.
         k_of_B: Number of keys that each sequence attends to.
     """
@@ -80,7 +80,7 @@ def _attend(
     """Attend to a part of the chosen keys, without dividing by the sum of the weights. Also sum the differences between
     their exact scores and their codes' scores.
 
-    One more head sums the values: its scores are all 0, so all its weights are 1."""
+    An additional head sums the values: its scores are all 0, so all its weights are 1."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, c = tl.arange(0, GP), tl.arange(0, DP)
     keys = key + (row // heads) * key_of_batch + (row % heads) * key_of_head
@@ -123,8 +123,8 @@ def _merge(
     partial, maxima, sums, differences, coded_maxima, rest, value_sum, ks, seen, out, lse, heads, parts, splits,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one query head, ``BLOCK`` parts at a time, and add the mean of the rest, as ``rest.py``
-    explains. The output of a head that sees no keys is zero."""
+    """Merge the parts of one query head, ``BLOCK`` parts at a time, and add the mean of the keys that are not
+    chosen, as ``rest.py`` explains. The output of a head that sees no keys is zero."""
     row, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.arange(0, DP)
     largest, total, difference = tl.full([], NEVER, tl.float32), tl.full([], 0.0, tl.float32), 0.0

@@ -198,7 +198,8 @@ def _collect(
     G: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the positions of all keys that rank above the k-th largest rank. If more keys are needed, add keys with
-    exactly this rank, from the left. For each query head, write Σ exp(score − maximum) of the split's other keys."""
+    exactly this rank, from the left. For each query head, write Σ exp(score − maximum) over the split's keys that are
+    not chosen."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kth, wanted = _search(histograms, ks, heads, rows, row, 3)
     p, g = tl.arange(0, PP), tl.arange(0, GP)

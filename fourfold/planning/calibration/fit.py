@@ -7,8 +7,8 @@ or a source with few rows stays close to 0, and without rows it is 0. Huber's lo
 
 The rows of a source come from the same experiments, so they say little about other sources. Therefore the first fit
 assumes large noise, and gives n rows of a source only the weight of √n rows. A second fit gives all rows the same
-weight and assumes only the noise between runs. Predictions for a known source on a known machine use the second fit.
-The difference between the two fits is stored as a fourth level.
+weight and assumes only the noise between runs. If a source has rows on a machine, predictions for this source and
+machine use the second fit. The difference between the two fits is stored as a fourth level.
 """
 
 from collections import Counter
@@ -65,7 +65,7 @@ def levels_of(machine: str, source: str) -> tuple[str, str, str]:
 
 
 def known_level(machine: str, source: str) -> str:
-    """Return the name of the fourth level, for a known source on a known machine."""
+    """Return the name of the fourth level, for a source that has rows on this machine."""
     return f"known {source} on {machine}"
 
 
@@ -81,7 +81,7 @@ def fit(
         seconds: The measured seconds per step [rows].
         machines: The machine names of the rows.
         sources: The source names of the rows.
-        known: Whether to also fit the fourth level, for known sources on known machines.
+        known: Whether to also fit the fourth level, for each source and each machine that the source has rows on.
     """
     counts = Counter(sources)
     weights = np.array([counts[source] ** -0.5 for source in sources])
@@ -122,8 +122,8 @@ def _levels(
         return np.asarray(np.log(step_seconds(work, machine, moved(prior_constants(), membership @ theta))))
 
     def predicted_and_slopes(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the logarithms of the predicted seconds [rows], and their derivatives by the logarithms of the
-        constants [rows, constants]."""
+        """Return the logarithms of the predicted seconds [rows], and their derivatives with respect to the
+        logarithms of the constants [rows, constants]."""
         logs = (membership @ theta)[again] + moves
         values = np.log(step_seconds(*repeated, moved(prior_constants(), logs))).reshape(-1, len(seconds))
         return values[0], (values[1:] - values[0]).T / STEP

@@ -16,8 +16,8 @@ from fourfold.planning.workload import Workload
 LONG = 32768
 """A context counts as long if a sequence has at least this number of tokens. Attention then takes much of the step."""
 FAR = 2.0
-"""A workload is far from the measured rows if one of its features (``range_features``) is outside the range of the rows
-by more than this factor."""
+"""A workload is far from the measured rows (the runs that the constants are fitted to) if one of its features
+(``range_features``) is outside the range of the rows by more than this factor."""
 WAITING = 0.05
 """A batch counts as small if the device waits for the host for more than this fraction of a step."""
 

@@ -164,7 +164,8 @@ def _text(value: Any) -> str:
 
 
 def _machine(measured: MeasuredRow) -> Machine:
-    """Load the row's machine, and replace the node size and the network bandwidth by the row's values."""
+    """Load the row's machine. A network bandwidth or a node size in the row replaces the machine's value. But if
+    the machine's fast links connect more than 8 devices, the machine keeps its node size."""
     assert measured.machine is not None
     machine = load_machine(measured.machine)
     if measured.gpus_per_node and machine.domain <= 8:

@@ -55,7 +55,7 @@ def fit_rows(rows: Sequence[Row], known: bool = True) -> Calibration:
 
     Args:
         rows: Measured rows.
-        known: Whether to also fit the level of known sources on known machines (``fit.fit``).
+        known: Whether to also fit the level for a source on one machine (``fit.fit``).
 
     Raises:
         UserError: There are no such rows.

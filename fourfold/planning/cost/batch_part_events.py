@@ -69,7 +69,7 @@ class Linear(NamedTuple):
     """The collectives of a linear layer.
 
     - reads: the axis over which the backward pass sums the input gradient. If ``gathers`` is set, the forward pass also
-      all-gathers the input over this axis. Otherwise, each of its ranks already has the full input.
+      all-gathers the input over this axis. Otherwise, each rank of the axis already has the full input.
     - writes: the axis over which the outputs are summed. If ``shares`` is set, this is a reduce-scatter, so each rank
       gets only its shard, and the backward pass all-gathers the output gradient. Otherwise, it is an all-reduce.
     """

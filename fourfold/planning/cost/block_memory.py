@@ -104,7 +104,7 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
 
 class Gradients(NamedTuple):
     """Bytes of weight gradients in a block's backward pass, in addition to the gradients that exist before it. FSDP2
-    keeps a copy of a unit's gradients in a buffer until it sums the gradients of the next unit (see ``moments``).
+    copies the gradients of a unit (such as a block) to a buffer, and keeps it until the next unit's sum (``moments``).
 
     - size: bytes per entry of a gradient, until the backward pass of its block ends.
     - before: bytes of the buffer with the previous unit's gradients.

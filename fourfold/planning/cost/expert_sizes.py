@@ -113,10 +113,10 @@ def kept_by_experts(work: Workload, selective: bool) -> Number:
     """Return the bytes that router, dispatch, and experts save for the backward pass of a micro-batch, as a mean over
     all blocks.
 
-    The router saves its input and its scores in fp32. The experts save their input rows, gate, up, silu(gate), and
-    silu(gate) · up. The dispatch saves the rows that return from the experts, for the gradients of the router's
-    weights. Other frameworks save the router's input in the step's dtype. They apply the router's weights inside the
-    experts, so they do not save the returned rows.
+    In fourfold, the router saves its input and its scores in fp32. The experts save their input rows, gate, up,
+    silu(gate), and silu(gate) · up. The dispatch saves the rows that return from the experts, for the gradients of the
+    router's weights. Other frameworks save the router's input in the step's dtype. They apply the router's weights
+    inside the experts, so they do not save the returned rows.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     rows, hidden = rows_of(work), model.hidden_size / layout.y

@@ -90,7 +90,7 @@ class RankMemory(NamedTuple):
     - flying: number of micro-batches in flight.
     - gradients, each: all gradients between two backward passes, and the bytes of each entry.
     - is_first: whether memory peaks in the first backward pass, when no gradients exist yet.
-    - earlier, begun: gradients and activations when the backward pass begins in which memory peaks.
+    - earlier, begun: gradients and activations at the beginning of the backward pass that has the memory peak.
     - late: whether gradients are summed only in the step's last backward pass.
     - sums: bytes of weight gradients during the backward pass of the rank's last block.
     """
@@ -297,7 +297,7 @@ def _sums(work: Workload, layers: Number, block: BlockBytes, tables: Tables, is_
     several = np.asarray(work.micro_batches > 1)
     is_fsdp = is_sharded(work)
     late, copied = _copied(work)
-    # Replicas and ``zero`` 1 sum a copy of the gradients, in the step's last backward pass.
+    # With replicas or ``zero`` 1, a copy of the gradients is summed in the step's last backward pass.
     replicated = is_replicated(work) & np.asarray(work.program.is_fourfold, bool)
     size = np.where(is_fsdp, item, np.where(replicated & is_first, reduced, 0))
     sums_replicas = replicated & (layout.dp * layout.cp > 1)

@@ -60,7 +60,8 @@ def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
 
 
 def normal_share(x: Number) -> Number:
-    """Return the cumulative distribution function of the standard normal at x (Abramowitz & Stegun 7.1.26, to 2e-7)."""
+    """Return the cumulative distribution function of the standard normal at x, with an error of at most 2e-7
+    (Abramowitz & Stegun 7.1.26)."""
     x = x / math.sqrt(2)
     t = 1 / (1 + 0.3275911 * np.abs(x))
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))

@@ -32,8 +32,8 @@ class StageSplit(NamedTuple):
 
     - first, last: blocks of the first and of the last rank.
     - most: number of blocks on the rank with the most blocks.
-    - between: other ranks that may need the most memory, each with its blocks. If a case has fewer of them than other
-      cases, its remaining entries are rank 0 with no blocks.
+    - between: ranks between the first and the last that may need the most memory, each with its blocks. If a case has
+      fewer of these ranks than another case, its remaining entries are rank 0 with no blocks.
     """
 
     first: Blocks

@@ -48,8 +48,8 @@ class _Layer(NamedTuple):
     launch: Number = 0.0
     z: Number = 0.0
     z_first: Number = 0.0
-    """Additional seconds for the rank's first block. No earlier block hides its weight gather in the forward pass. No
-    later computation hides its gradient scatter at the end of the backward pass."""
+    """Additional seconds for the rank's first block. No earlier block hides this block's weight gather in the forward
+    pass. No later computation hides this block's gradient scatter at the end of the backward pass."""
 
     @property
     def total(self) -> Number:
@@ -196,10 +196,10 @@ def _recompute(work: Workload, block: BlockTime) -> Number:
 def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
     """Return the seconds per block in which the device waits for the host.
 
-    Before the host can launch the experts' matmuls, it must read each expert's number of rows from the device. So no
-    launches are queued at that point. Therefore only the experts' computation hides the launches of the experts, and
-    all other computation hides all other launches. If another framework limits an expert's rows, it pads them to the
-    limit, so the host knows the number in advance.
+    Before the host can launch the experts' matmuls, it must read each expert's number of rows (tokens) from the device.
+    So no launches are queued at that point. Therefore only the experts' computation hides the launches of the experts,
+    and all other computation hides all other launches. If a framework other than fourfold limits an expert's rows, it
+    pads them to the limit, so the host knows the number in advance.
     """
     again, program, experts = forwards_again(work), work.program, block.experts
     of_core = block.linear_launch * (1 - again)

@@ -108,7 +108,7 @@ def log_sum_exp_bytes(work: Workload) -> Number:
 
 
 class CappedScores(NamedTuple):
-    """Sizes of one block's attention with soft-capped scores, which runs piece by piece as separate operations.
+    """Sizes of one block's attention if scores are soft-capped. It runs piece by piece, as separate operations.
 
     - heads: number of heads on the rank, summed over all sequences.
     - queries, keys: number of queries and of keys in one piece, whose scores are in memory together.

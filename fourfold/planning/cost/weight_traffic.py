@@ -1,5 +1,5 @@
-"""Compute the time of weight all-gathers and gradient sums over the ranks that shard or replicate the weights, if
-nothing hides them."""
+"""Compute how long weight all-gathers and gradient sums take if nothing hides them. They run over the ranks that shard
+or replicate the weights."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class WeightTraffic(ArrayFields):
       not seconds.
     - gradients: the traffic that occurs once per step. With zero 0, gradients are summed over replicas. With zero 1,
       they are scattered to the shards. If weights are gathered once per step (``gathered_once_a_step``), this includes
-      that gather. With zero 3, it is 0.
+      that gather. Zero 2 and 3 send gradients in every micro-batch, so these gradients are not included.
     """
 
     block: Number

@@ -1,6 +1,6 @@
 """Define the constants that no data sheet lists. They say how close a training step gets to the machine's rates.
 
-Each constant has a prior from published measurements, and ``calibration`` moves it towards measured rows. The constants
+Each constant has a prior from published measurements, and ``calibration`` fits it to measured step times. The constants
 are factors on the machine's rates, so the same constants also work for machines that have not been measured.
 """
 

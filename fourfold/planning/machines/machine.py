@@ -35,15 +35,16 @@ class Machine(ArrayFields):
     - flash2, flash2_half: the same two values for FlashAttention-2. flash2 is 0 if FlashAttention-2 is the fastest
       kernel.
     - memory, memory_bandwidth: a device's memory, and its bandwidth.
-    - intra2, intra4, intra8: bandwidth, in one direction, from a device to a group of 2, 4, or 8 neighbors.
-    - intra_far: bandwidth inside a node to members of a group that are not neighbors.
+    - intra2, intra4, intra8: bandwidth, in one direction, from a device to the other members of a group of at most 2,
+      4, or 8 neighbors.
+    - intra_far: bandwidth in a group of two devices of a node that are not neighbors.
     - host: bandwidth from a device to the host's memory. 0 if unknown.
     - node: bandwidth from a node to the network, over all of its adapters (injection bandwidth).
     - base: latency of a collective, in addition to the steps of its ring.
     - intra_hop, inter_hop: latency of each step of the ring, inside a node and between nodes.
     - ring_hop: measured latency per rank in rings that leave a node. If this is 0, the planner computes the latency
       from intra_hop and inter_hop.
-    - ring_floor: least time per rank of a ring that leaves a node.
+    - ring_floor: least time of one step of a ring that leaves a node.
     - launch: host time of a kernel launch.
     - reserved: bytes of a device that the runtime takes.
     - nn: fraction of the achieved rate that matmuls reach if both operands are used as stored (a linear layer's input

@@ -36,9 +36,10 @@ def read_program(
         model: The model. Default: the preset with the name of the file's model, or the sizes in the file.
 
     Returns:
-        The run as a row, the model, and five lists by name. The lists "read" and "assumed" have columns. The list
-        "without_effect" has settings that do not change the prediction, such as the learning rate. The list
-        "not_understood" has unknown settings. The list "conditions_not_checked" has conditions of a script.
+        The run as a row, the model, and five lists by name. The list "assumed" has the columns that are defaults, or
+        are computed from defaults. The list "read" has all other columns. The list "without_effect" has settings that
+        do not change the prediction, such as the learning rate. The list "not_understood" has unknown settings. The
+        list "conditions_not_checked" has conditions of a script.
 
     Raises:
         UserError: The file is invalid, its program is unknown, or it does not give a column that a prediction needs.

@@ -164,7 +164,7 @@ def explain(plan: Plan, factor: float, own: Prediction | None = None) -> dict[st
         plan: The plan.
         factor: The planner's error. If two predicted times differ by a smaller factor, the order of the layouts is
             uncertain.
-        own: The prediction for the run file's layout, to show too.
+        own: The prediction for the run file's layout, to show next to the best layout. None if there is none.
     """
     second = runner_up(plan)
     shown = {"best": plan.best} | ({"runner_up": second} if second else {}) | ({"yours": own} if own else {})

@@ -1,8 +1,8 @@
 """Find the fastest layouts that fit into memory. The search evaluates all legal layouts, without sampling.
 
-The number of batch parts (``overlap.batch_parts``) is the exception. Batch parts only hide communication over the
-tensor axes x and y, so the step time without this communication is a lower bound for any number of parts. The search
-tries several parts only for layouts whose bound could make them one of the fastest.
+The number of batch parts (``overlap.batch_parts``, the parts of a micro-batch that take turns) is the exception. Batch
+parts only hide communication over the tensor axes x and y, so the step time without this communication is a lower bound
+for any number of parts. The search tries several parts only for layouts whose bound could make them one of the fastest.
 """
 
 from __future__ import annotations

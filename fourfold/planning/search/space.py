@@ -43,7 +43,7 @@ REASONS = (
     "offload: the machine file does not say how fast the host's memory is",
     "too likely to run out of memory",
 )
-"""Reasons to refuse a point. A point stores the index of the first reason that applies."""
+"""Reasons to refuse a point (one layout of the search). A point stores the index of the first reason that applies."""
 NO_OFFLOAD, OUT_OF_MEMORY = len(REASONS) - 2, len(REASONS) - 1
 CHUNK = 1 << 15
 """Number of points that are evaluated at once, so that their arrays fit into the CPU's cache."""

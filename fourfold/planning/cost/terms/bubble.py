@@ -31,7 +31,7 @@ def bubble_seconds(
 
     tests/planning/test_terms.py compares step times with these bubbles to a simulation of torch's schedules. The step
     times differ by at most 3 % for ZBVZeroBubble, and for other zero-bubble schedules if F, I, and W are not equal. In
-    all other cases, the step times are equal.
+    all other tested cases, the step times are equal. (DualPipeV is tested only with 2p or more micro-batches.)
     """
     missing = np.maximum(pp - micro_batches, 0)
     whole = forward + inputs + weights

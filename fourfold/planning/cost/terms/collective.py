@@ -19,7 +19,7 @@ class RankGroup(NamedTuple):
     - bandwidth: bytes per second of the slowest link.
     - ring, tree: total latency of the steps of a ring, or of a tree, in seconds.
     - base: seconds of latency per collective, in addition to its steps.
-    - floor: least seconds of a ring that leaves a node.
+    - floor: lower bound on the seconds of a collective whose ring leaves a node. 0 without such a bound.
     """
 
     size: Number

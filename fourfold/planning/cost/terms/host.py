@@ -24,8 +24,8 @@ OPTIMIZER_KERNELS = 60.0
 def overlapped(device: Number, host: Number) -> Number:
     """Return the total seconds if device and host work concurrently.
 
-    The total is longer than either of the two times, because neither hides the other completely. The difference is
-    largest if both times are equal.
+    The total is longer than either of the two times, because neither hides the other completely. The total
+    exceeds the longer time the most if both times are equal.
     """
     return (device**4 + host**4) ** 0.25
 

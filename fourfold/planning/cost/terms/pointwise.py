@@ -84,7 +84,7 @@ ROUNDING_PASSES = 2.0
 EXPERT_BIAS_PASSES = 6.0, 8.0
 """Passes over the rows of a rank's experts to add biases to the experts' outputs, one expert at a time, in
 Megatron-LM (_apply_bias in megatron/core/transformer/moe/experts.py). The forward writes the bias times the router's
-weights, adds it (two reads and one write), and concatenates the experts (one read and one write). The backward
+weights, adds it (two reads and one write), and concatenates the experts' outputs (one read and one write). The backward
 concatenates the gradients. For the gradients of biases and of weights, it also writes a product (one read and one
 write) and sums it."""
 EXPERT_GATE_PASSES = 3.0, 6.0
