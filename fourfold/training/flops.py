@@ -83,7 +83,7 @@ def peak_flops(device_name: str, precision: str, float8: bool = False) -> PeakFl
     Args:
         device_name: The name that `torch.cuda.get_device_name()` returns.
         precision: "bf16", "fp16", or "fp32".
-        float8: Whether some matmuls run in float8. The MFU then still uses the peak of `precision`, as in the planner.
+        float8: Whether some matmuls run in float8. Even then, the MFU uses the peak of `precision`, as in the planner.
             So the MFUs of runs with and without float8 are comparable.
 
     Returns:

@@ -109,8 +109,8 @@ class _Backward(FunctionOfMany):
 
     The outputs have no data. Their only use is to receive the gradients of the layers' outputs.
 
-    This function is separate from ``_Forward`` and runs before it, which makes recomputation cheaper. A recomputation
-    stops as soon as it has all saved tensors. So the last layer of a recomputed block neither multiplies nor sums.
+    This function is separate from ``_Forward`` and runs before it, to make recomputation cheaper. A recomputation stops
+    as soon as it has all saved tensors. So in a recomputation, the last layer of a block neither multiplies nor sums.
     """
 
     @staticmethod
