@@ -38,8 +38,8 @@ def replicate_or_shard(
         prefetch: Number of blocks whose weights are gathered ahead of time.
         per_node: Number of ranks per node in a shard group.
         working_copies: Whether the model's parameters may be copies of the stored weights, in the dtype that the step
-            computes in. Pass False if the optimizer updates the model's own parameters. Then FSDP2 is used even if
-            nothing is sharded, unless the step computes in the dtype of the stored weights.
+            computes in. Pass False if the optimizer updates the model's own parameters. With False, FSDP2 is used
+            even if nothing is sharded, unless the step computes in the dtype of the stored weights.
     """
     is_whole = grid.z.size == 1 and (grid.sizes.zero == 0 or grid.replicas.size == 1)
     if is_whole and (working_copies or types.working == types.stored):

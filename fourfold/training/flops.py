@@ -44,7 +44,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
     Args:
         model: Sizes of the decoder.
         seq_length: Number of tokens in a sequence.
-        frozen: Whether the model is frozen (LoRA). Then weight gradients are not counted. Adapters are never counted.
+        frozen: Whether the model is frozen (LoRA). If it is, weight gradients are not counted. Adapters are never counted.
     """
     work = workload_of_model(model).but(seq_length=seq_length)
     matrices, attention = round(float(work.token_matrices)), round(float(work.token_attention))
@@ -74,7 +74,7 @@ def mfu(tflops_per_device: float, peak: PeakFlops | None) -> float | None:
 
 
 _DEVICES = tomllib.loads((files("fourfold.training") / "device_peaks.toml").read_text(encoding="utf-8"))["devices"]
-"""Dense peaks of devices. The first entry whose pattern matches the device's name applies."""
+"""Peak FLOP/s of devices, without sparsity. The first entry whose pattern matches the device's name applies."""
 
 
 def peak_flops(device_name: str, precision: str, float8: bool = False) -> PeakFlops | None:

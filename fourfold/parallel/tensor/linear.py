@@ -210,8 +210,8 @@ class Linear4D(Tiled):
 
     matmuls = Matmuls()
     deferred: list[tuple[Linear4D, Tensor, Tensor]] | None = None
-    """None, unless a pipeline schedule computes weight gradients later. Then the backward pass appends the layer, the
-    output gradient, and the input to this list."""
+    """None, unless a pipeline schedule computes weight gradients later. With such a schedule, the backward pass appends
+    the layer, the output gradient, and the input to this list."""
 
     gathers_tokens = True
     """Whether x splits the tokens of the residual stream, so that the layer gathers or sums over x."""
