@@ -44,7 +44,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
     Args:
         model: Sizes of the decoder.
         seq_length: Number of tokens in a sequence.
-        frozen: Whether the model is frozen (LoRA), so that weight gradients are not counted. Adapters are never counted.
+        frozen: Whether the model is frozen (LoRA), so weight gradients are not counted. Adapters are never counted.
     """
     work = workload_of_model(model).but(seq_length=seq_length)
     matrices, attention = round(float(work.token_matrices)), round(float(work.token_attention))
