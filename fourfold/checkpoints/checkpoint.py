@@ -78,7 +78,7 @@ class Checkpointer:
     stream_position: Callable[[int], StreamPosition | None] = lambda step: None
     first_samples: dict[str, str] | None = None
     newest: Path | None = field(default=None, init=False)
-    """The newest complete checkpoint of this run. Call `wait` first to include an asynchronous save."""
+    """The newest complete checkpoint that the run saved or loaded. Call `wait` first to include asynchronous saves."""
 
     def __post_init__(self) -> None:
         self._pending: tuple[Finish, Future[Written | None]] | None = None

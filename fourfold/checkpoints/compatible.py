@@ -29,7 +29,7 @@ def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> 
     """Check that the checkpoint has the model that `model` describes.
 
     Raises:
-        UserError: A key of [model] differs. The message names the first one.
+        UserError: A key of [model] differs. The message names the first such key.
     """
     # ``ModelConfig`` fills in missing keys. A checkpoint that an older version of fourfold wrote may lack newer keys,
     # and sizes that can be computed from other sizes.

@@ -1,7 +1,7 @@
 """Read and write `layout.json`. It maps each part of a tensor to the checkpoint file that holds the part.
 
 Each process writes at most one file. `layout.json` does not list all parts. It has the sizes of the grid, and for each
-tensor the axes that cut it. From these, every process can compute which files have the parts that it needs.
+tensor the axes that cut it. From these sizes and axes, a process computes which files have the parts that it needs.
 """
 
 import itertools
@@ -192,7 +192,7 @@ class CheckpointTensors(Strict):
         return ep, shard_number(rank, pieces, self._per_node(tensor)), copy_number
 
     def _copied_over(self, tensor: SavedTensor) -> list[str]:
-        """Return the axes out of y and x that do not cut a tensor. The ranks of these axes hold copies of each part."""
+        """Return which of the axes y and x do not cut a tensor. The ranks of these axes hold copies of each part."""
         return [axis for axis in ("y", "x") if getattr(tensor, axis) is None]
 
     def _number(self, place: Mapping[str, int], axes: Sequence[str]) -> int:

@@ -116,7 +116,7 @@ def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
 def check_contents(folder: Path, rank: int = 0, ranks: int = 1) -> None:
     """Compare the checksums of a share of the tensor files with the manifest.
 
-    If every process wrote a file, each process of the same grid checks its own file, which it also reads.
+    If every process wrote a file, and the same grid loads the checkpoint, each process checks the file that it reads.
 
     Args:
         folder: The checkpoint.

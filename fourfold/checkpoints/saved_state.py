@@ -110,8 +110,8 @@ class CheckpointState(Strict):
     has_averages: bool = False
     """Whether the checkpoint also has moving averages of the trained weights."""
     expert_rows: list[list[int]] | None = None
-    """For each layer, the number of tokens that chose each expert in the last step that changed the weights. None for
-    dense models."""
+    """For each layer, the number of tokens that chose each expert in the most recent step that changed the weights.
+    None for dense models."""
     stream: StreamPosition | None = None
     """The position in the streamed dataset. None for corpora on disk, because `step` determines their position."""
     masks: dict[str, Any] | None = None

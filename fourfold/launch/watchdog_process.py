@@ -107,7 +107,7 @@ def main(watch: Watch) -> None:
         silent = silent + min(now - began, 2 * interval) if beat.number == number else 0.0
         number = beat.number
         limit = watch.timeout if beat.steps_begun > 1 else watch.startup_timeout
-        # The folder exists if another watchdog has already found a hang. Then half of the limit is enough.
+        # The folder exists if another watchdog has already found a hang. In this case, half of the limit is enough.
         if silent >= limit or (silent >= limit / 2 and Path(watch.folder).exists()):
             declare_hang(watch, heart, silent)
             end_rank(watch, HANG)

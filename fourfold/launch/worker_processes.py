@@ -2,7 +2,7 @@
 
 Imports take seconds of CPU time, so they should run only once. The calling process cannot be forked, because it may
 have threads, and a forked process loses the threads of its parent. So the starter is a new process without threads. On
-macOS, libraries do not support forking. There the starter spawns new processes, and each of them imports the modules.
+macOS, libraries do not support forking, so the starter spawns new processes, and each of them imports the modules.
 """
 
 import contextlib

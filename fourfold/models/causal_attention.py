@@ -119,7 +119,7 @@ class AttentionContext:
     mask_B1SS: Tensor | None = None
     """True if a query may see a key. None means plain causal attention."""
     first_query: int = 0
-    """The index of the first query's token in the sequence. It is above 0 if another rank has the first queries."""
+    """The index of the first query's token in the sequence. It is above 0 if other ranks have earlier queries."""
     window: int = 0
     """The number of tokens that a query sees, including itself. 0 means no window."""
     is_data_BS: Tensor | None = None

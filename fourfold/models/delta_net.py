@@ -150,7 +150,7 @@ def gated_delta_rule(
     beta_BSN: Tensor,
     documents_BS: Tensor | None = None,
 ) -> Tensor:
-    """Run the recurrence of each head (eq. 10).
+    """Run the recurrence of each head (arXiv 2412.06464, eq. 10).
 
     A token first multiplies the state [D, E] by its decay. Then its key reads the value k·state. The token changes the
     state so that this value moves towards v, by the fraction beta:

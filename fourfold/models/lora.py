@@ -17,7 +17,7 @@ NEVER_ADAPTED = "shared_expert_gate"
 
 
 class LoRALinear(nn.Linear):
-    """Computes x Wᵀ + b + α/r · (x Aᵀ) Bᵀ (eq. 3), with A [r, in] and B [out, r]."""
+    """Computes x Wᵀ + b + α/r · (x Aᵀ) Bᵀ (arXiv 2106.09685, eq. 3), with A [r, in] and B [out, r]."""
 
     def __init__(self, linear: nn.Linear, config: LoRAConfig, dtype: torch.dtype) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")

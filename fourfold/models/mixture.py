@@ -200,7 +200,7 @@ class Order(NamedTuple):
     def taken(self, groups: Groups) -> int:
         """Return how many rows to pass to the experts.
 
-        On a GPU, this number includes dropped rows. Otherwise the host would have to wait for the exact number.
+        On a GPU, this number includes dropped rows, because the host would have to wait for the exact number.
         """
         return len(self.place_N) if self.given is None or self.place_N.is_cuda else sum(groups.sizes)
 

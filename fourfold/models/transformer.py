@@ -75,7 +75,7 @@ class Transformer(nn.Module):
             labels_BS: next tokens, or IGNORE_INDEX for positions that the loss skips.
             positions_BS: each token's position, by default 0, 1, 2, …
             document_ends_BE: the position after the last token of each document. With it, tokens attend only within
-                their own document. The last end in each row is S. Rows with fewer documents repeat S.
+                their own document. The last end in each row is S. Rows with fewer than E documents repeat S.
             loss_scale: the factor that the caller multiplies the loss by before the backward pass. If several losses
                 are returned, each has its own factor.
             x_BSH: the hidden states from the previous stage.

@@ -38,8 +38,8 @@ def replicate_or_shard(
         prefetch: Number of blocks whose weights are gathered ahead of time.
         per_node: Number of ranks per node in a shard group.
         working_copies: Whether the model's parameters may be copies of the stored weights, in the dtype that the step
-            computes in. Pass False if the optimizer updates the model's own parameters. Then FSDP2 is used even if
-            nothing is sharded, unless the step computes in the dtype of the stored weights.
+            computes in. Pass False if the optimizer updates the model's own parameters. With False, FSDP2 is used
+            even if nothing is sharded, unless the step computes in the dtype of the stored weights.
     """
     is_whole = grid.z.size == 1 and (grid.sizes.zero == 0 or grid.replicas.size == 1)
     if is_whole and (working_copies or types.working == types.stored):
@@ -54,7 +54,7 @@ class GridModel:
         """Allocate memory for the stages. The caller must then fill the weights."""
         self.grid, self.device, self.stages = grid, device, stages
         """This process's pipeline stages, by index. Without a pipeline, stage 0 is the whole model."""
-        # FSDP2 keeps the buffer of its last sum of gradients. Without this call, each stage would keep a buffer.
+        # FSDP2 keeps the buffer of its most recent sum of gradients. Without this call, each stage would keep a buffer.
         share_comm_ctx([stage.model for stage in stages.values() if isinstance(stage.model, FSDPModule)])
         for stage in stages.values():
             stage.materialize(device)

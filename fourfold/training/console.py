@@ -35,9 +35,9 @@ class Progress:
     In a log file, it prints a line every `log_interval` steps, and also for the first step, the last step, and each
     step with a validation loss.
 
-    The fields are in torchtitan's order: step, loss, grad_norm, memory, tokens/s, tflops, mfu. lr, ETA, and fields that
-    only some steps have come next. In a terminal, loss, tokens/s, and ETA come first. tokens/s is the sum over all
-    devices, and tflops is for one device. mfu is shown only if the device has a published peak.
+    The fields are in torchtitan's order: step, loss, grad_norm, memory, tokens/s, tflops, mfu. After these come lr,
+    ETA, and fields that only some steps have. In a terminal, loss, tokens/s, and ETA come first. tokens/s is the sum
+    over all devices, and tflops is for one device. mfu is shown only if the device has a published peak.
     """
 
     def __init__(self, total_steps: int, is_tty: bool | None = None, log_interval: int = 10) -> None:

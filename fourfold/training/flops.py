@@ -44,7 +44,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
     Args:
         model: Sizes of the decoder.
         seq_length: Number of tokens in a sequence.
-        frozen: Whether the model is frozen (LoRA). Then weight gradients are not counted. Adapters are never counted.
+        frozen: Whether the model is frozen (LoRA), so weight gradients are not counted. Adapters are never counted.
     """
     work = workload_of_model(model).but(seq_length=seq_length)
     matrices, attention = round(float(work.token_matrices)), round(float(work.token_attention))
@@ -74,7 +74,7 @@ def mfu(tflops_per_device: float, peak: PeakFlops | None) -> float | None:
 
 
 _DEVICES = tomllib.loads((files("fourfold.training") / "device_peaks.toml").read_text(encoding="utf-8"))["devices"]
-"""Dense peaks of devices. The first entry whose pattern matches the device's name applies."""
+"""Peak FLOP/s of devices, without sparsity. The first entry whose pattern matches the device's name applies."""
 
 
 def peak_flops(device_name: str, precision: str, float8: bool = False) -> PeakFlops | None:
@@ -83,7 +83,7 @@ def peak_flops(device_name: str, precision: str, float8: bool = False) -> PeakFl
     Args:
         device_name: The name that `torch.cuda.get_device_name()` returns.
         precision: "bf16", "fp16", or "fp32".
-        float8: Whether some matmuls run in float8. The MFU then still uses the peak of `precision`, as in the planner.
+        float8: Whether some matmuls run in float8. Even then, the MFU uses the peak of `precision`, as in the planner.
             So the MFUs of runs with and without float8 are comparable.
 
     Returns:

@@ -187,7 +187,7 @@ class Job(TrainingState):
         """Step the optimizer with the clipped gradients.
 
         Returns:
-            False if fp16 gradients overflowed. The gradients were then dropped, and the weights are unchanged.
+            False if fp16 gradients overflowed. In this case, the gradients were dropped, and the weights are unchanged.
 
         Raises:
             UserError: Gradients overflow even at the smallest loss scale.

@@ -22,7 +22,7 @@ class LaterLosses:
         """Factors on the model's own loss and on the loss of each prediction layer, [1 + D]."""
         self.weights[0].fill_(1.0)  # An assignment would copy the number from the host, and wait for the copy.
         self.means: Tensor | None = None
-        """The last step's mean loss of each prediction layer, [D]."""
+        """The mean loss of each prediction layer in the most recent step, [D]."""
 
     def count(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> Tensor:
         """Count the tokens in each prediction layer's loss over all ranks, [D]."""
@@ -37,7 +37,7 @@ class LaterLosses:
         return means[0]
 
     def take(self) -> dict[str, float]:
-        """Return the mean of the prediction layers' losses in the last step, with the key ``mtp_loss``. Return {} if
-        there was no step since the last call."""
+        """Return the mean of the prediction layers' losses in the most recent step, with the key ``mtp_loss``. Return
+        {} if there was no step since the previous call."""
         means, self.means = self.means, None
         return {} if means is None else {"mtp_loss": means.mean().item()}

@@ -138,7 +138,7 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def steps_taken(run_dir: Path) -> int:
-    """Return the last step in a run's metrics.jsonl, or 0 if there is none."""
+    """Return the highest step number in a run's metrics.jsonl, or 0 if there is none."""
     metrics = run_dir / METRICS_FILE
     return max((record["step"] for record in read_metrics(metrics)), default=0) if metrics.is_file() else 0
 

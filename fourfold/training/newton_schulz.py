@@ -1,8 +1,8 @@
 """Orthogonalize a matrix approximately with a few matmuls. This is the main step of the optimizer Muon.
 
 Source: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/. With the published coefficients, five iterations
-bring all but tiny singular values of a normalized matrix into the range from 0.7 to 1.2. For training, this is as good
-as singular values of exactly 1.
+bring the singular values of a normalized matrix, except tiny ones, into the range from 0.7 to 1.2. For training, this
+is as good as singular values of exactly 1.
 """
 
 import math

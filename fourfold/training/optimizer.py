@@ -33,7 +33,7 @@ def treatment(name: str, dims: int, config: OptimizerConfig) -> Treatment:
     """Return the optimizer settings of a parameter.
 
     The settings come from the first entry of ``optimizer.groups`` that names the parameter, or from [optimizer] if no
-    entry names it. Only matrices have weight decay, unless an entry sets it.
+    entry names it. If no entry sets a weight decay, only matrices have one.
 
     Args:
         name: Name of the parameter.

@@ -40,8 +40,8 @@ def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Pat
         job: The model on the grid.
         corpora: The job's data.
         run_dir: Folder of the run.
-        checkpoint: The checkpoint that the run resumes from. None at the start of a run. The job's weights are then the
-            reference model.
+        checkpoint: The checkpoint that the run resumes from. None at the start of a run, when the job's weights are
+            the reference model.
 
     Raises:
         UserError: The run is resumed, and the file with the log-probabilities is missing or damaged, or was computed

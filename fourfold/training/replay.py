@@ -38,7 +38,7 @@ class Replay:
     def __init__(self, job: Job, publish: Callable[[], object] = lambda: None) -> None:
         self.job, self.interval, self._publish = job, job.run.checks.replay_interval, publish
         self.seconds = 0.0
-        """Seconds that the check added to the last step: the comparison of replicas and one extra pass."""
+        """Seconds that the check added to the most recent step: the comparison of replicas and one extra pass."""
 
     def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> Tensor:
         """Run ``Job.forward_backward`` once, or twice if this step is due for a check.
@@ -82,7 +82,7 @@ class Replay:
 
     def _watched(self, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> tuple[Tensor, list[Given]]:
         inputs = CollectiveInputs()
-        # Do not record collectives here, because recording would run the model uncompiled.
+        # If the model is compiled, do not record collectives, because recording would run the model uncompiled.
         if self.job.run.training.compile:
             loss = self.job.forward_backward(micro_batches, kept)
         else:
@@ -183,15 +183,15 @@ def _odd_ones(everyone: Sequence[dict[tuple[str, str], int]]) -> tuple[str, list
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
     """Make GPU kernels add numbers in a fixed order. By default, the order varies in some kernels, such as attention's
-    backward."""
+    backward pass."""
     if device.type != "cuda":
         yield
         return
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
-    # Do not only warn, because attention would then keep its nondeterministic backward. Do not fill uninitialized
-    # memory, because the job overwrites it anyway.
+    # Do not only warn, because with a warning, attention would keep its nondeterministic backward pass. Do not fill
+    # uninitialized memory, because the job overwrites it anyway.
     torch.use_deterministic_algorithms(True, warn_only=False)
     settings.fill_uninitialized_memory = False
     try:

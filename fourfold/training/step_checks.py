@@ -71,7 +71,7 @@ class StepChecks:
     def leaves_out(self, step: int) -> bool:
         """Return whether bad_steps.jsonl says to leave out the batch of a step (the first step is 0).
 
-        The file names a batch to leave out after a rollback, and after repeated failures of a step.
+        Both a rollback and repeated failures of a step add batches to this file.
         """
         return any(step + 1 in line["skips"] for line in self._left_out)
 
@@ -220,8 +220,8 @@ def _not_finite(loss: float, grad_norm: float) -> str | None:
 def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> SharedFigures:
     """Combine the results of a step over all ranks. The function waits for the device.
 
-    All ranks should have the same loss and the same gradient norm. The function returns the mean over the ranks, which
-    is then exactly the value of each rank. If any rank has NaN, the mean is NaN.
+    All ranks should have the same loss and the same gradient norm. The function returns the mean over the ranks.
+    The mean of equal values is exactly this value. If any rank has NaN, the mean is NaN.
 
     Args:
         result: This rank's result of the step.

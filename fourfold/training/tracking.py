@@ -15,7 +15,7 @@ from fourfold.extras import require_extra
 from fourfold.run_file.dump import to_toml
 
 FINISH_SECONDS = 60.0
-"""At the end of a run, all trackers together get this number of seconds to deliver their last steps."""
+"""At the end of a run, all trackers together get this number of seconds to send the remaining metrics."""
 
 
 Numbers = Mapping[str, float]

@@ -8,7 +8,7 @@
 
 @SETUP@
 # srun returns the highest exit code. When one process ends, srun gives all other processes some time (wait) to save or
-# to write the report, and then kills them.
+# to report why the job hangs, and then kills them.
 srun @SRUN@ \
     @COMMAND@
 code=$?

@@ -2,9 +2,9 @@
 a ring.
 
 This is ring attention (Liu et al. 2023, arXiv 2310.01889) with the head-tail layout of the module ``context``. In each
-step, a rank attends to the keys and values of one rank. Meanwhile it receives the keys and values for the next step.
-The rank merges the outputs of the steps, weighted by their log-sum-exps. The backward pass sends keys and values around
-the ring again, together with their gradients.
+step, a rank attends to the keys and values of one rank, at first its own. Meanwhile it receives the keys and values for
+the next step. The rank merges the outputs of the steps, weighted by their log-sum-exps. The backward pass sends keys
+and values around the ring again, together with their gradients.
 """
 
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ class VisibleBlock:
 def block_of_step(
     source: int, tokens: int, documents_BS: Tensor | None, cp: Axis, window: int, device: torch.device
 ) -> VisibleBlock | None:
-    """Return the queries and keys of a ring step that can see each other.
+    """Return the queries that may see a key in a ring step, and the keys that they may see.
 
     Args:
         source: The rank whose keys this rank has now.

@@ -83,8 +83,8 @@ class DataParallel(ABC):
         return [self.shard(name, parameter, tiles[name]) for name, parameter in self.model.named_parameters()]
 
     def split_experts(self) -> set[nn.Parameter]:
-        """Return the expert weights that the axis ep splits. All other parameters are the same on the ranks of
-        dp·cp·z."""
+        """Return the expert weights that the axis ep splits. All ranks of dp·cp·z have the same tile of every other
+        parameter (before the tile is sharded)."""
         tiles = tile_table(self.model)
         if self.grid.ep.size == 1:
             return set()
@@ -99,8 +99,8 @@ class DataParallel(ABC):
         """Prepare for the backward pass of a micro-batch.
 
         Args:
-            last: whether this is the backward pass that completes the gradients of the step. Sums over ranks can then
-                start during this pass.
+            last: whether this is the backward pass that completes the gradients of the step. If it is, sums over ranks
+                can start during this pass.
         """
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:

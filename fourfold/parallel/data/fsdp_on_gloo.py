@@ -1,7 +1,7 @@
 """Run FSDP2's collectives on gloo while the CPU computes.
 
-On a GPU, FSDP2 starts collectives on separate CUDA streams, so they overlap with computation. A CPU has no streams, so
-FSDP2 would wait for each of gloo's collectives.
+On a GPU, FSDP2 starts collectives on separate CUDA streams, so they overlap with computation. A CPU has no streams. So
+without this module, FSDP2 would wait for each of gloo's collectives.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ class FullySharded(DataParallel):
 
     - ``zero`` 0: the shard group is z. The ranks of dp·cp are replicas. Gradients are all-reduced over them once per
       step.
-    - ``zero`` 1 and 2: the shard group is dp·cp·z. Weights are gathered over it for the forward pass. Until the
-      backward pass, each rank keeps larger shards of the weights, which are split only over z. With z = 1, these are
-      full weights, and they stay until the step ends. ``zero`` 2 reduce-scatters gradients in each backward pass.
+    - ``zero`` 1 and 2: the shard group is dp·cp·z. Weights are gathered over it for the forward pass. From then until
+      the backward pass, the weights are split only over z, so each rank keeps larger shards. With z = 1, each rank
+      keeps full weights until the step ends. ``zero`` 2 reduce-scatters gradients in each backward pass.
       ``zero`` 1 does so only in the last backward pass of a step, and keeps unsharded gradients until then.
     - ``zero`` 3: the shard group is dp·cp·z. Weights are gathered for each forward pass and for each backward pass.
     """

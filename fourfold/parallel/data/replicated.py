@@ -39,7 +39,7 @@ class Replicated(DataParallel):
                 stored = nn.Parameter(torch.empty_like(working, dtype=dtype), working.requires_grad)
             summed = working if working.dtype == self.types.reduced else stored
             if summed.requires_grad:
-                # autograd then casts each micro-batch's gradient to this dtype.
+                # With this setting, autograd casts each micro-batch's gradient to the reduced dtype.
                 summed.grad_dtype = self.types.reduced
             self.weights[working] = Weight(working, stored, summed)
         of_experts = self.split_experts()

@@ -54,8 +54,8 @@ class ExpertLoad:
         """Number of tokens in the step over all ranks, without padding."""
         shape = (model.num_hidden_layers + model.num_nextn_predict_layers, self.experts)
         self.rows_LE = torch.zeros(shape, dtype=torch.float64, device=device)
-        """Number of rows per layer and expert in the last step that changed the weights, including dropped rows. Zero
-        before the first step."""
+        """Number of rows per layer and expert in the most recent step that changed the weights, including dropped
+        rows. Zero before the first step."""
         self.counting = False
         """Whether a training step is running. Otherwise nothing is counted, and the balance loss and the z-loss have no
         gradients."""
@@ -110,7 +110,7 @@ class ExpertLoad:
                     shard.local.add_(direction_LE[layer].to(shard.local.dtype), alpha=rate)
 
     def rows(self) -> list[list[int]]:
-        """Return the counts of the last step, for a checkpoint: the number of rows per expert, for each layer."""
+        """Return ``rows_LE`` as integers, for a checkpoint: the number of rows per expert, for each layer."""
         return self.rows_LE.long().tolist()
 
     def set_rows(self, rows: Sequence[Sequence[int]]) -> None:
@@ -133,7 +133,7 @@ class ExpertLoad:
         return [min(each, math.ceil(factor * rows / self.experts)) for each in found] if factor else found
 
     def figures(self) -> dict[str, float]:
-        """Return metrics of the last counted step, over all ranks. This makes the host wait for the device.
+        """Return metrics of the most recently counted step, over all ranks. This makes the host wait for the device.
 
         - expert_load: in each layer, the rows of the busiest expert, divided by the mean rows per expert. The metric is
           the highest ratio of all layers.
@@ -154,7 +154,7 @@ class ExpertLoad:
         }
 
     def by_layer(self) -> dict[str, list[Any]]:
-        """Return metrics of each layer with experts in the last counted step, over all ranks.
+        """Return metrics of each layer with experts in the most recently counted step, over all ranks.
 
         - layers: the indices of the layers with experts.
         - tokens_per_expert: the number of tokens that chose each expert, including dropped tokens.

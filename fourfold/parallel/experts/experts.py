@@ -98,9 +98,9 @@ class ParallelMixture(nn.Module):
 class ParallelExperts(Tiled):
     """The experts on this rank. Their weights are [E/ep, F/x, H/y] for gate and up, and [E/ep, H/y, F/x] for down.
 
-    FSDP2 splits the first dim of a stored weight, and pads it if the ranks do not divide it. If experts came first, a
-    rank could hold fewer experts than other ranks, or none. So a weight is stored with its second dim first if FSDP2
-    then pads less.
+    FSDP2 splits the first dim of a stored weight, and pads it if it is not divisible by the number of ranks. If experts
+    came first, a rank could hold fewer experts than other ranks, or none. So a weight is stored with its second dim
+    first if FSDP2 then pads less.
     """
 
     gate_proj: nn.Parameter

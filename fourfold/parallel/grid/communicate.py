@@ -55,7 +55,7 @@ def purpose(
         why: What the collectives are for, such as "gradient norm". Reports use this name.
         operation: What to call the operation in reports, if torch's own name would mislead.
         axis: The axis, or its name. "" if the block has no collectives.
-        sender: For a message between two ranks, the axis position of the sender.
+        sender: For a message between two ranks, the sender's position on the axis.
     """
     if is_watched() and isinstance(axis, Axis):
         doing(why, axis.name, axis.members if sender is None else f"{axis.members} from {sender}")
@@ -85,7 +85,7 @@ class Pending(NamedTuple):
 
 
 def check_for_nccl(given: Tensor, received: Tensor | None = None, ranks: tuple[int, int] = (1, 1)) -> None:
-    """Assert that tensors meet NCCL's requirements. Tests on gloo then fail if a run on GPUs would fail.
+    """Assert that tensors meet NCCL's requirements. So tests on gloo fail if a run on GPUs would fail.
 
     Args:
         given: The tensor that this rank contributes.

@@ -214,7 +214,7 @@ class Grid:
         self.ep = self._level("ep", by_place.flatten(0, 1))
         replicas = by_place.mT.flatten(0, 1)
         # If ep divides z, the z/ep ranks of a z group that hold the same experts shard them. Otherwise
-        # ``expert_shards`` has one rank. If z does not divide ep either, only zero = 3 is legal, which shards the
+        # ``expert_shards`` has one rank. If z does not divide ep either, only zero = 3 is legal. It shards the
         # experts over all ranks of ``expert_replicas``.
         shards = self.z.size // ep if self.z.size % ep == 0 else 1
         nodes = replicas.reshape(-1, replicas.shape[1] // shards, shards)

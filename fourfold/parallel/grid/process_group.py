@@ -32,8 +32,8 @@ NVIDIA_SETTINGS = {
   pipeline's neighbors, and for the computation.
 - The workspace makes cuBLAS deterministic. fourfold needs this to run a step twice and compare the results. The
   workspace takes 32 MiB, which torch reserves on Hopper anyway.
-- Expandable segments prevent memory fragmentation if tensors have a different size in every step. Examples are the rows
-  of experts, and packed documents.
+- Expandable segments prevent memory fragmentation if tensors have a different size in every step. Examples are
+  the tensors with the tokens of an expert, and the tensors for packed documents.
 """
 
 OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}

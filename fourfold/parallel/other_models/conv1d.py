@@ -15,8 +15,8 @@ class InputFirst(nn.Linear):
     """Describes an unsplit layer that stores its weight as [in, out]. This class computes nothing.
 
     The weight is [in, out] and the bias is [out]. One layer may compute several kinds of features, such as queries,
-    keys, and values. Each kind is then a *part*. The weight is viewed as [in, parts, out/parts], and the bias as
-    [parts, out/parts]. So a slice of the last dim has the same heads of all parts.
+    keys, and values. Each kind is then a *part*. With several parts, the weight is viewed as [in, parts,
+    out/parts], and the bias as [parts, out/parts]. So a slice of the last dim has the same heads of all parts.
     """
 
     def __init__(self, layer: nn.Module, parts: int = 1) -> None:

@@ -33,7 +33,7 @@ PLANS: dict[str, dict[str, str]] = _TABLES["plans"]
 """fourfold's plans by model_type."""
 
 IN_SHARES = ("colwise", "colwise_in_parts", "rowwise")
-"""Styles of layers that leave features split, so that the next layer in the group reads split features."""
+"""Styles of layers that write or read split features. In a group, "rowwise" layers read what "colwise" layers write."""
 
 
 def styles_of(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> dict[str, str]:
@@ -198,7 +198,7 @@ def is_of_residual(
 
 
 def groups_of(styles: Mapping[str, str | None]) -> set[str]:
-    """Return the groups: the modules that directly contain a layer whose features stay split (``IN_SHARES``)."""
+    """Return the groups: the modules that directly contain a layer with split features (``IN_SHARES``)."""
     return {parent_of(name) for name, style in styles.items() if style in IN_SHARES}
 
 

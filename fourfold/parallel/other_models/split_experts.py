@@ -1,8 +1,8 @@
 """Split a transformers model's experts over the tensor axes x and y: each rank computes some experts for all tokens.
 
 The model's own code runs with stacks of only this rank's experts, [E / (x·y), …]. Experts of other ranks get the index
-E / (x·y), one past the last expert. The model's code skips tokens whose expert has this index. The expert parallelism
-of transformers works in the same way.
+E / (x·y), one past this rank's last expert. The model's code skips tokens whose expert has this index. The expert
+parallelism of transformers works in the same way.
 """
 
 from typing import Any

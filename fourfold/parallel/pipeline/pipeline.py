@@ -128,8 +128,8 @@ class _PipelineStep:
         if torch.is_grad_enabled():
             if op.stage == self.pipeline.last_stage:
                 out = (out * self.loss_scale).sum()
-            # Keep only the node of autograd's graph, not the tensor. The output's memory is then freed as soon as it is
-            # sent.
+            # Keep only the node of autograd's graph, not the tensor. So the output's memory is freed as soon as the
+            # output is sent.
             self.inputs[key], self.results[key] = hidden, get_gradient_edge(out)
 
     def _input_gradients(self, op: Op) -> None:
@@ -222,7 +222,7 @@ class EmbeddingCopies:
         ends = [rank_of_stage(stage, run.parallel) for stage in (0, last_stage)]
         apart = len(set(ends)) == 2 and grid.pp.rank in ends
         self.holders = grid.neighbors[sum(ends) - grid.pp.rank] if apart else None
-        """The process group of the two ranks that hold one copy each. None if this rank holds both copies or none."""
+        """The two ranks that hold one copy each, as an axis. None if this rank holds both copies or none."""
 
     def sum_gradients(self) -> None:
         """Replace the gradient of each copy by the sum of both gradients."""

@@ -109,8 +109,8 @@ class _Backward(FunctionOfMany):
 
     The outputs have no data. Their only use is to receive the gradients of the layers' outputs.
 
-    This function is separate from ``_Forward`` and runs before it, which makes recomputation cheaper. A recomputation
-    stops as soon as it has all saved tensors. So the last layer of a recomputed block neither multiplies nor sums.
+    This function is separate from ``_Forward`` and runs before it, to make recomputation cheaper. A recomputation stops
+    as soon as it has all saved tensors. So in a recomputation, the last layer of a block neither multiplies nor sums.
     """
 
     @staticmethod
@@ -210,8 +210,8 @@ class Linear4D(Tiled):
 
     matmuls = Matmuls()
     deferred: list[tuple[Linear4D, Tensor, Tensor]] | None = None
-    """None, unless a pipeline schedule computes weight gradients later. Then the backward pass appends the layer, the
-    output gradient, and the input to this list."""
+    """None, unless a pipeline schedule computes weight gradients later. With such a schedule, the backward pass appends
+    the layer, the output gradient, and the input to this list."""
 
     gathers_tokens = True
     """Whether x splits the tokens of the residual stream, so that the layer gathers or sums over x."""

@@ -2,7 +2,7 @@
 are copied before a matmul.
 
 BLAS libraries have one kernel for each pair of operand layouts (N: as stored, T: transposed). For some sizes, one of
-these kernels is much slower (AxoNN, arXiv 2502.08145, section VI.C). A different layout then avoids the slow kernel.
+these kernels is much slower (AxoNN, arXiv 2502.08145, section VI.C). A different layout can avoid this kernel.
 
 By default, the output x Wᵀ is NT, the input gradient dY W is NN, and the weight gradient dYᵀ x is TN. If the weight is
 stored as its transpose, the three matmuls are NN, NT, and TN. This costs no time in a step. Any other layout costs a

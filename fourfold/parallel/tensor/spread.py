@@ -30,7 +30,7 @@ class Spread(NamedTuple):
         return Pending(share) if self.dim is None else start_all_gather(share, self.axis, self.dim, why)
 
     def start_sum(self, partial: Tensor, why: str) -> Pending:
-        """Start to sum the ranks' partial tensors. Each rank gets its share of the sum, or a copy of the sum."""
+        """Start to sum partial tensors. Each rank gets its share of the sum, or the whole sum if ``dim`` is None."""
         if self.dim is None:
             return start_all_reduce(partial, self.axis, why)
         return start_reduce_scatter(partial, self.axis, self.dim, why)
