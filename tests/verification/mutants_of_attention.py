@@ -94,7 +94,7 @@ CONTEXT = [
         sections=PACKED,
     ),
     Mutant(
-        "in packed documents, the backward pass attends to later keys",
+        "in packed documents, attention's backward pass includes later keys",
         "parallel.attention.document_attention:differentiate_in_turn",
         "attend_block_backward(grad, q, out, lse, k, v, mask is None, mask, scores)",
         "attend_block_backward(grad, q, out, lse, k, v, False, mask, scores)",

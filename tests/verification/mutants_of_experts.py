@@ -57,7 +57,7 @@ EXPERTS = [
         ONE_SEQUENCE,
     ),
     on_grid(
-        "Muon reshapes the weights of split experts instead of transposing them",
+        "Muon reshapes the weights of experts that FSDP2 splits, instead of transposing them",
         "training.optimizer:ShardedOptimizer._weight",
         "tile.as_tile(self.parameters[matrix.shard].detach())",
         "self.parameters[matrix.shard].detach().view(self.shards[matrix.shard].local.shape)",

@@ -145,7 +145,7 @@ LINEAR = [
         sections=LORA,
     ),
     Mutant(
-        "a rank uses another rank's tile",
+        "a rank uses another rank's tile of a weight",
         "parallel.tensor.sharding:cut",
         "begin[dim] += piece * length[dim]",
         "begin[dim] += (pieces - 1 - piece) * length[dim]",
@@ -171,7 +171,7 @@ TUNED_PRODUCTS = [
         sections=TUNED,
     ),
     Mutant(
-        "the copy of an operand is reused for the next operand of the same size",
+        "a matmul's copy of an operand is used again for the next operand of the same size",
         "parallel.tensor.matmul_layouts:copied",
         "return copy.T if by_columns else copy",
         "return vars(copied).setdefault((how, matrix.shape), copy.T if by_columns else copy)",
@@ -207,14 +207,14 @@ TUNED_PRODUCTS = [
 
 EMBEDDING_AND_HEAD = [
     Mutant(
-        "for tokens whose embeddings are on other ranks, a rank looks up its row 0",
+        "for tokens whose embeddings are on other ranks, a rank looks up its own first embedding",
         "parallel.tensor.embedding:Embedding.look_up",
         "return partial_BSh.masked_fill(elsewhere_BS[..., None], 0)",
         "return partial_BSh",
         grid=X2,
     ),
     Mutant(
-        "on each x rank except rank 0, the lookup of the first embedding returns zero",
+        "on each x rank except rank 0, looking up the rank's first embedding returns zero",
         "parallel.tensor.embedding:Embedding.look_up",
         "(local_BS < 0) | (local_BS >= rows)",
         "(local_BS < min(self.x.rank, 1)) | (local_BS >= rows)",

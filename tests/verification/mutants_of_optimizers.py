@@ -35,7 +35,7 @@ OPTIMIZERS = [
         "plain",
     ),
     Mutant(
-        "with Muon, a rank collects the shards of all matrices that it updates in the first of them",
+        "with Muon, a rank writes the shards of all matrices that it updates into the first of these matrices",
         "training.owned_matrices:_in_place",
         "matrices_BMN[slot]",
         "matrices_BMN[0]",
@@ -65,7 +65,7 @@ OPTIMIZERS = [
         sections=MUON,
     ),
     Mutant(
-        "Newton-Schulz's first coefficient is 3",
+        "Newton-Schulz's first coefficient is 3, not 3.4445",
         "training.newton_schulz:orthogonalize",
         "torch.baddbmm(x_BMN, gram_BMM, x_BMN, beta=a)",
         "torch.baddbmm(x_BMN, gram_BMM, x_BMN, beta=3.0)",

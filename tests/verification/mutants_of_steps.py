@@ -95,7 +95,7 @@ MODEL = [
         NEOX,
     ),
     Mutant(
-        "initial weights have the wrong residual scaling",
+        "the initial scale of weights that write to the residual stream is too large by the square root of 2",
         "models.initialize:_std",
         "math.sqrt(2 * config.num_hidden_layers)",
         "math.sqrt(config.num_hidden_layers)",
