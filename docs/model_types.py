@@ -303,7 +303,7 @@ def page_of(rows: list[Row]) -> str:
         f"""# Every model type of transformers
 
 Look up here what fourfold can do with your model. [Supported Hugging Face models](huggingface-models.md) lists the
-conditions of each type that `fourfold train` can import.
+conditions for each type that `fourfold train` can import.
 
 For each of the {len(rows)} causal language models of transformers {transformers.__version__}, `python
 docs/model_types.py` builds a tiny random model and runs these checks:
@@ -318,7 +318,8 @@ docs/model_types.py` builds a tiny random model and runs these checks:
 - *Loki*: a decoding step with [Loki](loki.md) that attends to all keys computes the same logits as dense attention.
 
 "ok" means that the check succeeded, with an error of at most {LIMIT:g} of each tensor's norm. "no" means that the check
-failed, and the table of [messages](#messages) says why. "–" means that the check could not run.
+failed, and the table of [messages](#messages) says why. "–" means that the check could not run, for example because
+the import failed.
 
 {head}
 {chr(10).join(row.line() for row in rows)}
