@@ -105,7 +105,7 @@ class Replay:
         if is_rare:
             raise UserError(
                 f"step {step + 1} was computed three times and once gave different bits on {named}; no weight has "
-                "changed: take that device out of the job, and resume from the last checkpoint"
+                "changed: take that device out of the job, and resume from the newest checkpoint"
             )
         raise UserError(
             f"step {step + 1} was computed three times and gave three different results, first on {named}: either an "
@@ -133,7 +133,7 @@ class Replay:
         name, ranks = _odd_ones(everyone)
         named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
         raise UserError(
-            f"before step {step + 1} the replicas of {name} differ, on {named}; resume from the last checkpoint, "
+            f"before step {step + 1} the replicas of {name} differ, on {named}; resume from the newest checkpoint, "
             "without that device if it happens again"
         )
 
