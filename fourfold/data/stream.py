@@ -160,8 +160,8 @@ class StreamedWindows:
         for row, number in enumerate(numbers.tolist()):
             window = found[number]
             absent = length - len(window.tokens)
-            # The position may come from a run with a longer look-back, whose window has more tokens. Drop the
-            # additional tokens.
+            # If the position comes from a run with a longer look-back, the window has more tokens than this run needs.
+            # Drop the additional tokens.
             unseen = max(0, -absent)
             tokens[row, max(absent, 0) :] = window.tokens[unseen:]
             begins = absent + window.document_starts

@@ -222,7 +222,7 @@ class PlainLogits:
         with torch.device("meta"):
             self.model = build_model(run)
         self.routings: dict[int, Routing] = {}
-        """The last output of each router, by layer."""
+        """The most recent output of each router, by layer."""
         for layer, block in self.model.layers.items():
             if isinstance(block.mlp, Mixture):
                 block.mlp.gate.register_forward_hook(partial(self._note, int(layer)))
