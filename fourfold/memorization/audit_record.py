@@ -102,7 +102,7 @@ def _summary(found: Sequence[Extraction]) -> dict[str, Any]:
 
 
 def _beside_control(found: Sequence[Extraction], controls: Sequence[Extraction]) -> dict[str, Any]:
-    """Summarize the members, and compare them with the controls if there are any. The difference is the effect of
+    """Summarize some documents, and compare them with the controls if there are any. The difference is the effect of
     training on the documents."""
     summary = _summary(found)
     if controls:
