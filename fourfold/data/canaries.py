@@ -165,7 +165,8 @@ def plant(split: CorpusSplit, canaries: Canaries, tokenizer: Tokenizer, text_key
     """Write a second corpus next to the corpus of `split`. The second corpus has the pieces of `split`, with canaries
     at random positions between the pieces. Also write the ledger.
 
-    Pieces that become canaries are taken out of the corpus, so a canary with 0 repeats occurs nowhere.
+    Pieces that become canaries are taken out of the corpus. So a canary with 0 repeats occurs nowhere, unless the
+    corpus has another copy of its text.
 
     Args:
         split: The corpus.

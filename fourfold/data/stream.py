@@ -113,7 +113,7 @@ class StreamedWindows:
     """Samples from streams of documents.
 
     Reading samples in ascending order is fast. Reading an earlier sample again is slow, because the stream is read
-    again from the last known position before the sample.
+    again from the nearest known position before the sample.
 
     Args:
         name: Name of the dataset, for messages.
