@@ -84,7 +84,8 @@ def _may_restart(run: RunConfig, starts: int) -> bool:
 
 
 def audit(request: AuditRequest) -> dict[str, Any] | None:
-    """Measure how much of a set of documents a model has memorized, on the grid of the model's run file.
+    """Measure how much of a set of documents a model has memorized. By default, one process runs the model. To use a
+    grid, set its axes in `request.overrides`.
 
     Args:
         request: The model, the documents, and the options.

@@ -20,7 +20,7 @@ class Until(Enum):
     GATHERED = auto()
     """The all-gather of the part's input is complete. The next step multiplies this input."""
     SUMMED = auto()
-    """The ranks have summed the partial results of the last step's matmuls."""
+    """The ranks have summed the partial results of the matmuls in the part's previous step."""
     SUMMED_TO_GATHER = auto()
     """The ranks have summed the partial results, as with ``SUMMED``. The next step then starts an all-gather
     immediately, with no matmul before it."""
@@ -39,7 +39,7 @@ class _Part(Generic[T]):
     until: Until | None = None
     """Condition that the part's next step waits for. None if the part can continue immediately."""
     matmuls: int = -1
-    """Number of matmul steps that all parts together had run when this part's last step ended."""
+    """Number of matmul steps that all parts together had run when this part's most recent step ended."""
 
 
 def run_batch_parts(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:
@@ -48,9 +48,9 @@ def run_batch_parts(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:
     Args:
         workers: The steps of each part.
         runs_ahead: Whether a part may run out of turn to hide more communication. If False, the parts take turns. If
-            True, a part runs only after another part's matmul has hidden the part's last collective. If all parts wait
-            for such a matmul, one of them runs anyway. If several parts can run, a part that starts an all-gather next
-            runs first, so that matmuls also hide this all-gather.
+            True, a part runs only after another part's matmul has hidden the part's most recent collective. If all
+            parts wait for such a matmul, one of them runs anyway. If several parts can run, a part that starts an
+            all-gather next runs first, so that matmuls also hide this all-gather.
 
     Returns:
         The results of the parts, in the order of `workers`.

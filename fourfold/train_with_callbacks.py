@@ -33,5 +33,5 @@ def train_with_callbacks(place: Place, run: RunConfig, profile: bool) -> Outcome
         from fourfold.verification.timeline import Timeline
 
         callbacks.append(Timeline)
-    callbacks.append(LiveReport)  # The report shows the results of the callbacks before it.
+    callbacks.append(LiveReport)  # Add the report last: it shows the other callbacks' results.
     return train(place, run, callbacks)

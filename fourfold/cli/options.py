@@ -62,8 +62,8 @@ def show(record: dict[str, Any] | None, as_json: bool, tables: Callable[[dict[st
     """Print a record as JSON or as tables.
 
     Args:
-        record: The command's result. Under a launcher, it is None on every process except the first. Then nothing is
-            printed.
+        record: The command's result. Under a launcher, it is None on every process except the first. If it is None,
+            nothing is printed.
         as_json: Whether to print JSON.
         tables: Prints the record as tables.
     """

@@ -100,9 +100,9 @@ def copy_of(
 class CorpusPieces:
     """A corpus cut into pieces. Some pieces become canaries, and canaries are planted between pieces.
 
-    If at least `wanted` documents have `length` tokens of text, each document is a piece. Otherwise, documents with
-    more text are cut into passages of at least `length` tokens (more in a huge corpus), and each passage is a piece.
-    Shorter documents stay whole.
+    If at least `wanted` documents have `length` tokens of text, each document is a piece. Otherwise, each document is
+    cut into passages, and each passage is a piece. A passage has `length` tokens (more in a huge corpus). The last
+    passage of a document also has the remaining tokens. A document that is too short for two passages stays whole.
 
     Args:
         corpus: The corpus.
@@ -165,7 +165,8 @@ def plant(split: CorpusSplit, canaries: Canaries, tokenizer: Tokenizer, text_key
     """Write a second corpus next to the corpus of `split`. The second corpus has the pieces of `split`, with canaries
     at random positions between the pieces. Also write the ledger.
 
-    Pieces that become canaries are taken out of the corpus, so a canary with 0 repeats occurs nowhere.
+    Pieces that become canaries are taken out of the corpus. So a canary with 0 repeats occurs nowhere, unless the
+    corpus has another copy of its text.
 
     Args:
         split: The corpus.

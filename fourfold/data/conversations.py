@@ -72,7 +72,8 @@ class ConversationCorpus:
     def _filled(
         self, windows: Sequence[Sequence[int]], numbers: NDArray[np.int64], reference: NDArray[np.float32] | None = None
     ) -> Windows:
-        """Fill each window with its conversations, in this order, and then with padding, which is a document too."""
+        """Fill each window with its conversations in the given order, and then with padding. The padding is a separate
+        document."""
         room = self.seq_length + 1
         stream = np.full((len(windows), self.look_back + room), self.padding, dtype=np.int64)
         documents = np.full_like(stream, NO_DOCUMENT)

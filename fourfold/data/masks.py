@@ -54,7 +54,7 @@ def build_masks(
         global_batch_size: Number of samples per step.
 
     Returns:
-        The masks without goldfish, which validation uses, and the goldfish mask (or None).
+        The list of all masks except goldfish (validation uses only this list), and the goldfish mask (or None).
 
     Raises:
         UserError: A name in `masks.functions` cannot be imported or is not a function, or `h` of the hash-table

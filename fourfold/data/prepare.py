@@ -96,8 +96,9 @@ def prepare(
     An end-of-document token follows each document.
 
     If a preparation was interrupted, the next call continues from the folder OUT.parts. If OUT already has a corpus
-    that was made in the same way from the same files, the function keeps it, unless `force` is set. The function
-    replaces any other corpus at OUT. It writes OUT.json last, so a corpus with this file is complete.
+    that was made in the same way from the same files, the function keeps it. With `force`, the function does neither
+    and starts from the beginning. The function replaces any other corpus at OUT. It writes OUT.json last, so a corpus
+    with this file is complete.
 
     Args:
         inputs: Files, folders, globs, "python-stdlib", or "hf:NAME[:CONFIG][:SPLIT]" (see `list_inputs`).
@@ -113,8 +114,8 @@ def prepare(
         validation_fraction: Fraction of the documents that are written to the corpus OUT-validation instead. A seeded
             hash chooses them.
         seed: Seed of the hash.
-        canaries: Documents to plant in the training split. The list of planted documents is written to
-            OUT-canaries.jsonl.
+        canaries: Documents to plant in the training split. OUT-canaries.jsonl lists them, and also the
+            documents with 0 copies.
         force: Whether to create the corpus again even if it exists.
 
     Returns:
@@ -249,8 +250,8 @@ def unfinished(prefix: Path) -> Iterator[Path]:
 
 
 def _remove_all_but(parts: Path, stems: set[str]) -> None:
-    """Remove all files in `parts` except the lock and files with these stems. The removed files are half-written, or
-    come from an earlier attempt with other input or another tokenizer."""
+    """Remove all files in `parts` except the lock and files with these stems. Files with other stems are half-written
+    or finished with, or they come from an earlier attempt with other input or another tokenizer."""
     for path in parts.iterdir():
         if path.name != "lock" and path.name.split(".")[0] not in stems:
             path.unlink()

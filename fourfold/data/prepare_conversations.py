@@ -133,8 +133,8 @@ class RowReader:
 
     @property
     def identity(self) -> str:
-        """Return a text that changes if the tokens of a row would change: the tokenizer's fingerprint and the chat
-        template."""
+        """Return a text that changes if the tokens of a row would change: the tokenizer's fingerprint and, if a row has
+        needed it, the chat template."""
         return self.tokenizer.fingerprint + ("" if self._template is None else self._template.source)
 
     def read(self, path: str) -> Iterator[list[tuple[NDArray[np.int64], NDArray[np.bool_], int]]]:

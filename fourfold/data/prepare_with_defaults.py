@@ -16,8 +16,8 @@ SMALLEST_VOCABULARY = 512
 HELD_OUT = 0.05
 """Fraction of the documents to hold out for validation, if there are at least ``ENOUGH`` documents."""
 ENOUGH = 40
-"""Smallest number of documents from which some are held out. With ``HELD_OUT`` and seed 0, the 40th document is the
-first one that is held out, so fewer documents would give an empty validation corpus."""
+"""If there are fewer documents than this number, none are held out. With ``HELD_OUT`` and seed 0, the 40th document is
+the first one that is held out, so fewer documents would give an empty validation corpus."""
 CONVERSATION_KEYS = {"messages", "conversations", "instruction", "completion"}
 """A row is a conversation if it has one of these keys, and no key "text"."""
 

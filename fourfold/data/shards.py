@@ -64,8 +64,8 @@ class Shard:
     def key(self) -> str:
         """Return the name under which the result is stored.
 
-        Two shards have the same name only if they have the same tokenizer, the same text key, and ranges of the same
-        files. Files are the same if path, size, and modification time are equal.
+        Two shards have the same name only if they have the same tokenizer, the same text key, and the same ranges of
+        the same files. Files are the same if path, size, and modification time are equal.
         """
         return digest([[asdict(piece) for piece in self.pieces], self.text_key, self.fingerprint])
 

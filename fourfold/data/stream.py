@@ -113,7 +113,7 @@ class StreamedWindows:
     """Samples from streams of documents.
 
     Reading samples in ascending order is fast. Reading an earlier sample again is slow, because the stream is read
-    again from the last known position before the sample.
+    again from the nearest known position before the sample.
 
     Args:
         name: Name of the dataset, for messages.
@@ -160,8 +160,8 @@ class StreamedWindows:
         for row, number in enumerate(numbers.tolist()):
             window = found[number]
             absent = length - len(window.tokens)
-            # The position may come from a run with a longer look-back, whose window has more tokens. Drop the
-            # additional tokens.
+            # If the position comes from a run with a longer look-back, the window has more tokens than this run needs.
+            # Drop the additional tokens.
             unseen = max(0, -absent)
             tokens[row, max(absent, 0) :] = window.tokens[unseen:]
             begins = absent + window.document_starts

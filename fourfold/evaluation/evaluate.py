@@ -101,9 +101,9 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
 def prefix_token(tokenizer: AnyTokenizer, name: str, source: Path | None = None) -> int:
     """Return the token that the first token of a text is predicted from.
 
-    This is the beginning-of-text token if there is one, and otherwise the end-of-text token. A tokenizer that fourfold
-    opens has a beginning-of-text token only if the corpus's documents begin with it. If ``tokenizer`` has none, this
-    function also looks for one in the original Hugging Face model's tokenizer.
+    This is the beginning-of-text token if there is one, and otherwise the end-of-text token. The copy of a tokenizer
+    next to a corpus has a beginning-of-text token only if the corpus's documents begin with it. If ``tokenizer`` has
+    none, this function also looks for one in the original Hugging Face model's tokenizer.
 
     Args:
         tokenizer: The tokenizer of the texts.

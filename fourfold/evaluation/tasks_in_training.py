@@ -22,7 +22,8 @@ from fourfold.training.validation_loss import is_last_step
 
 
 class TasksInTraining:
-    """A training callback that runs the tasks of [evaluation] on the training grid at the configured interval.
+    """A training callback that runs the tasks of [evaluation] on the training grid, at the configured interval and
+    after the last step.
 
     Every process of the job calls it, and the first process writes. A run that resumes from a step replaces the lines
     of later steps. If a task fails during training, the run continues, and prints a warning at once and again at the

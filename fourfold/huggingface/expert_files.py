@@ -17,7 +17,7 @@ numbered across all stacked experts."""
 
 
 def rows_in_files(model: Any) -> dict[str, RowRanges]:
-    """Find the tensors in files that hold each parameter and each saved buffer of a model.
+    """For each parameter and each saved buffer of a model, find the tensors that hold it in files.
 
     A table in transformers says which stacks of experts become one matrix per expert, and which parameters have another
     name in files. If files hold a parameter's elements in another order, or join it with other parameters, the result
@@ -54,7 +54,8 @@ def rows_in_files(model: Any) -> dict[str, RowRanges]:
 
 
 def in_modules(model: Any, rows: Mapping[str, RowRanges], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert all tensors in a model's files to the model's weights, by their names in the modules.
+    """Convert all tensors in a model's files to the model's weights. The keys of the result are the weights' names in
+    the modules.
 
     The result is differentiable.
 

@@ -141,11 +141,11 @@ def _export_adapter(checkpoint: Path, saved: SavedWeights, out: Path) -> Transfe
 
 @contextmanager
 def as_huggingface(name: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the folder of a model that transformers can open, and the folder of its tokenizer.
+    """Yield the folder of a model that transformers can open, and the folder of its tokenizer. The second value is
+    "bytes" for the bytes tokenizer, and None if the tokenizer is unknown.
 
-    The tokenizer can be "bytes", and is None if the run's corpora are not found. A checkpoint or run of fourfold is
-    exported into a temporary folder that exists while the block runs. The exported weights keep their stored dtypes,
-    and adapters are merged.
+    A checkpoint or run of fourfold is exported into a temporary folder that exists while the block runs. The dtypes are
+    the default dtypes of ``export_huggingface``, and adapters are merged.
 
     Raises:
         UserError: There is no model with that name.
@@ -181,8 +181,8 @@ def _newest(path: Path) -> Path:
 
 
 def _config(model: ModelConfig, source: Path | None, kind: str | None) -> dict[str, Any]:
-    """Return the config.json to write. If the original model's config.json still describes the model, return it without
-    its quantization. Otherwise create a new one."""
+    """Return the config.json to write. If the original model's config.json still describes the model and has the wanted
+    ``kind``, return it without its quantization. Otherwise create a new one."""
     if source is None:
         return config_of(model, kind)
     original = {key: value for key, value in read_config(source).items() if key != QUANTIZED}

@@ -80,8 +80,8 @@ class Parallelized(nn.Module):
         this number.
 
         Documents are packed if the ``position_ids`` of a row start again. Packed documents do not attend to each other.
-        transformers separates documents only without a key-value cache, so the cache is off if you pass labels or if
-        gradients are enabled.
+        transformers separates documents only without a key-value cache, so by default, the cache is off if you pass
+        labels or if gradients are enabled.
 
         Args:
             args: Arguments of the model, with the sequences of this process.
@@ -115,8 +115,8 @@ class Parallelized(nn.Module):
         return outputs
 
     def _separate_documents(self, kwargs: dict[str, Any]) -> None:
-        """Switch off the key-value cache if there are labels or if gradients are enabled. Refuse packed documents that
-        would attend to each other."""
+        """If the caller has not set ``use_cache``, switch the key-value cache off if there are labels or gradients.
+        Refuse packed documents that would attend to each other."""
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         mask = mask if mask is not None and mask.ndim == 2 else None
         if kwargs.get("use_cache") is None and (kwargs.get("labels") is not None or torch.is_grad_enabled()):
@@ -328,7 +328,7 @@ class Parallelized(nn.Module):
         return shards
 
     def layout(self) -> list[dict[str, Any]]:
-        """Return one record for each module, which says how the module is split over x and y."""
+        """Return one record for each module. A record says how the module is split over x and y."""
         return [asdict(placed) for placed in self.placed]
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:

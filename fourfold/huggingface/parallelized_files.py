@@ -39,8 +39,8 @@ Numbers = dict[str, dict[str, Any]]
 """The optimizer state of each parameter. "numbers" has its scalars, and "tensors" has the names of its tensors."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of each weight in files. It can differ from ``shard.global_shape``, which has two dims instead of the last
-dim of an ``InputFirst`` layer."""
+"""The shape of each weight in files. It can differ from ``shard.global_shape``, because an ``InputFirst`` layer of
+several parts splits its last dim into two dims."""
 
 
 @dataclass(frozen=True)

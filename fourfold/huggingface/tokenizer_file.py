@@ -22,7 +22,7 @@ from fourfold.parsing import parse_json
 def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
     """Raise ``UserError`` if the vocabulary of the corpus is not the vocabulary of the model ``name``.
 
-    If the corpus or the model names no tokenizer, nothing is checked.
+    If the corpus names no tokenizer or the model has no tokenizer.json, nothing is checked.
     """
     file = local_folder(name, (TOKENIZER_FILE,)) / TOKENIZER_FILE
     if tokenizer is None or not file.is_file():
@@ -112,9 +112,10 @@ def write_tokenizer(folder: Path, tokenizer: AnyTokenizer | None, model: ModelCo
 
 
 def add_end_token(folder: Path, config: dict[str, Any], end: int) -> dict[str, Any]:
-    """Add a token to the ids that end a generated text. The token comes before the original model's own ids.
+    """Add a token to the ids that end a generated text, unless it is one of them. The token comes before the original
+    model's own ids.
 
-    The function changes the folder's generation_config.json.
+    The function also changes the folder's generation_config.json, if there is one.
 
     Args:
         folder: The model's folder.

@@ -18,7 +18,8 @@ from fourfold.memorization.membership import FEWEST, attacks, bag_of_words_guard
 from fourfold.memorization.scores import TokenScores
 
 QUERIES = (1, 100, 10_000, 1_000_000)
-"""Sample budgets of an attacker. For each budget, the record gives the fraction of documents that can be extracted."""
+"""Sample budgets: how many samples an attacker may draw. For each budget, the record gives the fraction of documents
+that can be extracted."""
 
 CHANCE = 0.5
 """The probability p in (n, p)-discoverable extraction (see ``Extraction.queries``)."""
@@ -44,7 +45,8 @@ class AuditInputs:
 def audit_record(inputs: AuditInputs) -> dict[str, Any]:
     """Return the record of an audit.
 
-    Members are documents whose count is not 0. Documents with an unknown count are members.
+    Members are the documents that the model was trained on: their count is not 0. Documents with an unknown count are
+    members too.
     """
     documents, scores, suffix = inputs.documents, inputs.scores, inputs.request.suffix
     found = [extraction(document_scores, suffix) for document_scores in scores]
@@ -100,7 +102,7 @@ def _summary(found: Sequence[Extraction]) -> dict[str, Any]:
 
 
 def _beside_control(found: Sequence[Extraction], controls: Sequence[Extraction]) -> dict[str, Any]:
-    """Summarize the members, and compare them with the controls if there are any. The difference is the effect of
+    """Summarize some documents, and compare them with the controls if there are any. The difference is the effect of
     training on the documents."""
     summary = _summary(found)
     if controls:

@@ -15,8 +15,8 @@ class AuditRequest(ScoringRequest):
     """A request to audit a model on documents."""
 
     documents: Path
-    """A .jsonl file with the documents to audit. Documents with a count of 0 are controls. All other documents are
-    members: the model was trained on them."""
+    """A .jsonl file with the documents to audit. The key "count" says how often the model was trained on a document.
+    Documents with a count of 0 are controls. All other documents are members: the model was trained on them."""
     control: Path | None = None
     """A .jsonl file with more documents, which the model was not trained on."""
     reference: str | None = None

@@ -24,7 +24,8 @@ EXTRACTABLE = 0.001
 2505.12546)."""
 
 SHOWN = 20
-"""Largest number of passages in the record. The record shows the continuations that are closest to the true text."""
+"""Largest number of passages in the record. The record shows the members' continuations that are closest to the true
+text."""
 
 
 def continuations(

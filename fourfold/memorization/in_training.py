@@ -23,8 +23,8 @@ class CanaryAudit:
     """A training callback. Every ``audit.interval`` steps, and after the last step, it scores the canaries of a ledger
     (a list of canaries that ``fourfold prepare`` wrote) in one pass.
 
-    Every process of the job must call ``after_step``. Rank 0 writes the results. A resumed run replaces the
-    lines of later steps.
+    Every process of the job must call ``after_step``. Rank 0 writes the results. A run that resumes from a step
+    replaces the lines of later steps.
 
     Raises:
         UserError: The ledger cannot be used.

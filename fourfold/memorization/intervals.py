@@ -79,8 +79,8 @@ def auc(members: NDArray[np.float64], controls: NDArray[np.float64]) -> float:
 def auc_interval(members: NDArray[np.float64], controls: NDArray[np.float64]) -> Interval:
     """Return the bootstrap interval of the AUC. Members and controls are resampled separately.
 
-    If the scores separate members and controls perfectly, every resample has an AUC of 1 (or 0). The rule of three then
-    gives the other end of the interval.
+    If the scores separate members and controls perfectly, every resample has an AUC of 1 (or 0). This is one end of the
+    interval, and the rule of three gives the other end.
     """
     low, high = bootstrap(auc, members, controls)
     slack = 3 / min(len(members), len(controls))

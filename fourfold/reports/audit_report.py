@@ -77,8 +77,8 @@ def _parts(record: Record) -> Iterator[Part]:
 
 
 def _count_rows(record: Record) -> TableRows:
-    """Group the documents by how many times the model was trained on them, and return one row per group. With several
-    groups, the first row is for all documents. If there is a reference model, the last row is for it."""
+    """Group the documents by how many times the model was trained on them, and return one row per group. Unless there
+    is exactly one group, the first row is for all members. If there is a reference model, the last row is for it."""
     groups = {counted(int(count), "time"): group for count, group in record["by_count"].items()}
     if len(groups) != 1:
         groups = {"all members": record, **groups}

@@ -23,8 +23,8 @@ def page(
 
     Args:
         has_search: Whether a section contains a ``search_table``.
-        reload_seconds: Number of seconds after which the page reloads itself, until nothing has rewritten it for an
-                hour. None never reloads it.
+        reload_seconds: Number of seconds between two reloads. The page reloads itself until nothing has rewritten it
+                for an hour, or for ten times this number if that is longer. With None, it never reloads itself.
     """
     body = "\n".join(sections)
     needed = {"echarts.min.js": True, "charts.js": True, "table.js": has_search}
@@ -47,7 +47,8 @@ def facts(values: Mapping[str, str | int | float | None]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
-    """Return a table of texts. If the page is narrow, the reader can scroll the table sideways, also with the keyboard.
+    """Return a table of texts. If the page is narrow, the reader can scroll the table sideways, with the mouse or the
+    keyboard.
 
     With ``words``, all columns are left-aligned. Otherwise, all columns except the first are right-aligned.
     """
@@ -79,7 +80,7 @@ def text_block(heading: str, text: str) -> str:
 
 
 def code(text: str) -> str:
-    """Return a text, shown verbatim. The reader can scroll long lines sideways, also with the keyboard."""
+    """Return a text, shown verbatim. The reader can scroll long lines sideways, with the mouse or the keyboard."""
     return f'<pre tabindex="0">{escape(text)}</pre>'
 
 

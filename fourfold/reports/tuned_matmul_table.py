@@ -11,8 +11,8 @@ HEADER = ("layers", "tokens × out × in", "matmul", "layout", "GFLOP/s", "gain"
 def print_matmuls(record: Mapping[str, Any]) -> None:
     """Print one row per matmul: its rate with the default layout, and how much faster the chosen layout is.
 
-    A weight can be stored as it is or transposed. The column "other order" has the combined gain of the layer's three
-    matmuls for a weight in the order that was not chosen.
+    A weight can be stored as it is or transposed. The column "other order" is for the order that was not chosen: the
+    combined gain of the layer's three matmuls over the default layout.
     """
     print_table(f"Matmuls in {record['precision']}", HEADER, matmul_rows(record["layers"]), words=HEADER[:4])
     print(f"{record['machine']}\n{record['file']}")

@@ -101,8 +101,8 @@ class RandomSamples:
     def _documents(
         self, numbers: NDArray[np.int64], generators: list[np.random.Generator], length: int
     ) -> NDArray[np.int64]:
-        """Return the document index of each token, with about four documents per sequence. The window's first token
-        is in document 0."""
+        """Return the document index of each token, with about four documents per sequence. The first token after the
+        look-back tokens is in document 0."""
         is_start = np.stack([generator.random(length) < 4 / self.seq_length for generator in generators])
         ones = slice(self.look_back + self.seq_length // 2, self.look_back + self.seq_length * 5 // 8)
         is_start[numbers % 4 == 2, ones] = True

@@ -108,6 +108,7 @@ def _is_nccl(kernel: Mapping[str, Any]) -> bool:
 
 
 def _around(ranges: list[tuple[float, float, str]], moment: float) -> str | None:
-    """Return the name of the last range that began before ``moment``, or None if this range had already ended."""
+    """Return the name of the range that began most recently before ``moment``, or None if this range had already
+    ended."""
     place = bisect_right(ranges, moment, key=lambda each: each[0]) - 1
     return ranges[place][2] if place >= 0 and moment <= ranges[place][1] else None

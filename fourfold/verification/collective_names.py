@@ -33,7 +33,8 @@ class CollectiveNames:
         """Return the axis, operation, and purpose of the collective that is being issued.
 
         Args:
-            operation: torch's name of the operation. If ``PURPOSE`` names another operation, that name is returned.
+            operation: torch's name of the operation. If ``PURPOSE`` is set and names an operation, this function
+                returns that name instead of torch's name.
         """
         axis, purpose = self._axis_of(group), PURPOSE.get()
         if purpose is not None:

@@ -49,8 +49,8 @@ class Comparison:
     """Compares a job on the grid with reference models. The references run on rank 0 and take the same steps."""
 
     def __init__(self, job: Job, against: Against) -> None:
-        """Change the job's router biases so that experts get uneven loads, and create the references with the job's
-        weights.
+        """If routers have biases, change these so that experts get uneven loads. Then create the references with the
+        job's weights.
 
         Raises:
             UserError: ``against`` is "transformers", and the transformers library is missing or has no such model.

@@ -67,8 +67,8 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
         if target.micro_batches > filled + more and (target.micro_batches - filled) % more == 0:
             pipelines = [target._replace(micro_batches=m) for m in (filled, filled + more)]
     elif target.micro_batches > 4:
-        # Only from the third micro-batch on do the gradients sum several earlier micro-batches. So extrapolate from
-        # runs with three and with four micro-batches.
+        # The third micro-batch is the first one that adds to the gradients of several earlier micro-batches. So
+        # extrapolate from runs with three and with four micro-batches.
         pipelines = [target._replace(micro_batches=m) for m in (3, 4)]
     # Only a few layers differ from their neighbors: the first and last ones, and the layers whose weights are gathered
     # ahead. With a single micro-batch, trace one more layer, because only a model with several layers has more memory
@@ -100,8 +100,9 @@ def _type_period(run: RunConfig) -> int:
 def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]:
     """Return small 1F1B pipelines to trace instead of the rank's pipeline.
 
-    If more than three stages follow the rank, return two shorter pipelines, with two and with three stages after the
-    rank. Otherwise keep the number of stages, and reduce only the number of micro-batches.
+    If more than three stages follow the rank and the micro-batches fill the pipeline, return two shorter pipelines,
+    with two and with three stages after the rank. Otherwise keep the number of stages, and reduce only the number of
+    micro-batches if it is large.
 
     For two ranks in the middle of the pipeline, this function returns the same pipelines if the stages of both ranks
     begin at the same position in the pattern of layers. So the two ranks share one trace.

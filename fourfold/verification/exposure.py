@@ -49,8 +49,8 @@ class Flights:
         self._slowed = slowed
         self._matmuls = self._computed = self._now = 0
         self._free: Counter[str] = Counter()
-        """For each axis, the time when its last collective ends. A group with two levels, inside nodes and across
-        nodes, counts as one axis."""
+        """For each axis, the time when its most recent collective ends. A group with two levels, inside nodes and
+        across nodes, counts as one axis."""
         self._flying: dict[int | Line, list[IssuedCollective]] = {}
 
     def start(self) -> None:
@@ -82,7 +82,8 @@ class Flights:
         flying.append(IssuedCollective(line, size, self._matmuls, self._computed, duration, end))
 
     def move(self, storage: int, other: int) -> None:
-        """Record that a result has moved from the storage given to ``issue`` to another storage."""
+        """Record that a result has moved to the storage ``other``. Before, it was in ``storage``, the key that
+        ``issue`` got."""
         self._flying[other] = self._flying.pop(storage)
 
     def land(self, key: int | Line) -> None:

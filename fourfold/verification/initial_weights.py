@@ -21,7 +21,7 @@ def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> floa
 
     - The weights of the grid and of one process differ.
     - A tensor that should be constant has a wrong value.
-    - Two rows of weights are equal, in one tensor or in two.
+    - Two rows of weights, in one tensor or in two, begin with the same four values (to three decimals).
     - Another seed gives the same weights.
     """
     model = build_model(run)

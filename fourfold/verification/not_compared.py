@@ -40,7 +40,7 @@ def in_own_types(run: RunConfig) -> bool:
 
     - The run file's precision is fp32, so the comparison in float32 is enough.
     - The run computes in float8, which one process cannot emulate.
-    - The model has experts. Rounding changes which experts a router chooses.
+    - Each token goes to only some of the experts. Rounding changes which experts a router chooses.
     - LoRA is trained with Muon. While B is zero, the gradient of A is only rounding noise, and Muon turns this noise
       into full steps.
     """
@@ -58,8 +58,8 @@ def not_compared(run: RunConfig, verified: RunConfig, against: Against = "plain"
         against: The reference model.
 
     Returns:
-        A map from keys and sections to reasons. The map has each key whose value parity replaces. It also has each key
-        or section that differs from its default but has no effect in parity.
+        A map from keys and sections to reasons. The map always has the section data. It also has each key whose value
+        parity replaces, and each key or section that differs from its default but has no effect in parity.
     """
     found, replaced = dict(ALWAYS), dict(dotted_keys(verified.model_dump()))
     if not can_write(run):

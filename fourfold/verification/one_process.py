@@ -200,7 +200,8 @@ class Reference:
         return (log_probs_BS * batch.kept_BS).sum(1)
 
     def _take_preferences(self) -> dict[str, Tensor]:
-        """Return the mean metrics of all preference pairs since the last call. The keys are the names in metrics.jsonl.
+        """Return the mean metrics of all preference pairs since the previous call. The keys are the names in
+        metrics.jsonl.
 
         The additional key ``dpo_ties`` is the share of pairs with a margin near zero. Rounding may change the sign of
         such a margin.
@@ -222,7 +223,7 @@ class PlainLogits:
         with torch.device("meta"):
             self.model = build_model(run)
         self.routings: dict[int, Routing] = {}
-        """The last output of each router, by layer."""
+        """The most recent output of each router, by layer."""
         for layer, block in self.model.layers.items():
             if isinstance(block.mlp, Mixture):
                 block.mlp.gate.register_forward_hook(partial(self._note, int(layer)))
@@ -248,7 +249,7 @@ class PlainLogits:
 class RouterLosses:
     """Computes the auxiliary losses of routers, and updates their biases.
 
-    Padding is not counted. The losses use the experts' load in the previous step.
+    Padding is not counted. The load-balancing loss uses the experts' load in the previous step.
     """
 
     def __init__(self, run: RunConfig, device: torch.device) -> None:
@@ -257,7 +258,8 @@ class RouterLosses:
         self.rows: dict[int, Tensor] = {}
 
     def of(self, logits: Logits, batch: Sequences, sequences: slice) -> Tensor:
-        """Return the router losses of the decoder's last forward pass. Also count how many tokens each expert got.
+        """Return the router losses of the decoder's most recent forward pass. Also count how many tokens each expert
+        got.
 
         The losses are divided by the number of tokens in the whole step, without padding.
 
@@ -285,7 +287,7 @@ class RouterLosses:
 
     @torch.no_grad()
     def end_step(self, parameters: Parameters) -> None:
-        """Save this step's load for the losses of the next step, and update the biases."""
+        """Save this step's load for the load-balancing loss of the next step, and update the biases."""
         for layer, rows in self.rows.items():
             self.load[layer] = rows.double() / rows.sum()
             bias = parameters.get(f"layers.{layer}.mlp.gate.e_score_correction_bias")

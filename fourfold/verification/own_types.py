@@ -228,8 +228,9 @@ def _stays_finite(run: RunConfig, weights: Parameters, device: torch.device, ste
 
 
 def _is_published_again(job: Job) -> bool:
-    """Multiply all weights by 1.5, publish them, and return ``_is_published``. A training step alone may change the
-    weights of norms too little to change their working copies. The check would then miss stale copies."""
+    """Multiply all weights by 1.5, let the job update its working copies, and return ``_is_published``. A training step
+    alone may change the weights of norms too little to change their working copies. The check would then miss stale
+    copies."""
     with job.replacing_weights():
         for shard in job.shards:
             shard.local.mul_(1.5)

@@ -1,5 +1,5 @@
-"""Create the batches of the reference. A batch holds all samples of a step, and the reference computes its labels and
-positions itself."""
+"""Create the batches of the reference. A batch holds all samples of a step. Its labels and positions come from code
+that is independent of the loader."""
 
 from __future__ import annotations
 

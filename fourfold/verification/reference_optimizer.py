@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from fourfold.config.run import RunConfig
 
 NOT_OF_MUON = re.compile(r"mlp\.(gate|shared_expert_gate)\.weight$|_bias$|_conv$")
-"""Matrices in layers that AdamW updates even with Muon: the weights of routers and convolutions, the gates of shared
-experts, and the stacked biases of experts."""
+"""Matches the names of some matrices of the layers. AdamW updates these matrices even if the optimizer is Muon: the
+weights of routers and convolutions, the gates of shared experts, and the stacked biases of experts."""
 
 
 class ReferenceOptimizer:

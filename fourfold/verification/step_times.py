@@ -34,7 +34,7 @@ class StepTimes:
     compute: float
     exposed: float
     idle: float
-    """Time without computation or communication: reading data, Python, or waiting for another device."""
+    """Time without computation and without exposed collectives: reading data, Python, or waiting for another device."""
     axes: dict[str, AxisTimes]
 
     @classmethod

@@ -139,7 +139,7 @@ def trace(
     Args:
         run: The run to trace.
         whole: Whether to run every layer and micro-batch instead of extrapolating from a few.
-        machine: A machine on which to report seconds too.
+        machine: If given, the report also has the seconds that collectives take on this machine.
         expert_load: Relative number of tokens that each expert gets. By default, all experts get the same number.
 
     Raises:
@@ -162,8 +162,8 @@ def _trace_rank(
     """Trace one pipeline rank.
 
     Args:
-        traced: The results so far, by size. Ranks in the middle of a pipeline have the same size, so they share a
-            result. New results are added.
+        traced: The results so far, by size. Ranks in the middle of a pipeline usually have the same size, and then they
+            share a result. New results are added.
     """
     target = point_of(run, pp_rank)
     points = [target] if whole else small_points(run, pp_rank, timed=machine is not None)

@@ -55,7 +55,8 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
         return by_kind[SLIDING if run.model.sliding_window and not adds_windows else FULL]
 
     def logits(parameters: Parameters, batch: Sequences) -> Tensor:
-        # Padding needs no mask, because it comes last and no earlier token attends to it.
+        # Padding needs no mask of its own. Either it comes last, so that no earlier token attends to it, or it is a
+        # separate document in ``documents_BS``.
         joined = (t.joined([p.of(merged(parameters, p.name)) for p in t.pieces]) for t in tensors)
         theirs = in_modules(model, rows, {t.name: whole for t, whole in zip(tensors, joined, strict=True)})
         dtype = next(iter(theirs.values())).dtype

@@ -1,5 +1,5 @@
-"""In each layer, give one expert no token, to test uneven loads. If each token goes to several experts, also give
-another expert every token."""
+"""Set the biases of a model's routers, to test uneven loads of experts. In each layer, one expert gets no token. If
+each token goes to several experts, another expert gets every token."""
 
 import torch
 
@@ -11,7 +11,7 @@ OUTWEIGHS_SCORES = 4.0
 
 
 def skew_router_biases(job: Job) -> None:
-    """Set the biases of the job's routers. Every process must call this.
+    """Set the biases of the job's routers. If the routers have no biases, change nothing. Every process must call this.
 
     With these biases, every router has one expert that it never chooses. If each token goes to several experts, every
     router also has one expert that it always chooses. These experts differ between neighboring layers. With LoRA, the

@@ -39,7 +39,7 @@ class TimedCollective:
 class WatchedCollectives:
     """Watches every collective, including FSDP2's, while the context is open, and names it in the profiler's trace.
 
-    On a GPU, this class does not record when a collective ends. The profiler's trace shows it.
+    On a GPU, this class does not record when a collective ends. The profiler's trace shows the ends.
     """
 
     def __init__(self, grid: Grid, on_gpu: bool) -> None:

@@ -132,7 +132,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise UserError(f"{where}: {family.keys[ours]} is missing")
     _check_head_dim(keys, family, given.get("head_dim"), where)
     _check_zeros(given, keys, family, where)
-    # In these families, attention_bias also controls the bias of the output projection.
+    # In families without a separate key for the bias of the output projection, attention_bias also controls this bias.
     if "attention_bias" in family.keys and "attention_output_bias" not in {**family.keys, **family.fixed}:
         keys["attention_output_bias"] = keys.get("attention_bias", False)
     keys |= expert_keys(given, family, where)

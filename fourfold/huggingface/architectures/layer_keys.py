@@ -22,7 +22,7 @@ def rotating_layers(given: Mapping[str, Any], family: Family, where: str) -> dic
         where: The beginning of error messages, which names the file.
 
     Raises:
-        UserError: The key that says which layers rotate has another form.
+        UserError: The key that says which layers rotate has an invalid value.
     """
     if family.rotating_layers == "with_theta" and given["layer_rope_theta"] is not None:
         return _thetas_of_layers(given, family, where)
