@@ -63,7 +63,7 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
         except WorkerFailed as failure:
             if not _may_restart(run, starts):
                 raise
-            print(f"fourfold: {failure}\nfourfold: restarting; {where_it_continues(run)}", file=sys.stderr)
+            print(f"fourfold: {failure}\nfourfold: restarting. {where_it_continues(run)}", file=sys.stderr)
         else:
             break
     return outcome

@@ -201,5 +201,5 @@ def test_a_kill_before_a_file_operation_changes_no_bit(
         folder = tmp_path / str(number)
         errors = run(folder, number)
         assert f"worker {rank} of 2 was ended by SIGKILL" in errors, operations[number - 1]
-        assert "restarting; The newest checkpoint is " in errors
+        assert "restarting. The newest checkpoint is " in errors
         assert_the_same(folder, whole("x 2", 8), 8, cli)
