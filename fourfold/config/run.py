@@ -132,7 +132,7 @@ class TrainingConfig(Strict):
     """Memory layouts of the blocks' matmuls. `cached` uses the fastest layouts that `fourfold machine tune-matmul`
     found on this machine. When the run starts, `measured` also measures matmul sizes that have no result yet."""
     compile: bool = False
-    """Compile each block with torch.compile."""
+    """Compile each block with torch.compile. Not for MoE models, linear attention, or multi-token prediction."""
     mtp_loss_weight: float = Field(0.1, gt=0)
     """Weight of the loss for multi-token prediction. This loss is the mean loss of the extra layers that
     model.num_nextn_predict_layers adds."""
@@ -181,7 +181,7 @@ class CheckpointConfig(Strict):
     keep_latest_k: int = Field(2, ge=0)
     """Number of recent checkpoints to keep. Older checkpoints are removed. 0 keeps all."""
     keep_every: int = Field(0, ge=0)
-    """Never remove a checkpoint if its step is a multiple of this number. 0 disables this."""
+    """Never remove a checkpoint if its step is a multiple of this number. 0 disables this rule."""
     async_mode: Literal["disabled", "async"] = "disabled"
     """`async` continues training while a checkpoint is written. `disabled` waits."""
     on_failed_save: Literal["warn", "stop"] = "warn"
