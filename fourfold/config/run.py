@@ -100,14 +100,14 @@ class OverlapConfig(Strict):
     batch_parts: int = Field(1, ge=1)
     """Number of parts of a micro-batch (default 1). While the collectives of one part run over x and y, another part
     computes. More parts hide more communication, but each matmul gets smaller. The number must divide
-    micro_batch_size or the number of tokens of a sequence on one rank."""
+    micro_batch_size or the number of tokens of a sequence on one rank. Works with the same models as float8."""
     weight_prefetch: int = Field(1, ge=0)
     """Number of layers whose weights are gathered ahead of time (default 1). Higher values hide more communication and
     use more memory. 0 gathers nothing ahead."""
     shards_per_node: int = Field(1, ge=1)
     """Number of ranks of a shard group on each node: the GPUs per node / (x·y). A shard group is the ranks of z, or
-    with parallel.zero the ranks of dp·cp·z. Above 1, the group's collectives run in two levels, inside nodes and
-    across nodes. 1 (default) runs one ring over all ranks."""
+    with parallel.zero above 0 the ranks of dp·cp·z. Above 1, the group's collectives run in two levels, inside nodes
+    and across nodes. 1 (default) runs one ring over all ranks."""
 
 
 class TrainingConfig(Strict):
@@ -127,7 +127,8 @@ class TrainingConfig(Strict):
     """Dtype in which gradients are summed over micro-batches and over ranks: fp32, or the dtype of `precision`. A
     16-bit dtype halves the memory and the traffic of gradients, but loses accuracy with every micro-batch."""
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
-    """Run the blocks' matmuls in float8 with this torchao recipe. Needs precision = 'bf16' and a GPU with float8."""
+    """Run the blocks' matmuls in float8 with this torchao recipe. Needs precision = 'bf16' and a GPU with float8.
+    Not for MoE models, multi-token prediction, or latent, linear, or gated attention."""
     tuned_products: Literal["off", "cached", "measured"] = "off"
     """Memory layouts of the blocks' matmuls. `cached` uses the fastest layouts that `fourfold machine tune-matmul`
     found on this machine. When the run starts, `measured` also measures matmul sizes that have no result yet."""
