@@ -99,8 +99,8 @@ class OverlapConfig(Strict):
     """Sum the gate's output over y while the up projection is computed."""
     batch_parts: int = Field(1, ge=1)
     """Number of parts of a micro-batch (default 1). While the collectives of one part run over x and y, another part
-    computes. More parts hide more communication, but each matmul gets smaller. The number must divide
-    micro_batch_size or the number of tokens of a sequence on one rank. Works with the same models as float8."""
+    computes. More parts hide more communication, but each matmul gets smaller. The number must divide micro_batch_size
+    or the number of tokens of a sequence on one rank. Works with the same models as training.float8."""
     weight_prefetch: int = Field(1, ge=0)
     """Number of layers whose weights are gathered ahead of time (default 1). Higher values hide more communication and
     use more memory. 0 gathers nothing ahead."""
