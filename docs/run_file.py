@@ -126,7 +126,7 @@ def _count(number: int) -> str:
 
 def _elsewhere() -> str:
     rows = [
-        "fourfold does not accept these names, but its error message says which key to use instead.\n",
+        "fourfold does not accept the names in the second column. Its error message says which key to use instead.\n",
         "| key in fourfold | names in other programs |",
         "|---|---|",
     ]

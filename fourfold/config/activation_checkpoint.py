@@ -17,7 +17,7 @@ class ActivationCheckpointConfig(Strict):
     layers. `mlp`: the MLP's activation function. `norms`: all norms. `gathers`: the inputs of linear layers, which x
     or y shard and the backward pass gathers again. Only `attention` adds much computation."""
     every: int = Field(1, ge=1)
-    """Recompute only every n-th block. All other blocks save all of their activations."""
+    """With n, recompute only every n-th block. All other blocks save all of their activations."""
     offload: bool = False
     """With mode = 'full', store the inputs of recomputed blocks in CPU memory until the backward pass needs them."""
 

@@ -40,7 +40,8 @@ class DataConfig(Strict):
     cache_dir: PathText = "data"
     """Folder for the tokenized corpus of source = 'python-stdlib'."""
     mask_documents: bool = False
-    """Do not let attention cross document boundaries inside a sequence, and restart positions at each document."""
+    """Do not let attention cross document boundaries inside a sequence, and restart positions at each document. Always
+    on with format = 'sft'."""
 
     text_key: str = "text"
     """hf: name of the column that holds the text."""

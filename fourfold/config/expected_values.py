@@ -130,7 +130,7 @@ _TOML.maxstring = _TOML.maxother = 60
 def _respelled(given: Any, section: type[BaseModel] | None) -> Iterator[Any]:
     """Yield values that the user may have meant.
 
-    - For text: the value without its quotes.
+    - For text such as "3": the value that the text is in TOML, such as 3.
     - For text instead of a section: a section that has the text as the value of its only required key.
     - For a whole float: an integer.
     - For a single value: a list with this value.

@@ -17,7 +17,8 @@ class FaultToleranceConfig(Strict):
     startup_timeout: float = Field(1800, gt=0)
     """Replaces `timeout` until the first step is done, because the first step may include compilation."""
     grace_period: float = Field(0, ge=0)
-    """Number of seconds that the job has to save a checkpoint after a stop signal. 0 sets no limit."""
+    """If the job has not saved a checkpoint this many seconds after a stop signal, it ends without one. 0 sets no
+    limit."""
     max_restarts: int = Field(2, ge=0)
     """Largest number of restarts from the newest checkpoint if the same step keeps failing. Restarts by torchrun or
     SLURM count too."""

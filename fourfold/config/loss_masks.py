@@ -10,7 +10,7 @@ Strategy = Literal["none", "hash", "hash-table", "static", "random"]
 
 
 class GoldfishConfig(Strict):
-    """The goldfish loss masks about one token in k. The loss does not include masked tokens, which keeps the model from
+    """The goldfish loss masks about one token in k. The loss does not include masked tokens. This keeps the model from
     memorizing long passages word for word.
 
     Validation does not use this mask. [memorization.md](memorization.md) explains how to choose k and h.
@@ -18,13 +18,14 @@ class GoldfishConfig(Strict):
 
     strategy: Strategy = "none"
     """How to choose the masked tokens. `none` masks no token. `hash` looks at the h preceding tokens, so every copy
-    of a passage has the same mask. `hash-table` reproduces the published code bit for bit. `static` masks every k-th
-    token of a sequence. `random` does not prevent memorization, because every copy has a different mask. Use it only
-    for comparisons."""
+    of a passage has the same mask after its first h tokens. `hash-table` reproduces the published code bit for bit.
+    `static` masks every k-th token of a sequence. `random` does not prevent memorization, because every copy has a
+    different mask. Use `random` only for comparisons."""
     k: int = Field(4, ge=2)
     """On average, one token in k is masked. A smaller k protects better, but trains on fewer tokens."""
     h: int = Field(13, ge=1, le=2**20)
-    """Number of preceding tokens that determine whether a token is masked (hash, hash-table)."""
+    """Number of tokens that determine whether a token is masked (hash, hash-table). They are the h tokens before the
+    token, unless include_target says otherwise."""
     start_step: int = Field(0, ge=0)
     """First optimizer step that uses the goldfish mask."""
     include_target: bool = True

@@ -19,9 +19,10 @@ class ModelKeys(Strict):
     """The keys of [model]. ``ModelConfig`` checks them and derives missing sizes."""
 
     preset: str | None = Field(None, examples=["gpt2"])
-    """Start from a preset's sizes. Any other key overrides the preset."""
+    """Start from a preset's sizes. Any other key of [model] overrides the preset."""
     from_hf: PathText | None = None
-    """Start from a Hugging Face model's sizes and weights (folder or Hub id). Other keys override its config.json."""
+    """Start from a Hugging Face model's sizes and weights (folder or Hub id). Other keys of [model] override its
+    config.json."""
     vocab_size: Size = Field(examples=[50257])
     """Number of tokens in the tokenizer's vocabulary."""
     hidden_size: Size = Field(examples=[768])
@@ -72,20 +73,22 @@ class ModelKeys(Strict):
     sliding_window: int = Field(0, ge=0)
     """Number of tokens that a query in a sliding_attention layer attends to, including itself. 0 turns windows off."""
     layer_types: list[LayerType] = Field([])
-    """Attention type of each layer. A short list repeats. `sliding_attention` layers use sliding_window.
-    `linear_attention` layers are Gated DeltaNets (Qwen3-Next). If the list is empty (default), all layers are
-    `sliding_attention` layers if sliding_window is above 0, and `full_attention` layers otherwise."""
+    """Attention type of each layer. If the list has fewer entries than the model has layers, it repeats.
+    `sliding_attention` layers use sliding_window. `linear_attention` layers are Gated DeltaNets (Qwen3-Next). If the
+    list is empty (default), all layers are `sliding_attention` layers if sliding_window is above 0, and
+    `full_attention` layers otherwise."""
     no_rope_layers: list[Literal[0, 1]] = Field([])
-    """For each layer, 1 for rotary embeddings or 0 for no position embeddings (SmolLM3). A short list repeats. If the
-    list is empty (default), all layers have rotary embeddings."""
+    """For each layer, 1 for rotary embeddings or 0 for no position embeddings (SmolLM3). The list repeats as in
+    layer_types. If the list is empty (default), all layers have rotary embeddings."""
     rope_local_base_freq: float = Field(0.0, ge=0)
     """Rotary base of sliding_attention layers. If it is set, these layers ignore rope_scaling (Gemma 3). 0 (default)
     uses rope_theta in all layers."""
     query_pre_attn_scalar: Size = UNSET
     """Attention scores are divided by this number's square root. Default: head_dim."""
     attention_multiplier: float = Field(UNSET, ge=0)
-    """Factor on attention scores, instead of query_pre_attn_scalar (Granite). Default: 1 / √query_pre_attn_scalar. With
-    latent attention, this default is multiplied by the factor in the description of rope_scaling.mscale_all_dim."""
+    """Factor on attention scores (Granite). If it is set, query_pre_attn_scalar is ignored. 0 (default) uses
+    1 / √query_pre_attn_scalar. With latent attention, this default factor is multiplied by the factor in the
+    description of rope_scaling.mscale_all_dim."""
     attn_logit_softcapping: float = Field(0.0, ge=0)
     """If this value c is above 0, attention scores s become c·tanh(s / c) (Gemma 2). This turns fused attention kernels
     off."""
@@ -132,9 +135,9 @@ class ModelKeys(Strict):
     linear_conv_kernel_dim: int = Field(4, gt=0, le=64)
     """Number of tokens that the convolution in a linear_attention layer reads, including the current token."""
     num_nextn_predict_layers: int = Field(0, ge=0, le=16)
-    """Number of extra layers for multi-token prediction (DeepSeek-V3). Each predicts one token further ahead.
-    Training adds their mean loss, times training.mtp_loss_weight, to the loss. Validation and text generation do not
-    run them."""
+    """Number of extra layers for multi-token prediction (DeepSeek-V3). Each extra layer predicts one token further
+    ahead than the layer before it. Training adds the mean loss of these layers, times training.mtp_loss_weight, to the
+    loss. Validation and text generation do not run these layers."""
     tie_word_embeddings: bool = False
     """The LM head shares the embedding's weights."""
     scale_embeddings: bool = False

@@ -63,7 +63,7 @@ class OptimizerConfig(Strict):
     momentum: float = Field(0.95, ge=0, lt=1)
     """Decay rate of Muon's running mean of the gradient."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decoupled weight decay: each step shrinks matrices by lr × weight_decay."""
+    """Decoupled weight decay: each step multiplies matrices by 1 − lr × weight_decay."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Clip gradients to this global norm."""
     stochastic_rounding: bool = False

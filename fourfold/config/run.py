@@ -99,15 +99,15 @@ class OverlapConfig(Strict):
     """Sum the gate's output over y while the up projection is computed."""
     batch_parts: int = Field(1, ge=1)
     """Number of parts of a micro-batch (default 1). While the collectives of one part run over x and y, another part
-    computes. More parts hide more communication, but each matmul gets smaller. The number must divide
-    micro_batch_size or the number of tokens of a sequence on one rank."""
+    computes. More parts hide more communication, but each matmul gets smaller. The number must divide micro_batch_size
+    or the number of tokens of a sequence on one rank. Works with the same models as training.float8."""
     weight_prefetch: int = Field(1, ge=0)
     """Number of layers whose weights are gathered ahead of time (default 1). Higher values hide more communication and
     use more memory. 0 gathers nothing ahead."""
     shards_per_node: int = Field(1, ge=1)
     """Number of ranks of a shard group on each node: the GPUs per node / (x·y). A shard group is the ranks of z, or
-    with parallel.zero the ranks of dp·cp·z. Above 1, the group's collectives run in two levels, inside nodes and
-    across nodes. 1 (default) runs one ring over all ranks."""
+    with parallel.zero above 0 the ranks of dp·cp·z. Above 1, the group's collectives run in two levels, inside nodes
+    and across nodes. 1 (default) runs one ring over all ranks."""
 
 
 class TrainingConfig(Strict):
@@ -127,12 +127,13 @@ class TrainingConfig(Strict):
     """Dtype in which gradients are summed over micro-batches and over ranks: fp32, or the dtype of `precision`. A
     16-bit dtype halves the memory and the traffic of gradients, but loses accuracy with every micro-batch."""
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
-    """Run the blocks' matmuls in float8 with this torchao recipe. Needs precision = 'bf16' and a GPU with float8."""
+    """Run the blocks' matmuls in float8 with this torchao recipe. Needs precision = 'bf16' and a GPU with float8.
+    Not for MoE models, multi-token prediction, or latent, linear, or gated attention."""
     tuned_products: Literal["off", "cached", "measured"] = "off"
     """Memory layouts of the blocks' matmuls. `cached` uses the fastest layouts that `fourfold machine tune-matmul`
     found on this machine. When the run starts, `measured` also measures matmul sizes that have no result yet."""
     compile: bool = False
-    """Compile each block with torch.compile."""
+    """Compile each block with torch.compile. Not for MoE models, linear attention, or multi-token prediction."""
     mtp_loss_weight: float = Field(0.1, gt=0)
     """Weight of the loss for multi-token prediction. This loss is the mean loss of the extra layers that
     model.num_nextn_predict_layers adds."""
@@ -181,7 +182,7 @@ class CheckpointConfig(Strict):
     keep_latest_k: int = Field(2, ge=0)
     """Number of recent checkpoints to keep. Older checkpoints are removed. 0 keeps all."""
     keep_every: int = Field(0, ge=0)
-    """Never remove a checkpoint if its step is a multiple of this number. 0 disables this."""
+    """Never remove a checkpoint if its step is a multiple of this number. 0 disables this rule."""
     async_mode: Literal["disabled", "async"] = "disabled"
     """`async` continues training while a checkpoint is written. `disabled` waits."""
     on_failed_save: Literal["warn", "stop"] = "warn"
