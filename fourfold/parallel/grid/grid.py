@@ -78,7 +78,8 @@ class TwoLevels:
 class Grid:
     """Arranges the processes of a job along the six axes (pp, dp, cp, z, y, x), and creates their process groups.
 
-    The attributes x, y, z, cp, and pp are single axes. These attributes are axes too:
+    The attributes x, y, z, cp, and pp are single axes. dp has no attribute: call ``axis("dp")``. These attributes are
+    axes too:
 
     - ``batch``: the processes that split the batch (dp and z, with z as the inner axis).
     - ``replicas``: the processes that may hold the same weights (dp and cp).
