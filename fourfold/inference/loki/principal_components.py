@@ -26,7 +26,8 @@ HELD_OUT = 0.1
 ROWS_COMPARED = 512
 
 LEAST_EIGENVALUE = 1e-4
-"""Before a matrix is inverted, eigenvalues below this fraction of the largest eigenvalue are raised to it."""
+"""Lower bound on a matrix's eigenvalues, as a fraction of the largest eigenvalue. Before the matrix is inverted,
+smaller eigenvalues are raised to this bound."""
 
 
 @dataclass
