@@ -9,7 +9,8 @@ from fourfold.data.atomic_files import swap_in
 
 
 def tidy(folder: Path) -> None:
-    """Remove incomplete checkpoints. If a killed job was replacing a checkpoint, restore the old checkpoint.
+    """Remove incomplete checkpoints. If a killed job had moved a checkpoint aside, and had not yet put the
+    new checkpoint in its place, restore the old checkpoint.
 
     Call this only while no other job uses the run's folder.
     """

@@ -52,7 +52,7 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
             generation_config=settings,
         )
         if getattr(model.config, "attn_logit_softcapping", None):
-            model.set_attn_implementation("eager")  # sdpa ignores the soft-cap before transformers 5.21.
+            model.set_attn_implementation("eager")  # Before transformers 5.21, sdpa ignores the soft-cap.
         model = model.to(device).eval()
     except (*FOREIGN_ERRORS, SafetensorError) as error:
         raise UserError(f"cannot load the model {name}: {needs_its_code(error) or first_line(error)}") from error

@@ -159,8 +159,8 @@ def _multiply(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
 def _outer(grad_NO: Tensor, rows_NI: Tensor, groups: Groups, weights_EOI: Tensor | None = None) -> Tensor:
     """Return the weight gradient gradᵀ x of each group, [E, O, I]. The gradient of an empty group is zero.
 
-    If ``weights_EOI`` is given, the result has the same strides, so autograd need not copy the result. But torch's
-    kernel always returns a contiguous tensor.
+    If torch's kernel runs, the result is contiguous. Otherwise, the result has the strides of ``weights_EOI``, if it is
+    given, so autograd need not copy the result.
     """
     if has_kernel(grad_NO, rows_NI, grad_NO.shape[1], rows_NI.shape[1]):
         out_EOI = F.grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), offs=groups.ends_E)

@@ -163,8 +163,8 @@ def _trace_rank(
     """Trace one pipeline rank.
 
     Args:
-        traced: The results so far, by size. Ranks in the middle of a pipeline usually have the same size, and then they
-            share a result. New results are added.
+        traced: The results so far, by the size of a rank's part of the run. Ranks in the middle of a pipeline usually
+            have parts of the same size, and then they share a result. New results are added.
     """
     target = point_of(run, pp_rank)
     points = [target] if whole else small_points(run, pp_rank, timed=machine is not None)

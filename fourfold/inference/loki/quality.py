@@ -145,7 +145,7 @@ def compare_tasks(
 
 @contextmanager
 def _probed(model: PreTrainedModel, basis: LokiBasis, config: LokiConfig, *, is_exact: bool) -> Iterator[list[Probe]]:
-    """Enable Loki, or the oracle, for the block, and yield each layer's probe."""
+    """Enable Loki, or the oracle, inside the ``with`` statement, and yield each layer's probe."""
     enable_loki(model, basis, config)
     probes: list[Probe] = []
     for attention in attentions_of(model):

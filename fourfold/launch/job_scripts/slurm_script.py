@@ -47,7 +47,7 @@ def render_slurm_script(run_file: str, run: RunConfig, site: Site, job: SlurmJob
         job: Options of the job.
 
     Raises:
-        UserError: The nodes do not have as many GPUs as the grid needs, or an option is not valid in SLURM.
+        UserError: The grid needs more or fewer GPUs than the nodes have, or an option is not valid in SLURM.
     """
     tasks = tasks_per_node(run, site, job.nodes)
     placement = {"nodes": str(job.nodes), "ntasks-per-node": str(tasks)}

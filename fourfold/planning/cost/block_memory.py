@@ -240,7 +240,7 @@ class BlockBytes(ArrayFields):
 
 
 def block_bytes(work: Workload) -> BlockBytes:
-    """Return the bytes for each case of ``work``."""
+    """Return the bytes of a block, for each case (such as a layout) of ``work``."""
     if not has_dense_first(work):
         return _bytes_of_equal_blocks(work)
     dense, others = kinds_of_blocks(work)

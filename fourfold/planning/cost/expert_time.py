@@ -1,5 +1,5 @@
-"""Compute how long router, dispatch, and experts take for one micro-batch, as a mean over all blocks. The tensor axes x
-and y split each expert, and ep splits the experts."""
+"""Compute how long router, dispatch, and experts take for one micro-batch, as a mean over all blocks. The tensor axes y
+and usually x (``experts_over_x``) split each expert, and ep splits the experts."""
 
 from dataclasses import dataclass
 

@@ -12,7 +12,7 @@ from fourfold.planning.workload import Workload
 
 
 def has_linear(work: Workload) -> bool:
-    """Return whether at least one case has blocks with linear attention."""
+    """Return whether at least one case of ``work``, such as one layout, has blocks with linear attention."""
     return bool(np.any(work.model.linear))
 
 

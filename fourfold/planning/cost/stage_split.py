@@ -143,8 +143,8 @@ def blocks_of_ranks(
         counts: Number of blocks in each stage (default: divide the blocks evenly).
     """
     stages = pp * stages_per_rank
-    # This layout is illegal, so any counts will do.
     if stages > layers:
+        # This layout is illegal, so any counts will do.
         return (Blocks(-(-layers // pp), 0),) * pp
     kinds = [int((i + 1) * (1 - linear) + 1e-6) == int(i * (1 - linear) + 1e-6) for i in range(layers)]
     of_ranks, begin = [Blocks(0, 0)] * pp, 0
