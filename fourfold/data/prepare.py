@@ -96,8 +96,8 @@ def prepare(
     An end-of-document token follows each document.
 
     If a preparation was interrupted, the next call continues from the folder OUT.parts. If OUT already has a corpus
-    that was made in the same way from the same files, the function keeps it. With `force`, the function does neither
-    and starts from the beginning. The function replaces any other corpus at OUT. It writes OUT.json last, so a corpus
+    that was made in the same way from the same files, the function keeps it. With `force`, the function starts from
+    the beginning in both cases. The function replaces any other corpus at OUT. It writes OUT.json last, so a corpus
     with this file is complete.
 
     Args:
@@ -250,8 +250,8 @@ def unfinished(prefix: Path) -> Iterator[Path]:
 
 
 def _remove_all_but(parts: Path, stems: set[str]) -> None:
-    """Remove all files in `parts` except the lock and files with these stems. Files with other stems are half-written
-    or finished with, or they come from an earlier attempt with other input or another tokenizer."""
+    """Remove all files in `parts` except the lock and files with these stems. Files with other stems are half-written,
+    are no longer needed, or come from an earlier attempt with other input or another tokenizer."""
     for path in parts.iterdir():
         if path.name != "lock" and path.name.split(".")[0] not in stems:
             path.unlink()

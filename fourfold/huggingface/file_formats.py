@@ -40,7 +40,8 @@ class Format:
     """Name prefixes of modules that predict tokens after the next token. fourfold does not import these modules."""
 
     def names_beyond(self, last: int, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the name prefixes of tensors that are not imported. ``last`` is the number of imported layers."""
+        """Return the name prefixes of tensors that are not imported, such as the tensors of extra layers. The first
+        extra layer has the index ``last``, the number of imported layers."""
         count = config.get(self.layers_beyond) if self.layers_beyond is not None else 0
         layers = range(last, last + count) if isinstance(count, int) else ()
         return self.ignored + tuple(f"model.layers.{n}." for n in layers)

@@ -54,7 +54,8 @@ class GridModel:
         """Allocate memory for the stages. The caller must then fill the weights."""
         self.grid, self.device, self.stages = grid, device, stages
         """This process's pipeline stages, by index. Without a pipeline, stage 0 is the whole model."""
-        # FSDP2 keeps the buffer of its most recent sum of gradients. Without this call, each stage would keep a buffer.
+        # FSDP2 keeps the buffer of its most recent sum of gradients. Let all stages share FSDP2's buffers and streams,
+        # because otherwise each stage would keep a buffer.
         share_comm_ctx([stage.model for stage in stages.values() if isinstance(stage.model, FSDPModule)])
         for stage in stages.values():
             stage.materialize(device)

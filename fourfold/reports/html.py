@@ -24,7 +24,7 @@ def page(
     Args:
         has_search: Whether a section contains a ``search_table``.
         reload_seconds: Number of seconds between two reloads. The page reloads itself until nothing has rewritten it
-                for an hour, or for ten times this number if that is longer. With None, it never reloads itself.
+                for an hour, or for ten times ``reload_seconds`` if this is longer. With None, the page does not reload.
     """
     body = "\n".join(sections)
     needed = {"echarts.min.js": True, "charts.js": True, "table.js": has_search}

@@ -41,7 +41,7 @@ class LiveReport:
             self._next = ended + self._wait
 
     def close(self) -> None:
-        """If the page in the folder reloads itself, replace it by the final report, which does not."""
+        """If the page in the folder reloads itself, replace it by the final report, which does not reload itself."""
         if self._is_live:
             self._write(None)
 

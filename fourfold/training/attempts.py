@@ -54,7 +54,7 @@ def resumed_at(run_dir: Path) -> list[int]:
     steps: list[int] = []
     for line in _read(run_dir):
         first = line.get("first_step")
-        # This attempt repeats all steps after ``first``, so drop the earlier resume points among them.
+        # This attempt repeats all steps after ``first``, so drop resume points of earlier attempts there.
         if isinstance(first, int):
             steps = [step for step in steps if step < first] + [first] * (first > 0)
     return steps

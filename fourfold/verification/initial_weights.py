@@ -21,7 +21,8 @@ def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> floa
 
     - The weights of the grid and of one process differ.
     - A tensor that should be constant has a wrong value.
-    - Two rows of weights, in one tensor or in two, begin with the same four values (to three decimals).
+    - Two rows of weights, in one tensor or in two, begin with the same four values. The values are divided by their
+      expected standard deviation and rounded to three decimals before they are compared.
     - Another seed gives the same weights.
     """
     model = build_model(run)

@@ -71,8 +71,8 @@ class ReferenceOptimizer:
         return between / self.run.optimizer.eps
 
     def _muon(self, mean: Tensor, gradient: Tensor) -> Tensor:
-        """Update the running mean in place, and return Muon's direction with Nesterov momentum. If the parameter is a
-        stack of matrices, each matrix gets its own direction."""
+        """Update the running mean in place, and return Muon's direction with Nesterov momentum, scaled as in arXiv
+        2502.16982. If the parameter is a stack of matrices, each matrix gets its own direction."""
         momentum = self.run.optimizer.momentum
         mean.copy_(momentum * mean + (1 - momentum) * gradient)
         ahead = momentum * mean + (1 - momentum) * gradient

@@ -139,7 +139,8 @@ def trace(
     Args:
         run: The run to trace.
         whole: Whether to run every layer and micro-batch instead of extrapolating from a few.
-        machine: If given, the report also has the seconds that collectives take on this machine.
+        machine: If given, the report also has the seconds that collectives take on this machine, and the seconds that
+            they add to the step.
         expert_load: Relative number of tokens that each expert gets. By default, all experts get the same number.
 
     Raises:

@@ -26,7 +26,8 @@ HELD_OUT = 0.1
 ROWS_COMPARED = 512
 
 LEAST_EIGENVALUE = 1e-4
-"""Before a matrix is inverted, eigenvalues below this fraction of the largest eigenvalue are raised to it."""
+"""Lower bound on a matrix's eigenvalues, as a fraction of the largest eigenvalue. Before the matrix is inverted,
+smaller eigenvalues are raised to this bound."""
 
 
 @dataclass
@@ -139,8 +140,8 @@ def calibrate(model: PreTrainedModel, windows: Sequence[Sequence[int]]) -> LokiB
 
 
 def _square_root(square_KDD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return R with R·Rᵀ equal to the matrix, and the inverse of Rᵀ. A small positive number
-    replaces eigenvalues that are nearly zero."""
+    """Return R with R·Rᵀ equal to the matrix, and the inverse of Rᵀ. Eigenvalues below
+    ``LEAST_EIGENVALUE`` are raised to this bound."""
     values_KD, vectors_KDD = torch.linalg.eigh(square_KDD)
     root_KD = values_KD.maximum(LEAST_EIGENVALUE * values_KD[:, -1:]).clamp(min=1e-12).sqrt()
     return vectors_KDD * root_KD[:, None], vectors_KDD / root_KD[:, None]

@@ -42,8 +42,8 @@ def share_of_chosen(
 
 
 class ValueSum:
-    """The sum of the values that each sequence sees, except the values of the most recent tokens. A step adds only
-    these.
+    """The sum of the values that each sequence sees, except the values of the most recent tokens. So a step only needs
+    to add the values of these tokens.
 
     The sum does not change if the cache drops a few of its last tokens, as speculative decoding does.
     """

@@ -51,14 +51,14 @@ def rows_to_fit(rows: Sequence[Row]) -> list[Row]:
 
 
 def fit_rows(rows: Sequence[Row], known: bool = True) -> Calibration:
-    """Fit the constants to ``rows_to_fit``.
+    """Fit the constants to the rows that ``rows_to_fit`` returns.
 
     Args:
         rows: Measured rows.
-        known: Whether to also fit the level for a source on one machine (``fit.fit``).
+        known: Whether to also fit the fourth level, for each source on each machine (``fit.fit``).
 
     Raises:
-        UserError: There are no such rows.
+        UserError: ``rows_to_fit`` returns no rows.
     """
     timed = rows_to_fit(rows)
     if not timed:

@@ -104,7 +104,7 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
 
 class Gradients(NamedTuple):
     """Bytes of weight gradients in a block's backward pass, in addition to the gradients that exist before it. FSDP2
-    copies the gradients of a unit (such as a block) to a buffer, and keeps it until the next unit's sum (``moments``).
+    copies the gradients of a unit (such as a block) to a buffer, and keeps this buffer until the next unit's sum.
 
     - size: bytes per entry of a gradient, until the backward pass of its block ends.
     - before: bytes of the buffer with the previous unit's gradients.
@@ -223,7 +223,7 @@ class BlockBytes(ArrayFields):
             own, experts = has_own_shards(work), _entries_of_experts(work)
             summed = self.summed_experts + grads.size * self.shared_grads + grads.experts_copied * experts
             in_mlp = np.maximum(in_mlp, np.where(own, summed, -np.inf))
-            # By the time of attention's backward pass, FSDP2 has freed the weights of the experts.
+            # By the time of attention's backward pass, FSDP2 has summed the experts' gradients and freed their weights.
             in_attention = in_attention - np.where(own, work.step.item_bytes * experts, 0)
             before = np.where(own, grads.of_experts * experts, before)
             in_attention = in_attention + np.where(own, 0, grads.size * experts)

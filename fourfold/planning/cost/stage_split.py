@@ -75,7 +75,7 @@ def in_flight(work: Workload, rank: Number) -> Number:
 
     A step has m micro-batches. There are p ranks, numbered from 0, with v stages each. A micro-batch counts as 1/v for
     each stage of the rank that holds activations of the micro-batch. Interleaved schedules run the micro-batches in
-    rounds of r micro-batches. If p divides m, r is p.
+    rounds of r micro-batches: m // (m // p), or m if m < p. If p divides m, r is p.
 
     - 1F1B: p − rank.
     - Interleaved1F1B: ((v − 1)·r + 2(p − rank) − 1) / v (Narayanan et al. 2021, arXiv 2104.04473).

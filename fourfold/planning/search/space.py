@@ -124,7 +124,8 @@ def with_recomputes(choices: Workload, limits: SearchLimits) -> Workload:
 def refused_grids(
     base: Workload, grids: dict[str, np.ndarray], limits: SearchLimits, machine: Machine
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the grids that are illegal with all schedules, context-parallel methods, ZeRO stages, and recompute modes.
+    """Find the grids that are illegal with every combination of the other choices, such as the schedule, the ZeRO
+    stage, and the recompute mode.
 
     Returns:
         Two arrays with one entry per grid [n]. The first array says why all layouts of the grid are illegal, as an
