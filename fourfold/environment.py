@@ -53,7 +53,7 @@ def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
 
     Args:
         environ: The environment variables.
-        place: The rank of this process, and the size of the job.
+        place: The rank and the launcher of this process. Only the launcher is used.
 
     Raises:
         UserError: The variables name no host, or the port or the job id is not a number.

@@ -23,8 +23,8 @@ def parity(
     Trains the model for a few steps on the grid and, from the same weights, on one process in float64 and in float32.
     Compares the loss, the gradient norm, every gradient, and every weight. Then trains a short run with the trainer,
     resumes it on another grid, and compares it too. With --against transformers, also loads model.from_hf with the
-    transformers library, and compares that model with fourfold's. The grid's error against float64 may be ten times as
-    large as the error of one process in float32. If it is larger, the exit code is 1.
+    transformers library, and compares that model with fourfold's. The grid's error against float64 must be at
+    most ten times the error of one process in float32. If it is larger, the exit code is 1.
     """
     from fourfold.launch.job_processes import run_on_grid
     from fourfold.reports.terminal import parity_table

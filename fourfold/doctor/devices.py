@@ -89,7 +89,7 @@ def gpu_state(subject: str, name: str, memory: float, reported: Mapping[str, str
 
 
 def host(cores: int, memory: float, gpus: int) -> Finding:
-    """Judge the cores and the memory that this process may use."""
+    """Judge whether this process may use enough cores for its GPUs, and report the memory."""
     text, figures = f"{cores} cores, {format_bytes(memory)} of memory", {"cores": cores, "memory": memory}
     if cores < gpus:
         advice = "give every process its own cores: srun --cpus-per-task, or torchrun without a binding to one core"

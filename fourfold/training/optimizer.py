@@ -51,7 +51,8 @@ def check_groups(config: OptimizerConfig, names: Collection[str]) -> None:
     """Check the optimizer's parameter groups.
 
     Raises:
-        UserError: A group names no trained parameter, or all of its parameters are in earlier groups.
+        UserError: A pattern of a group matches no trained parameter, or all parameters of a group are in earlier
+            groups.
     """
     left = list(names)
     for group in config.groups:

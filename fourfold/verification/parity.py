@@ -99,7 +99,8 @@ def parity(
         folder = Path(run.output_dir) / f".parity-{run.name}"
         rank, size = dist.get_rank(), dist.get_world_size()
         place = place or Place(rank, rank, size, size, launcher="local")
-        # With experts, let no step overflow, because a dropped step changes the recorded load of the experts.
+        # With fp16, make a step's gradients overflow, so that the trainer drops the step. Do not do this with experts,
+        # because a dropped step changes the recorded load of the experts.
         overflows = asked.training.precision == "fp16" and not run.model.num_experts
         comparison.resumed(trained_run(run, folder, device), other.parallel, place, overflows)
     if in_own_types(asked):

@@ -188,10 +188,25 @@ def test_a_name_is_quoted_and_rows_of_another_machine_are_refused(tmp_path: Path
     assert fit_machine([table], own, "mine").machine.peak == own.peak
 
 
+def test_no_constant_is_fitted_to_mixtures(tmp_path: Path) -> None:
+    dense = [row_text(row_id=f"d{i}", micro_batch=1 + i, step_seconds=1 + 0.1 * i) for i in range(3)]
+    mixture = row_text(row_id="m", experts=4, experts_per_token=2, expert_ffn_hidden=512, seq_len=64, step_seconds=50)
+    tables = []
+    for number, rows in enumerate((dense, [*dense, mixture], [mixture])):
+        tables.append(tmp_path / f"{number}.csv")
+        tables[-1].write_text("\n".join([HEADER, *rows, ""]), encoding="utf-8")
+    own = replace(load_machine("dgx-a100"), name="our cluster")
+    without, with_mixture = (fit_machine([table], own, "mine") for table in tables[:2])
+    assert with_mixture.rows == 3 and with_mixture.skipped == {"no constant is fitted to mixtures of experts": ["m"]}
+    assert with_mixture.machine == without.machine and with_mixture.held_out == without.held_out
+    with pytest.raises(UserError, match="no row of a dense model with a step time: no constant is fitted to mixtures"):
+        fit_machine([tables[2]], own, "mine")
+
+
 def test_nothing_to_calibrate_on_gets_one_sentence(tmp_path: Path) -> None:
     empty = tmp_path / "t.csv"
     empty.write_text(HEADER + "\n", encoding="utf-8")
-    with pytest.raises(UserError, match="no row with a step time"):
+    with pytest.raises(UserError, match="no row of a dense model with a step time"):
         fit_machine([empty], load_machine("laptop"), "mine")
     with pytest.raises(UserError, match="no row to calibrate on has a dense model and a step time"):
         fit_rows([])

@@ -90,7 +90,7 @@ class ValueSum:
         return torch.equal(self.visible_B1S.to(visible_B1S.device), visible_B1S[:, :, : self.summed])
 
     def crop(self, count: int) -> None:
-        """Follow a cache that drops its last ``count`` tokens."""
+        """Account for a cache that drops its last ``count`` tokens. If the sum contains one of them, clear the sum."""
         self.cached -= count
         if self.cached < self.summed:
             self.clear()

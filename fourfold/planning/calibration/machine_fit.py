@@ -11,7 +11,7 @@ from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.calibration.machine_constants import range_features
 from fourfold.planning.calibration.measured_run import RUN_SOURCE, row_of_run
 from fourfold.planning.calibration.rows import read_rows
-from fourfold.planning.calibration.score import Statistics, errors_of, fit_rows, predict_rows
+from fourfold.planning.calibration.score import Statistics, errors_of, fit_rows, predict_rows, rows_to_fit
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.machines.names import machine_names
 from fourfold.planning.machines.write import with_constants
@@ -57,14 +57,17 @@ def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) 
     own = base.name not in machine_names()
     rows = [replace(row, machine=base) if own or row.source == RUN_SOURCE else row for row in rows]
     rows = [replace(row, source=name) if row.source == RUN_SOURCE else row for row in rows]
-    rows = [row for row in rows if row.seconds is not None and not row.doubt]
+    if mixtures := [row.row_id for row in rows if row.mixture]:
+        skipped["no constant is fitted to mixtures of experts"] = mixtures
+    rows = rows_to_fit(rows)
     if others := sorted({row.machine.name for row in rows} - {base.name}):
         raise UserError(
             f"the rows are from {' and '.join(others)}, but --machine is {base.name}; calibrate one machine at a "
             f"time, with --machine {others[0]}"
         )
     if not rows:
-        raise UserError("there is no row with a step time: " + (", ".join(skipped) or "the files are empty"))
+        why = ", ".join(skipped) or "the files are empty"
+        raise UserError(f"there is no row of a dense model with a step time: {why}")
     calibration = fit_rows(rows)
     before = [s for s in predict_rows(rows, Calibration()) if s.error is not None]
     order = np.random.default_rng(seed).permutation(len(rows))

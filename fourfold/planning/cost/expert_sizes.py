@@ -194,7 +194,7 @@ def weights_of_experts(work: Workload) -> Number:
 
 
 def has_own_shards(work: Workload) -> Flag:
-    """Return whether FSDP2 gathers experts apart from the block's other weights."""
+    """Return whether FSDP2 gathers experts separately from the block's other weights."""
     layout = work.layout
     has_own: Flag = (layout.ep > 1) & (layout.shards > 1) & np.asarray(work.program.is_fourfold, bool)
     return has_own

@@ -120,7 +120,8 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
     kept = layers * _bytes_of_block(work)[1]
     once = kept + np.where(is_freed, copy * (tables.head - tables.own_head), copy * tables.every)
     # A stage does not prefetch weights of another stage.
-    gathered = np.minimum(1 + work.program.prefetch + work.parts_cross_blocks, layers / work.layout.stages_per_rank)
+    of_stage = np.ceil(layers / work.layout.stages_per_rank)
+    gathered = np.minimum(1 + work.program.prefetch + work.parts_cross_blocks, of_stage)
     first, last = _bytes_of_block(first_block(work)), _bytes_of_block(last_block(work))
     if has_dense_first(work):
         dense, sparse = (_bytes_of_block(kind) for kind in kinds_of_blocks(work))
