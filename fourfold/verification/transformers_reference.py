@@ -43,8 +43,7 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
     def masks(documents_BS: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """Return the mask for transformers, or one mask per attention type if the model has several types.
 
-        In most models of transformers, the mask replaces the model's own sliding windows. So the mask includes the
-        windows.
+        In most models of transformers, the mask replaces the model's own sliding windows, so it includes the windows.
         """
         windows = {kind: run.model.sliding_window * (kind == SLIDING) for kind in (FULL, SLIDING)}
         by_kind = {kind: _block_diagonal(documents_BS, dtype, window) for kind, window in windows.items()}
@@ -55,8 +54,7 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
         return by_kind[SLIDING if run.model.sliding_window and not adds_windows else FULL]
 
     def logits(parameters: Parameters, batch: Sequences) -> Tensor:
-        # Padding needs no mask of its own. Either it comes last, so that no earlier token attends to it, or it is a
-        # separate document in ``documents_BS``.
+        # Padding needs no mask. It comes last, so that no earlier token attends to it, or it is a separate document.
         joined = (t.joined([p.of(merged(parameters, p.name)) for p in t.pieces]) for t in tensors)
         theirs = in_modules(model, rows, {t.name: whole for t, whole in zip(tensors, joined, strict=True)})
         dtype = next(iter(theirs.values())).dtype

@@ -165,7 +165,7 @@ def check_the_trainer(folder: Path, run: Callable[[str], object], trainer: str =
     alone = re.sub(r"trainer\.model = .*", "", alone)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        with_fresh_accelerate(alone)
+        exec(alone, {"__name__": "__main__"})
     before, tuned, expected = (
         transformers.AutoModelForCausalLM.from_pretrained(folder / name).state_dict()
         for name in ("base", "tuned", "alone")
@@ -175,31 +175,11 @@ def check_the_trainer(folder: Path, run: Callable[[str], object], trainer: str =
         assert (tuned[name] - weight).norm() < 1e-3 * (weight - before[name]).norm(), name
 
 
-def with_fresh_accelerate(program: str) -> None:
-    """Run a program, and then forget the number of processes, which accelerate would keep."""
-    from accelerate.state import AcceleratorState
-
-    try:
-        exec(program, {"__name__": "__main__"})
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def trainer_body(rank: int, world_size: int, program: str, folder: Path, launched: dict[str, str]) -> None:
-    program_body(
-        rank,
-        world_size,
-        f"from {__name__} import with_fresh_accelerate\nwith_fresh_accelerate({program!r})",
-        folder,
-        launched,
-    )
-
-
 def test_the_trainer_of_transformers_trains_as_on_one_process(pool: Pool, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    check_the_trainer(tmp_path, lambda program: pool.run(4, trainer_body, program, tmp_path, launched))
+    check_the_trainer(tmp_path, lambda program: pool.run(4, program_body, program, tmp_path, launched))
 
 
 @pytest.mark.slow
