@@ -53,6 +53,13 @@ def loss_of(model: Any, tokens_BS: torch.Tensor) -> torch.Tensor:
     return model(input_ids=tokens_BS, labels=tokens_BS).loss
 
 
+def rendezvous() -> dict[str, str]:
+    """Return torchrun's variables for a port that is free."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
+
 def program_body(rank: int, world_size: int, program: str, folder: Path, launched: dict[str, str]) -> None:
     """Run the program the way a process of torchrun runs it, without a process group. Write its output to a file."""
     dist.destroy_process_group()
@@ -89,10 +96,9 @@ def check_the_loop_in_getting_started(folder: Path, run: Callable[[str], object]
 def test_the_loop_in_getting_started_trains_on_eight_launched_processes(pool: Pool, tmp_path: Path) -> None:
     """Start the processes from the pool, with torchrun's environment variables. With torchrun itself, eight processes
     would need half a minute to import transformers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    check_the_loop_in_getting_started(tmp_path, lambda program: pool.run(8, program_body, program, tmp_path, launched))
+    check_the_loop_in_getting_started(
+        tmp_path, lambda program: pool.run(8, program_body, program, tmp_path, rendezvous())
+    )
 
 
 @pytest.mark.slow
@@ -101,10 +107,7 @@ def test_the_loop_in_getting_started_trains_as_one_process_does(tmp_path: Path) 
 
 
 def test_the_packed_documents_of_the_page_run(pool: Pool, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    pool.run(4, program_body, program_of("docs/parallelize.md", 1), tmp_path, launched)
+    pool.run(4, program_body, program_of("docs/parallelize.md", 1), tmp_path, rendezvous())
 
 
 def prepare_chats(folder: Path) -> None:
@@ -134,10 +137,7 @@ def check_the_adapters(folder: Path, printed: str) -> None:
 def test_the_lora_tutorial_learns(pool: Pool, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     prepare_chats(tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    pool.run(4, program_body, program_of("docs/parallelize.md", 2), tmp_path, launched)
+    pool.run(4, program_body, program_of("docs/parallelize.md", 2), tmp_path, rendezvous())
     check_the_adapters(tmp_path, (tmp_path / "printed-0.txt").read_text(encoding="utf-8"))
 
 
@@ -176,10 +176,7 @@ def check_the_trainer(folder: Path, run: Callable[[str], object], trainer: str =
 
 
 def test_the_trainer_of_transformers_trains_as_on_one_process(pool: Pool, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    check_the_trainer(tmp_path, lambda program: pool.run(4, program_body, program, tmp_path, launched))
+    check_the_trainer(tmp_path, lambda program: pool.run(4, program_body, program, tmp_path, rendezvous()))
 
 
 @pytest.mark.slow
