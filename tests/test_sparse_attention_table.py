@@ -15,10 +15,10 @@ from tiny_loki import loki_model
 
 from benchmarks.sparse_attention.decoding import Decoder, inverse_frequencies
 from benchmarks.sparse_attention.evaluate import Answered, answer
-from benchmarks.sparse_attention.page import mean_table, verdict
+from benchmarks.sparse_attention.page import defaults_table, mean_table, verdict
 from benchmarks.sparse_attention.rivals.eviction import rotated
 from benchmarks.sparse_attention.rivals.exact import Dense, ExactTopK
-from benchmarks.sparse_attention.settings import METHODS, Setup, rival
+from benchmarks.sparse_attention.settings import DEFAULTS, METHODS, Setup, loki_with_defaults, rival
 from benchmarks.sparse_attention.start import DISTANCES, write_start
 from benchmarks.sparse_attention.table import Results, estimate
 from benchmarks.sparse_attention.tasks import (
@@ -157,9 +157,20 @@ def test_every_method_answers_within_its_budget(model: Any) -> None:
         assert 0.01 < share <= 0.25 + (len(tail_of(turns)) / length if name == "SnapKV" else 1e-6), name
 
 
+@torch.no_grad()
+def test_loki_with_its_defaults_reads_256_keys_of_a_short_context(model: Any) -> None:
+    basis = calibrate(model, [training_document(128, rng(seed)).tolist() for seed in range(3)])
+    document, decoder = haystack(1024, rng()), Decoder(model, 1100)
+    decoder.prefill(torch.tensor([document.context.tolist()]))
+    rivals = {DEFAULTS: loki_with_defaults(Setup(basis, inverse_frequencies(model)))}
+    [(_, _, share)] = answer(decoder, [document.questions["single"][0]], rivals)
+    codes = basis.head_dim / 4 * 2 / 8 / (4 * basis.head_dim)  # A quarter of the components, with 2 bits each.
+    assert share == pytest.approx(256 / 1024 + codes, rel=0.02)
+
+
 def results(right: dict[str, list[float]]) -> Results:
     return Results(
-        (0.1 if method != "dense" else 1.0, Answered(task, 64, context, 0, method, value, 0.09))
+        (1.0 if method in ("dense", DEFAULTS) else 0.1, Answered(task, 64, context, 0, method, value, 0.09))
         for task in TASKS
         for method, values in right.items()
         for context, value in enumerate(values)
@@ -175,6 +186,12 @@ def test_a_better_rival_is_called_better() -> None:
     assert "No clear difference: SparQ (+0)" in sentence
     assert "| Quest | 100 (100–100), 9.0 % |" in mean_table(found, 64, TASKS, [0.1])
     assert "| TidalDecode | – |" in mean_table(found, 64, TASKS, [0.1])
+
+
+def test_the_defaults_have_a_table_of_their_own() -> None:
+    found = results({"dense": [1.0] * 4, DEFAULTS: [1.0, 0.5, 1.0, 0.5]})
+    text = defaults_table(found, [64], {64: TASKS[:2]})
+    assert text.splitlines()[-1].startswith("| 64 | 9.0 % | 75 % | 75 % | – |")
 
 
 def test_the_interval_covers_the_mean_of_most_samples() -> None:

@@ -21,7 +21,7 @@ import torch
 from benchmarks.sparse_attention.decoding import Decoder, inverse_frequencies
 from benchmarks.sparse_attention.evaluate import LONGEST_TAIL, Answered, evaluate
 from benchmarks.sparse_attention.page import write_page
-from benchmarks.sparse_attention.settings import METHODS, Setup, rival
+from benchmarks.sparse_attention.settings import DEFAULTS, METHODS, Setup, loki_with_defaults, rival
 from benchmarks.sparse_attention.table import Results
 from benchmarks.sparse_attention.tasks import TASKS
 from benchmarks.sparse_attention.train import calibration_windows, trained_model
@@ -63,10 +63,11 @@ def measured(
     decoder: Decoder, setup: Setup, lengths: list[int], contexts: int, questions: int
 ) -> Iterator[tuple[float, Answered]]:
     """Run all methods with all budgets, and yield each result with its budget. A budget is a share of the bytes that
-    dense attention reads, so dense attention has the budget 1."""
+    dense attention reads. Dense attention and Loki with its defaults have the budget 1."""
     for length in lengths:
         made = {f"{budget} {name}": rival(name, budget, length, setup) for name in METHODS for budget in BUDGETS}
         made["1.0 dense"] = rival("dense", 1.0, length, setup)
+        made[f"1.0 {DEFAULTS}"] = loki_with_defaults(setup)
         rivals = {name: each for name, each in made.items() if each is not None}
         batch = max(1, min(contexts, BATCH_TOKENS // length))
         found = evaluate(

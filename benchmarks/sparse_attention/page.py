@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.sparse_attention.settings import BOUNDS, LOKI, METHODS, VARIANTS, Setup
+from benchmarks.sparse_attention.settings import BOUNDS, DEFAULTS, LOKI, METHODS, VARIANTS, Setup
 from benchmarks.sparse_attention.table import SOLVED, Results
 from benchmarks.sparse_attention.tasks import TASKS
 
@@ -30,6 +30,7 @@ def write_page(results: Results, setup: Setup, lengths: Sequence[int], budgets: 
     parts = {
         "contexts": str(max(map(len, results.by_context.values()))),
         "dense": dense_table(results, lengths),
+        "defaults": defaults_table(results, lengths, solved),
         "means": "\n\n".join(mean_table(results, length, solved[length], budgets) for length in lengths),
         "verdicts": "\n".join(
             verdict(results, length, solved[length], budget) for length in lengths for budget in budgets
@@ -64,6 +65,20 @@ def _bold_if_solved(percent: float) -> str:
     return f"**{percent:.0f}**" if percent >= 100 * SOLVED else f"{percent:.0f}"
 
 
+def defaults_table(results: Results, lengths: Sequence[int], solved: Mapping[int, Sequence[str]]) -> str:
+    """Return a table of Loki with its default settings. For each task that dense attention solves, a cell shows the
+    share of right answers, as a share of dense attention's."""
+    rows = []
+    for length in lengths:
+        cells = []
+        for task in TASKS:
+            found, dense = (results.mean(method, 1.0, length, [task]) for method in (DEFAULTS, "dense"))
+            is_solved = task in solved[length] and found is not None and dense is not None
+            cells.append(f"{100 * found.mean / dense.mean:.0f} %" if is_solved else MISSING)
+        rows.append([f"{length:,}", f"{100 * results.shares[DEFAULTS, 1.0, length]:.1f} %", *cells])
+    return table(["tokens", "bytes", *TASKS], rows)
+
+
 def mean_table(results: Results, length: int, tasks: Sequence[str], budgets: Sequence[float]) -> str:
     """Return a table for one length: each method's mean share of right answers over the tasks that dense attention
     solves, and the bytes that the method read."""
@@ -83,11 +98,12 @@ def mean_table(results: Results, length: int, tasks: Sequence[str], budgets: Seq
 
 
 def task_table(results: Results, length: int, tasks: Sequence[str], budget: float) -> str:
-    """Return a table of each method's share of right answers in each task that dense attention solves."""
+    """Return a table of each method's share of right answers in each task that dense attention solves, with
+    intervals."""
     rows = []
     for method in METHODS:
         found = [results.mean(method, budget, length, [task]) for task in tasks]
-        rows.append([method, *(MISSING if each is None else f"{100 * each.mean:.0f}" for each in found)])
+        rows.append([method, *(MISSING if each is None else str(each) for each in found)])
     return f"**{length:,} tokens, {100 * budget:.0f} % of the bytes**\n\n" + table(["method", *tasks], rows)
 
 

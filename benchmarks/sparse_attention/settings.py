@@ -45,7 +45,7 @@ class LokiSettings:
     """Kind of the basis, as in ``LokiConfig.basis``."""
 
 
-LOKI, PAPER = "Loki", "Loki, as in the paper"
+LOKI, PAPER, DEFAULTS = "Loki", "Loki, as in the paper", "Loki, defaults"
 SPARQ_MEAN = "SparQ, with mean"
 VARIANTS = {
     LOKI: LokiSettings(),
@@ -137,6 +137,13 @@ def quest(budget: float, length: int, setup: Setup) -> Quest | None:
     size, d = setup.dims["Quest", budget], setup.basis.head_dim
     pages = keys_within(budget, length, d, 2 * d * -(-length // size)) // size
     return Quest(pages, size) if pages >= 1 else None
+
+
+def loki_with_defaults(setup: Setup) -> Loki:
+    """Return Loki with its default settings, whatever it reads. Only ``min_seq`` differs, so that no context is too
+    short for Loki."""
+    config = LokiConfig(min_seq=0)
+    return Loki([setup.basis.of_layer(layer, config) for layer in range(len(setup.basis.best))], config)
 
 
 def loki_scoring(name: str, budget: float, setup: Setup) -> float:
