@@ -13,6 +13,7 @@ class ModelShape(ArrayFields):
     """The sizes of a decoder. A *width* is the number of features of one token."""
 
     num_hidden_layers: Number
+    """Number of blocks, including the prediction layers."""
     hidden_size: Number
     queries: Number
     """Width of all query heads together (number of heads · head_dim)."""
@@ -93,6 +94,10 @@ class ModelShape(ArrayFields):
     """Fraction of the blocks with linear attention."""
     after_linear: Number = 0
     """Number of blocks after the last block with linear attention."""
+    predictions: Number = 0
+    """Number of prediction layers (multi-token prediction). Each is a block like the last one, plus two projections."""
+    prediction_width: Number = 0
+    """Input and output width of a prediction layer's two projections. 0 without prediction layers."""
     linear_num_key_heads: Number = 0
     linear_num_value_heads: Number = 0
     linear_key_head_dim: Number = 0
@@ -197,6 +202,11 @@ class ModelShape(ArrayFields):
     def expert_weights(self) -> Number:
         """Return the mean number of weight entries in the matrices of a block's experts."""
         return self.num_experts * self.sparse * 3 * self.hidden_size * self.moe_intermediate_size
+
+    @property
+    def projection_weights(self) -> Number:
+        """Return the number of weight entries in the projections of all prediction layers."""
+        return 2 * self.predictions * self.prediction_width**2
 
     @property
     def active_weights(self) -> Number:

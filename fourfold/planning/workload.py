@@ -207,9 +207,11 @@ class Workload(ArrayFields):
     def table_weights(self) -> Number:
         """Return the number of weight entries of the embedding and the head on a rank that has at least one of them,
         before x and y split the weights. If embedding and head are tied or if pp > 1, this is one matrix, and otherwise
-        two."""
-        both = np.equal(self.layout.pp, 1) & ~np.asarray(self.model.tie_word_embeddings, bool)
-        return self.model.padded_vocab_size * self.model.hidden_size * np.where(both, 2, 1)
+        two. The last rank also has the prediction layers' projections, and a copy of the embedding for these layers."""
+        untied, predicts = ~np.asarray(self.model.tie_word_embeddings, bool), np.greater(self.model.predictions, 0)
+        both = untied & (np.equal(self.layout.pp, 1) | predicts)
+        tables = self.model.padded_vocab_size * self.model.hidden_size * np.where(both, 2, 1)
+        return tables + self.model.projection_weights
 
     @property
     def tokens_per_step(self) -> Number:
@@ -218,10 +220,11 @@ class Workload(ArrayFields):
     @property
     def token_matrices(self) -> Number:
         """Return the number of weight entries in all matrices that take part in the matmuls of one token. These
-        matrices are in the blocks and in the padded head."""
+        matrices are in the blocks and in the padded head. Prediction layers call the head too."""
         gates = self.model.sparse * self.model.shared_expert_gate * self.model.hidden_size
-        head = self.model.padded_vocab_size * self.model.hidden_size
-        return self.model.num_hidden_layers * (self.model.active_weights + gates) + head
+        head = self.model.padded_vocab_size * self.model.hidden_size * (1 + self.model.predictions)
+        blocks = self.model.num_hidden_layers * (self.model.active_weights + gates)
+        return blocks + head + self.model.projection_weights
 
     @property
     def token_attention(self) -> Number:

@@ -48,13 +48,6 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
     """
     work = workload_of_model(model).but(seq_length=seq_length)
     matrices, attention = round(float(work.token_matrices)), round(float(work.token_attention))
-    if depths := model.num_nextn_predict_layers:
-        kinds = [model.type_of(model.num_hidden_layers - 1)]
-        sizes = {"num_hidden_layers": depths, "layer_types": kinds, "first_k_dense_replace": 0}
-        layers = workload_of_model(model.model_copy(update=sizes)).but(seq_length=seq_length)
-        heads = (depths - 1) * model.padded_vocab_size * model.hidden_size
-        matrices += round(float(layers.token_matrices)) + heads + 2 * depths * model.hidden_size**2
-        attention += round(float(layers.token_attention))
     forward = 2 * matrices + attention
     return FlopCount(matrices, forward, 3 * forward - (2 * matrices if frozen else 0))
 

@@ -330,7 +330,8 @@ def _head(
     work: Workload, rates: Rates, x_group: RankGroup, y_group: RankGroup
 ) -> tuple[Number, Number, Number, Number]:
     """Return the seconds of head and loss (computation, communication over x, communication over y), and the seconds of
-    the embedding. All of them include the forward and the backward pass."""
+    the embedding. All of them include the forward and the backward pass. The seconds of the head include the prediction
+    layers' projections and their calls of the head."""
     model, layout, step = work.model, work.layout, work.step
     tokens, columns, hidden = work.tokens, model.padded_vocab_size / layout.x, model.hidden_size / layout.y
     matmuls = sum(linear_seconds(tokens, hidden, columns, step.item_bytes, rates, rates.head))
@@ -343,4 +344,6 @@ def _head(
     over_x = gather_seconds(2 * residual, 2, x_group)
     over_y = gather_seconds(2 * step.item_bytes * tokens * columns, 2, y_group)
     embedding = 6 * residual / rates.bandwidth + gather_seconds(2 * residual, 2, x_group)
-    return matmuls + loss, over_x, over_y, embedding
+    calls = 1 + model.predictions
+    projections = model.projection_weights / (model.padded_vocab_size * model.hidden_size) * matmuls
+    return calls * (matmuls + loss) + projections, calls * over_x, calls * over_y, embedding

@@ -94,7 +94,7 @@ def states_of_experts(work: Workload) -> Workload:
     width = model.moe_intermediate_size * model.num_experts * model.sparse
     return work.but(
         queries=0, keys=0, intermediate_size=width, gate_up=2 * width, padded_vocab_size=0, positions=0,
-        num_experts=0, sparse=0, q_latent=0, kv_latent=0, shared_key=0, linear=0.0,
+        num_experts=0, sparse=0, q_latent=0, kv_latent=0, shared_key=0, linear=0.0, prediction_width=0,
         x=np.where(over_x, layout.x, 1), y=layout.y * layout.ep, z=z, dp=copies, cp=1, ep=1,
         # Scale the batch by the same factor as the axes that split it. The number of micro-batches then stays the same.
         global_batch_size=step.global_batch_size * copies * z / (layout.dp * layout.z),

@@ -139,14 +139,15 @@ def exposed_gradient_sum(work: Workload, constants: Constants, sending: Number, 
 
 def exposed_pp(work: Workload, machine: Machine, constants: Constants) -> Number:
     """Return the exposed seconds of communication over pp. For each micro-batch, stages send activations and gradients
-    to each other. If embedding and head share one weight but are on different ranks, these ranks also sum the weight's
-    gradients once per step."""
+    to each other. If the first and the last rank both have a copy of the embedding, they also sum its gradients once per
+    step. The last rank has a copy if the embedding is also the head, or if prediction layers read it."""
     model, layout, step = work.model, work.layout, work.step
     size = step.item_bytes * work.tokens * model.hidden_size / (layout.x * layout.y)
     one = transfer_seconds(size, layout.gpus, machine, constants)
     exposed = np.where(work.program.overlap_dp & (layout.stages_per_rank > 1), constants.exposed, 1.0)
     sent = 2 * work.micro_batches * layout.stages_per_rank * one * exposed
     table = step.reduce_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y * layout.shards)
-    shared = np.asarray(model.tie_word_embeddings, bool) & ~layout.v_shaped
+    copied = np.asarray(model.tie_word_embeddings, bool) | np.greater(model.predictions, 0)
+    shared = copied & ~layout.v_shaped
     ends = group_of(2, layout.gpus / layout.pp * np.maximum(layout.pp - 1, 1), machine, constants)
     return np.where(layout.pp > 1, sent + np.where(shared, reduce_seconds(table, 1, ends), 0.0), 0.0)

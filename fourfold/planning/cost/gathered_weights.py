@@ -22,6 +22,7 @@ class Tables(NamedTuple):
     - embedding, positions, head: the token embedding, the position embedding, and the head. 0 if the rank does not have
       it.
     - own_head: the head, or 0 if it shares the embedding's weight.
+    - for_predictions: the projections of the prediction layers, and the last rank's copy of the embedding for them.
     - is_first, is_last: whether the rank has the embedding, and whether it has the head.
     """
 
@@ -31,11 +32,12 @@ class Tables(NamedTuple):
     own_head: Number
     is_first: Flag
     is_last: Flag
+    for_predictions: Number
 
     @property
     def every(self) -> Number:
         """Return the number of all entries. A weight that embedding and head share counts once."""
-        return self.embedding + self.positions + self.own_head
+        return self.embedding + self.positions + self.own_head + self.for_predictions
 
 
 def tables_of(work: Workload, rank: Number) -> Tables:
@@ -47,7 +49,11 @@ def tables_of(work: Workload, rank: Number) -> Tables:
     is_shared = first & np.asarray(model.tie_word_embeddings, bool) & (layout.pp == 1)
     embedding, head = (np.where(has_one, model.padded_vocab_size * width, 0) for has_one in (first, last))
     positions = np.where(first, model.positions * width, 0)
-    return Tables(embedding, positions, head, np.where(is_shared, 0, head), first, last)
+    copies = np.greater(model.predictions, 0) & ~first & ~np.asarray(model.tie_word_embeddings, bool)
+    # Each rank of x has a copy of the projections.
+    projections = model.projection_weights / layout.y
+    for_predictions = np.where(last, projections + np.where(copies, head, 0), 0)
+    return Tables(embedding, positions, head, np.where(is_shared, 0, head), first, last, for_predictions)
 
 
 def is_replicated(work: Workload) -> Flag:
@@ -123,6 +129,9 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
     of_stage = np.ceil(layers / work.layout.stages_per_rank)
     gathered = np.minimum(1 + work.program.prefetch + work.parts_cross_blocks, of_stage)
     first, last = _bytes_of_block(first_block(work)), _bytes_of_block(last_block(work))
+    predicts = np.greater(work.model.predictions, 0) & tables.is_last
+    one_prediction = work.model.projection_weights / np.maximum(work.model.predictions, 1) / work.layout.y
+    projections = np.where(predicts & is_freed, copy * one_prediction, 0)
     if has_dense_first(work):
         dense, sparse = (_bytes_of_block(kind) for kind in kinds_of_blocks(work))
         share, in_block = dense_share(work), once
@@ -132,12 +141,14 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
             in_block = np.maximum(in_block, np.where(number > 0, together, 0))
     else:
         in_block = once + gathered * first[0]
-    one = once + last[0]
+    in_block = in_block + projections
+    one = once + last[0] + projections
     own_head = np.where(sharded, item * tables.own_head, 0)
     # If weights are gathered once per step, the buffer of the last all-gather is still in memory.
     buffer = np.where(np.greater(tables.own_head, 0), own_head, last[1] * sharded)
-    # If all forward passes come first, only the first micro-batch gathers the head.
-    is_gathered = np.greater(tables.own_head, 0) & ~(work.layout.forwards_first & ~single)
+    # If all forward passes come first, only the first micro-batch gathers the head. With prediction layers, the last
+    # all-gather before the head is the one of the last prediction layer.
+    is_gathered = np.greater(tables.own_head, 0) & ~(work.layout.forwards_first & ~single) & ~predicts
     in_head = np.where(is_gathered, once + 2 * own_head, one + own_head)
     # In the last backward pass, weights that are gathered once per step are freed too.
     left = once - kept - np.where(is_freed, 0, copy * tables.own_head) + sum(first)

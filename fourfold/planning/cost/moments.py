@@ -5,6 +5,7 @@ gradients at the end of the unit's backward pass. For the sum, it copies the gra
 buffer until it sums the gradients of the next unit.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from fourfold.planning.cost.block_memory import (
     inputs_and_kept_weights,
     kept_and_in_backward,
     kept_by_micro_batch,
+    kept_by_prediction,
 )
 from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts
 from fourfold.planning.cost.gathered_weights import (
@@ -132,6 +134,7 @@ def moments_of(
         copied: Bytes of the copies that the optimizer makes.
     """
     held, complete = (np.where(work.program.offloads_optimizer, 0, size) for size in gradients)
+    block = _with_predictions(work, block, tables)
     memory = _memory_of(work, rank, layers, block, tables, held)
     weights = gathered_weights(work, layers, tables)
     # The optimizer step casts replicated gradients one by one. During the last and largest cast, the gradient of the
@@ -140,8 +143,27 @@ def moments_of(
     return PeakMoments(
         _in_head(memory, weights),
         [*_in_blocks(memory, weights), *_in_embedding(memory, weights.at_end)],
-        Moment(complete, weights.at_end, copied + cast),
+        Moment(complete, weights.at_end, np.maximum(copied + cast, _received_copy(work, tables))),
     )
+
+
+def _with_predictions(work: Workload, block: BlockBytes, tables: Tables) -> BlockBytes:
+    """Return the bytes of a block and of the head on this rank. Each prediction layer calls the head once more, before
+    the model's own call. The tensors of all calls stay in memory until the backward pass."""
+    calls = np.where(tables.is_last, work.model.predictions, 0)
+    return replace(block, head=block.head + calls * block.head_kept, head_kept=(1 + calls) * block.head_kept)
+
+
+def _received_copy(work: Workload, tables: Tables) -> Number:
+    """Return the bytes of the other rank's gradient of the embedding. If the first and the last rank both have a copy
+    of the embedding, they send each other its gradient after the backward pass."""
+    layout, step = work.layout, work.step
+    copies = (np.asarray(work.model.tie_word_embeddings, bool) | np.greater(work.model.predictions, 0)) & (
+        layout.pp > 1
+    )
+    has_one = copies & (tables.is_first | tables.is_last) & ~np.asarray(layout.v_shaped, bool)
+    received = np.maximum(tables.embedding, tables.head) * np.maximum(step.reduce_bytes, step.weight_bytes)
+    return np.where(has_one & np.asarray(work.program.is_fourfold, bool), received / layout.shards, 0)
 
 
 def _memory_of(
@@ -152,7 +174,8 @@ def _memory_of(
     # If all forward passes come first, the head's tensors of all earlier micro-batches wait for their backward pass. In
     # all other schedules, the head's backward directly follows its forward.
     waits = np.where(tables.is_last & (layout.pp > 1) & layout.forwards_first, block.head_kept, 0)
-    kept = kept_by_micro_batch(work, layers, block) + waits
+    predictions = np.where(tables.is_last, work.model.predictions, 0) * kept_by_prediction(work)
+    kept = kept_by_micro_batch(work, layers, block) + waits + predictions
     fixed = inputs_and_kept_weights(work, layers, tables.is_first) - waits
     fixed = fixed + np.where(work.program.unused_gradients, work.step.item_bytes * block.entries, 0)
     # If all micro-batches of the step are in flight, the first backward pass begins without gradients. The second
@@ -261,10 +284,14 @@ def _gradients_of_blocks(memory: RankMemory) -> Number:
 
 
 def _tied_gradient(memory: RankMemory) -> Number:
-    """If head and embedding share one weight, return the bytes of the head's part of the gradient. This part stays in
-    memory until the embedding's part is added to it. Otherwise, return 0."""
+    """Return the bytes of the part of the embedding's gradient that stays in memory until the embedding's own backward
+    pass: the part of the head, if they share one weight, or the part of the prediction layers."""
     tables, work = memory.tables, memory.work
-    return work.step.item_bytes * (tables.head - tables.own_head) * np.equal(work.layout.pp, 1)
+    shared = work.step.item_bytes * (tables.head - tables.own_head) * np.equal(work.layout.pp, 1)
+    read = np.greater(work.model.predictions, 0) & tables.is_last
+    apart = is_sharded(work) | np.equal(work.layout.pp, 1)
+    waits = read & apart & ~np.asarray(work.model.tie_word_embeddings, bool)
+    return shared + np.where(waits, work.step.item_bytes * tables.head, 0)
 
 
 def _copied_of_table(memory: RankMemory) -> Number:

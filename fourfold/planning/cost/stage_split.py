@@ -45,7 +45,7 @@ class StageSplit(NamedTuple):
 def split_of(work: Workload) -> StageSplit:
     """Return the split of the blocks over pipeline ranks for each case."""
     model, layout = work.model, work.layout
-    blocks = (model.num_hidden_layers, model.dense_first, model.linear)
+    blocks = (model.num_hidden_layers, model.predictions, model.dense_first, model.linear)
     cases = np.broadcast_arrays(*blocks, layout.pp, layout.stages_per_rank, layout.v_shaped, layout.end_layers)
     if not any(np.ndim(case) for case in cases):
         return _as_split(_split(*(float(case) for case in cases), layout.layers_per_stage))
@@ -65,9 +65,9 @@ def _as_split(row: Sequence[Number] | np.ndarray) -> StageSplit:
 def blocks_of(work: Workload) -> tuple[Blocks, ...]:
     """Return the blocks on each pipeline rank, summed over its stages, for a single layout."""
     model, layout = work.model, work.layout
-    return blocks_of_ranks(int(model.num_hidden_layers), int(model.dense_first), float(model.linear), int(layout.pp),
-                           int(layout.stages_per_rank), bool(layout.v_shaped), float(layout.end_layers),
-                           layout.layers_per_stage)  # fmt: skip
+    return blocks_of_ranks(int(model.num_hidden_layers), int(model.predictions), int(model.dense_first),
+                           float(model.linear), int(layout.pp), int(layout.stages_per_rank), bool(layout.v_shaped),
+                           float(layout.end_layers), layout.layers_per_stage)  # fmt: skip
 
 
 def in_flight(work: Workload, rank: Number) -> Number:
@@ -101,15 +101,17 @@ def in_flight(work: Workload, rank: Number) -> Number:
 
 @lru_cache(maxsize=4096)
 def _split(
-    layers: float, dense: float, linear: float, pp: float, stages_per_rank: float, v_shaped: float, ends: float,
-    counts: tuple[int, ...] | None,
+    layers: float, predictions: float, dense: float, linear: float, pp: float, stages_per_rank: float, v_shaped: float,
+    ends: float, counts: tuple[int, ...] | None,
 ) -> tuple[Number, ...]:  # fmt: skip
     """Return the values of a ``StageSplit`` as one row.
 
     Earlier ranks hold at least as many micro-batches as later ranks. So a rank between the first and the last is
     skipped if an earlier rank also has at least as many blocks of each kind.
     """
-    ranks = blocks_of_ranks(int(layers), int(dense), linear, int(pp), int(stages_per_rank), v_shaped > 0, ends, counts)
+    ranks = blocks_of_ranks(
+        int(layers), int(predictions), int(dense), linear, int(pp), int(stages_per_rank), v_shaped > 0, ends, counts
+    )
     fullest, between = {ranks[0]}, []
     for place, blocks in enumerate(ranks[1:-1], 1):
         if not any(all(map(operator.le, _kinds(blocks), _kinds(other))) for other in fullest):
@@ -125,13 +127,14 @@ def _kinds(blocks: Blocks) -> tuple[Number, ...]:
 
 @lru_cache(maxsize=4096)
 def blocks_of_ranks(
-    layers: int, dense: int, linear: float, pp: int, stages_per_rank: int, v_shaped: bool, ends: float,
-    counts: tuple[int, ...] | None = None,
+    layers: int, predictions: int, dense: int, linear: float, pp: int, stages_per_rank: int, v_shaped: bool,
+    ends: float, counts: tuple[int, ...] | None = None,
 ) -> tuple[Blocks, ...]:  # fmt: skip
     """Return the blocks on each pipeline rank, summed over its stages.
 
     Args:
-        layers: Number of blocks of the model.
+        layers: Number of blocks of the model, including the prediction layers.
+        predictions: Number of prediction layers. They are in the last stage.
         dense: Number of blocks of an MoE model that have a dense MLP. They are the first blocks.
         linear: Fraction of the model's blocks that have linear attention. If one block in n has softmax attention, it
             is the last block of each group of n blocks, as in Qwen3-Next.
@@ -140,15 +143,16 @@ def blocks_of_ranks(
         v_shaped: Whether the first and the last stage are both on the first rank.
         ends: How many blocks the embedding counts as when blocks are divided into stages. The head counts as the same
             number of blocks.
-        counts: Number of blocks in each stage (default: divide the blocks evenly).
+        counts: Number of blocks in each stage, without prediction layers (default: divide the blocks evenly).
     """
-    stages = pp * stages_per_rank
-    if stages > layers:
+    stages, own = pp * stages_per_rank, layers - predictions
+    if stages > own:
         # This layout is illegal, so any counts will do.
         return (Blocks(-(-layers // pp), 0),) * pp
     kinds = [int((i + 1) * (1 - linear) + 1e-6) == int(i * (1 - linear) + 1e-6) for i in range(layers)]
     of_ranks, begin = [Blocks(0, 0)] * pp, 0
-    for stage, count in enumerate(counts or balanced(layers, stages, ends, ends)):
+    *counts, last = counts or balanced(own, stages, ends, ends + predictions * (1 + ends))
+    for stage, count in enumerate([*counts, last + predictions]):
         rank = min(stage, stages - 1 - stage) if v_shaped else stage % pp
         are_linear, before = kinds[begin : begin + count], of_ranks[rank]
         of_dense, after = min(max(dense - begin, 0), count), [*are_linear[::-1], True].index(True)
