@@ -61,7 +61,7 @@ def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
     host, default_port = environ.get("MASTER_ADDR", ""), 29_500
     if place.launcher == "slurm":
         host = host or first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
-        # Derive the port from the job id, because several jobs can share a node. The result stays below the ports that
+        # Derive the port from the job id, because several jobs can share a node. The port stays below the ports that
         # the kernel gives to other connections.
         default_port = 10_000 + _integer(environ, "SLURM_JOB_ID", default=0) % 20_000
     if not host:

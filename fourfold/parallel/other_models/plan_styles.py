@@ -62,7 +62,7 @@ def styles_of(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> dict[st
 
 
 def published_plan(model: nn.Module) -> dict[str, str]:
-    """Return the plan that a transformers model publishes, and add its input embedding, head, and routers.
+    """Return the plan that a transformers model publishes. Add styles for the input embedding, head, and routers.
 
     For a model of another library, the plan is empty.
     """

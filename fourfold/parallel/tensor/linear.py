@@ -220,7 +220,7 @@ class Linear4D(Tiled):
     """Whether to save only this rank's share of the input, and gather the input again in the backward pass."""
 
     lora_scale: float = 0.0
-    """α/r of the layer's adapter. 0 if there is no adapter."""
+    """The factor α/r of the layer's LoRA adapter. 0 if there is no adapter."""
 
     def __init__(
         self,
