@@ -1,4 +1,4 @@
-"""Read this process's rank and its job's size from the environment variables of torchrun or srun."""
+"""Read this process's rank and the size of its job from the environment variables of torchrun or srun."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Place:
 
 
 def read_environment(environ: Mapping[str, str]) -> Place | None:
-    """Read this process's rank and its job's size from the launcher's variables. Return None without a launcher.
+    """Read this process's rank and the size of its job from the launcher's variables. Return None without a launcher.
 
     A process in an srun step with one task counts as started without a launcher, because users also start shells and
     torchrun that way.

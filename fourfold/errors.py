@@ -16,8 +16,8 @@ class UserError(ValueError):
 
 @contextmanager
 def given_as(option: str) -> Iterator[None]:
-    """Prefix each ``UserError`` in the block with the option or key whose value caused it. The code that raises the
-    error does not know the option. Messages that already begin with an option stay unchanged."""
+    """Put the option or key whose value is wrong before the message of each ``UserError`` of the ``with`` block. The
+    code that raises the error does not know the option. Messages that already begin with an option stay unchanged."""
     try:
         yield
     except UserError as error:

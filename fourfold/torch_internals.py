@@ -45,7 +45,7 @@ class MeshWithGroups(DeviceMesh):
         self._other_groups: dict[Any, Any] = {**earlier, **groups}
 
     def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
-        """Return the process group of a dim."""
+        """Return the process group of a dim. If the dim has a custom group, return the custom group."""
         other: dist.ProcessGroup | None = self._other_groups.get(mesh_dim)
         return super().get_group(mesh_dim) if other is None else other
 

@@ -97,7 +97,7 @@ def check_model_folder(folder: Path) -> None:
 
 
 def _check_index(index: Path) -> None:
-    """Raise ``UserError`` if an index of tensors names a path. An index may only name files in its own folder."""
+    """Raise ``UserError`` if a tensor index (``*.index.json``) names a file outside the folder of the index."""
     try:
         listed = dict(parse_json(index.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError):

@@ -45,7 +45,10 @@ class LocalShard:
 
     @property
     def grad(self) -> Tensor | None:
-        """Return the gradient of the local tensor. It is summed over all ranks only after ``sum_partial_gradients``."""
+        """Return the gradient of the local tensor, or None if there is no gradient.
+
+        The gradient is summed over all ranks only after ``sum_partial_gradients``.
+        """
         grad = self.parameter.grad
         return None if grad is None else self.tile.as_tile(grad.to_local() if isinstance(grad, DTensor) else grad)
 
@@ -124,7 +127,7 @@ def gather_full(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict
 
 
 def gather_parts(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> list[Part] | None:
-    """Return the parts of all processes on rank 0, and None on other ranks.
+    """On rank 0, return every process's parts of the parameters. On other ranks, return None.
 
     If several processes hold the same part, the list contains this part several times.
     """
@@ -135,7 +138,7 @@ def gather_parts(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> lis
 
 
 def join_parts(parts: Iterable[Part]) -> dict[str, Tensor]:
-    """Join parts into full tensors by name. Elements that no part covers are NaN."""
+    """Join parts of parameters into full tensors, and return them by name. Elements that no part covers are NaN."""
     whole: dict[str, Tensor] = {}
     for name, shape, slices, part in parts:
         whole.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))[slices] = part

@@ -240,10 +240,11 @@ def _differentiate_capped(
     mask: Tensor | None,
     scores: AttentionScores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k, and v, ``CAPPED_ROWS`` queries at a time.
+    """Compute the gradients of q, k, and v for attention with soft-capping, ``CAPPED_ROWS`` queries at a time.
 
     Args:
         tensors: The output's gradient, q, and the output.
+        lse_of_all: The log-sum-exps of all queries.
     """
     of_all = tensors[1]
     precise = _precise(of_all)

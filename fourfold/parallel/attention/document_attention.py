@@ -62,8 +62,9 @@ def attend_documents(
     """Run causal attention within documents.
 
     Args:
-        document_ends_BE: the position after the last token of each document, ascending. The last end in each row is S.
-            Rows with fewer than E documents repeat S. None means that each sequence is one document.
+        document_ends_BE: the position after the last token of each document, in ascending order. One row has the ends
+            of one sequence. The last end in each row is S. Rows with fewer than E documents repeat S. None means that
+            each sequence is one document.
         window: the number of tokens that a query sees, including itself. 0 means no window.
         scale: the factor that the scores q·k are multiplied by.
         softcap: the soft-cap of the scores (``AttentionScores``). 0 means no soft-capping.

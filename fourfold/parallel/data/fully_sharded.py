@@ -82,8 +82,8 @@ class FullySharded(DataParallel):
         for embedding in units.embeddings:
             if of_last.isdisjoint(embedding.parameters()):
                 shard(embedding, reshard)
-                # FSDP2 need not gather an embedding for the backward pass, because the backward pass does not read its
-                # weights.
+                # FSDP2 need not gather an embedding for the backward pass, because the backward pass does not read the
+                # embedding's weights.
                 _fsdp(embedding).set_unshard_in_backward(False)
             else:
                 last.append(embedding)

@@ -97,7 +97,7 @@ class Dispatch:
         )
 
     def to_experts(self, rows_Nh: Tensor, traffic: Traffic) -> Tensor:
-        """Send rows to the ranks that have their experts. The given rows must be sorted by expert.
+        """Send each row to the ranks that have its expert. The given rows must be sorted by expert.
 
         Returns:
             All rows for the experts on this rank, sorted by expert.

@@ -85,7 +85,8 @@ class ExpertLoad:
     def _data_tokens(self, masks_BS: Sequence[Tensor]) -> Tensor | int:
         """Return the number of tokens in the step over all ranks, without padding.
 
-        Either all processes have masks, or no process has one. So all processes call the collective, or none does.
+        The masks are False for padding. Either all processes have masks, or no process has one. So all processes call
+        the collective, or none does.
         """
         if not masks_BS:
             return self.run.training.global_batch_size * self.run.training.seq_length

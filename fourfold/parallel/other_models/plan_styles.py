@@ -203,7 +203,7 @@ def groups_of(styles: Mapping[str, str | None]) -> set[str]:
 
 
 def enclosing(name: str, groups: Iterable[str]) -> str | None:
-    """Return the outermost group that contains a module, or None."""
+    """Return the outermost group that contains a module, or None if no group contains the module."""
     return min((group for group in groups if f"{name}.".startswith(f"{group}.")), key=len, default=None)
 
 

@@ -23,8 +23,8 @@ class Tile:
             part of the gradient.
         turned: whether the tile is stored with its first two dims exchanged, so FSDP2 splits the second dim. Shapes
             and slices in this class always describe the tile, not its stored form.
-        sharded: whether FSDP2 may split the tile further, over z and, with ``zero``, over dp·cp. Otherwise each rank of
-            z, dp, and cp holds the whole tile.
+        sharded: whether FSDP2 may split the tile further, over z, and with ``zero`` above 0 also over dp·cp. If False,
+            each rank of z, dp, and cp holds the whole tile.
     """
 
     x: int | None = None
