@@ -222,7 +222,7 @@ class BlockBytes(ArrayFields):
             own, experts = has_own_shards(work), _entries_of_experts(work)
             summed = self.summed_experts + grads.size * self.shared_grads + grads.experts_copied * experts
             in_mlp = np.maximum(in_mlp, np.where(own, summed, -np.inf))
-            # By attention's backward pass, FSDP2 has summed the experts' gradients and freed the experts' weights.
+            # Before attention's backward pass, FSDP2 sums the experts' gradients and frees the experts' weights.
             in_attention = in_attention - np.where(own, work.step.item_bytes * experts, 0)
             before = np.where(own, grads.of_experts * experts, before)
             in_attention = in_attention + np.where(own, 0, grads.size * experts)

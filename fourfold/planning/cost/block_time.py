@@ -27,19 +27,22 @@ class BlockTime(ArrayFields):
     """Seconds of one block, or of the head, for one micro-batch. Among the layouts of one search, these seconds depend
     only on the fields of ``fastest.BLOCK_KEY``.
 
-    - forward, backward: computation.
-    - x_forward, x_backward, y_forward, y_backward: communication over x and y, with nothing hidden.
-    - attention_forward, activation_forward, x_again, y_again, norms_again (over y): the parts of the forward pass that
-      selective recompute can repeat.
-    - last_matmul, last_sum: the matmul and its sum over x at the end of the block, which full recompute can skip.
+    - forward, backward: computation in the forward and in the backward pass.
+    - x_forward, x_backward, y_forward, y_backward: communication over x and y, if nothing hides it.
+    - attention_forward, activation_forward: computation of the attention core and of the MLP's activation. Selective
+      recompute can repeat both.
+    - x_again, y_again, norms_again: all-gathers over x, all-gathers over y, and sums over y for norms. Selective
+      recompute can repeat them.
+    - last_matmul, last_sum: the block's last matmul, and the sum of its result over x. Full recompute can skip both.
     - weight_gradients: the part of ``backward`` that computes weight gradients.
-    - hideable_x, hideable_y: the collectives over x and y that can run while weight gradients are computed.
-    - gate_sum, up_matmul: the sum of gate over y, and the matmul that can hide it.
-    - launch_forward, launch_backward: host time to launch kernels, without the experts.
-    - head, head_x, head_y: computation of head and loss in both passes, and their communication over x and over y.
+    - hideable_x, hideable_y: collectives over x and y that can run while weight gradients are computed.
+    - gate_sum, up_matmul: the sum of gate over y, and the matmul of up, which can hide this sum.
+    - launch_forward, launch_backward: host time to launch kernels, without the kernels of experts.
+    - head, head_x, head_y: computation, communication over x, and communication over y of head and loss, in both
+      passes.
     - embedding: the embedding in forward and backward.
     - linear_forward, linear_launch: computation and launches of linear attention's core, which is always recomputed.
-    - experts: the experts' share of the fields above, their exchanges over ep, and their launches.
+    - experts: times of the experts. The fields above include them, except the exchanges over ep and the launches.
     """
 
     forward: Number
@@ -143,7 +146,7 @@ def _time_with_experts(
 ) -> BlockTime:
     """Return the time of a block with experts, either in addition to an MLP (shared expert) or instead of an MLP.
 
-    Recompute also repeats the experts' last matmuls and their sums over x, because the router's gradients read the
+    Full recompute also repeats the experts' last matmuls and sums over x, because the router's gradients read the
     results.
     """
     model, more = work.model, expert_time(work, machine, constants, rates)
@@ -215,7 +218,7 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
     residual = token * model.hidden_size / (layout.y * np.where(program.split_residual, layout.x, 1))
     heads = token * model.projected / (layout.x * layout.y)
     inner = token * model.mean_inner / layout.x
-    # If x or y splits the layers, biases are added only after the sum.
+    # If x or y splits the layers, biases are added only after the sum over ranks.
     apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)
     biased = np.where(model.attention_bias, heads + np.where(gated, 0, inner + apart), 0)
     both = token * (model.queries + model.keys) / (layout.x * layout.y)
@@ -245,8 +248,8 @@ def _copied(work: Workload) -> tuple[Number, Number]:
       of attention are copied. If the y ranks share sequences or queries, the residual stream is copied before and after
       attention instead.
     - With y > 1, features are copied into one buffer for one collective.
-    - Batch parts are joined at the end. If each part holds tokens of all sequences, the parts are also joined before
-      attention and split after it.
+    - The outputs of batch parts are joined. If each part holds tokens of all sequences, the parts are also joined
+      before attention and split after it.
     """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens
