@@ -50,7 +50,8 @@ def where_experts(work: Workload, value: Number) -> Number:
 
 
 class Rows(NamedTuple):
-    """Numbers of rows of one micro-batch. A token has one row for each expert that it is routed to.
+    """Numbers of rows of one micro-batch, and sizes of a rank's experts. A token has one row for each expert that it is
+    routed to.
 
     - sent: number of rows that a rank sends for its own tokens.
     - on_rank: number of rows that the rank's experts compute.

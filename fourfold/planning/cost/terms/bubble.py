@@ -84,7 +84,7 @@ def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number
 
 
 def transfer_seconds(size: Number, gpus: Number, machine: Machine, constants: Constants) -> Number:
-    """Return the seconds of sending activations to the next stage.
+    """Return the seconds that a pipeline stage needs to send activations to the next stage.
 
     We assume that the transfer crosses the network, because the slowest hop sets the pace. If the job fits into one
     node or domain, the transfer uses the links inside it.
@@ -92,8 +92,8 @@ def transfer_seconds(size: Number, gpus: Number, machine: Machine, constants: Co
     Args:
         size: Bytes to send.
         gpus: Number of GPUs of the job.
-        machine: The machine.
-        constants: The machine's constants.
+        machine: Bandwidths and latencies of the machine's links.
+        constants: How close transfers get to these bandwidths and latencies.
     """
     inside = gpus <= np.maximum(machine.domain, machine.gpus_per_node)
     outside = constants.inter * machine.node / machine.gpus_per_node

@@ -19,7 +19,8 @@ def exchange_seconds(
     them sets the time.
 
     Args:
-        size: Bytes of all tokens of a rank.
+        size: Bytes of all tokens of a rank, counting each token once.
+        copies: Mean number of experts that each token is sent to.
         once: Whether a token with several copies on one node is sent only once over the network, and once to each rank
             on that node (DeepEP, github.com/deepseek-ai/DeepEP). Otherwise it is sent once per copy.
     """

@@ -11,9 +11,10 @@ from fourfold.planning.array_fields import Flag, Number
 # forward pass.
 RESIDUAL_PASSES = 12.0
 """Passes over the residual stream: two norms (one read and one write each), two residual sums (two reads and one write
-each), and one copy of the two outputs."""
+each), and copies of the outputs of attention and MLP (two passes)."""
 FUSED_RESIDUAL_PASSES = 8.0
-"""Passes over the residual stream if a norm and a residual sum are one kernel each."""
+"""Passes over the residual stream if each norm is fused with a residual sum into one kernel (two reads and two
+writes)."""
 HEAD_PASSES = 4.0
 """Passes over queries, keys, and values to rotate them or add biases, and to reorder them for the attention."""
 PLAIN_TURNS = 8.0
@@ -63,10 +64,11 @@ OWN_GELU = 2.0, 3.0
 """Passes over tensors of the MLP's inner width for GELU."""
 OWN_BIASES = 2.0, 1.0
 """Passes over outputs that a bias is added to. The backward pass only reads the output's gradient, because the gradient
-of the bias is a sum over it."""
+of the bias is the sum of this gradient over tokens."""
 
 SCORE_PASSES, FUSED_SCORE_PASSES = 8.0, 2.0
-"""Passes over the router's scores in fp32, for softmax, the choice of experts, and sums."""
+"""Passes over the router's scores in fp32, for softmax, the choice of experts, and sums: with separate operations, and
+with fused operations."""
 ROW_PASSES = 4.0
 """Passes over the rows of a rank's tokens. The forward pass gathers the rows before it sends them, and sums them with
 weights when they return. The backward pass does the reverse."""
@@ -117,14 +119,15 @@ def own_bytes(
     residual: Number, turned: Number, normed: Number, biased: Number, inner: Number, *,
     gated: Flag, fused: Flag, core_fused: Flag, chains: Flag, layer_norm: Flag,
 ) -> tuple[Number, Number]:  # fmt: skip
-    """Return the bytes that one block moves in forward and backward in fourfold.
+    """Return the bytes that one block moves in forward and backward in fourfold. The arguments that are not listed are
+    as in ``others_bytes``.
 
     Args:
-        turned: Bytes of the channels that rotary embeddings rotate.
         normed: Bytes of the queries and keys that norms read. 0 without such norms.
         biased: Bytes of the outputs that biases are added to.
         core_fused: Whether one kernel computes the norms and the rotary embeddings of queries and keys.
         chains: Whether the norms of the residual stream are chains of separate operations.
+        layer_norm: Whether norms are LayerNorm instead of RMSNorm.
     """
 
     def passes(direction: int) -> Number:
@@ -154,9 +157,9 @@ def expert_bytes(
 
     Args:
         scores: Bytes of the router's scores.
-        sent: Bytes of the rows of a rank's tokens.
-        here: Bytes of the rows of the rank's experts.
-        inner: Bytes of the same rows inside the experts, where a row has the expert's inner width.
+        sent: Bytes of the rows that a rank sends. A token has one row for each expert that it is routed to.
+        here: Bytes of the rows that the rank's experts read.
+        inner: Bytes of the rows of ``here`` inside the experts. There, each row has the expert's inner width.
         is_own: Whether the framework is fourfold.
         fused: Whether pointwise operations are fused.
         in_8: Whether matmuls run in 8 bits.
