@@ -27,21 +27,21 @@ class OtherRun:
     """A run of another training program."""
 
     row: MeasuredRow
-    """The run as a row of a table of measured runs."""
+    """The run as a row of a table of measured runs (docs/measured-rows.md)."""
     model: ModelConfig
     """The model, as fourfold trains it."""
     lists: dict[str, list[str]]
-    """How the settings were read (see ``program_settings.read_program``)."""
+    """Lists of settings, by how each setting was read (see ``program_settings.read_program``)."""
     own: Row
-    """The same row, converted to a workload with the run's own layout."""
+    """The row, converted to a workload with the run's own layout."""
     machine: Machine
     """The machine. If there is a measured step, the machine's constants are fitted to this step and to the published
     rows."""
     predicted: float
     """Predicted seconds of a step. This prediction does not use the measured step."""
     interval: tuple[float, float] | None
-    """Factors on ``predicted`` that give the 5th and the 95th percentile of measured seconds. None on a machine that
-    the user calibrated."""
+    """Two factors. ``predicted`` times these factors is the 5th and the 95th percentile of the measured seconds. None
+    on a machine that the user calibrated."""
 
     def record(self) -> dict[str, Any]:
         """Return the settings and the prediction as JSON values."""
@@ -54,7 +54,8 @@ def read_other_run(path: Path, given: Mapping[str, str], model: ModelConfig | No
 
     Args:
         path: The configuration of the other program.
-        given: Columns that replace the file's columns. The column ``step_seconds`` is the user's measured step.
+        given: Values by column of a measured row. They replace the values from the file. The column ``step_seconds`` is
+            the user's measured step time.
         model: The model. Default: the sizes in the file, or the preset with the model's name.
 
     Raises:
