@@ -25,8 +25,8 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     except the attention kernel's output.
 
     Returns:
-        The bytes if attention is not recomputed, and the bytes if it is recomputed. In the second case, attention saves
-        only the outputs of the projections.
+        First the bytes if attention is not recomputed, then the bytes if attention is recomputed. In the second case,
+        attention saves only the outputs of the projections.
     """
     model, layout, step = work.model, work.layout, work.step
     p, split = tensor_bytes(work), attention_over_y(work)
@@ -67,8 +67,8 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
 def kept_latents(work: Workload, tokens: Number) -> Number:
     """Return how many more bytes latent attention saves for the backward pass than other kinds of attention save.
 
-    Other kinds of attention save the gathered input (``tokens`` bytes). Instead, latent attention saves this rank's
-    shard of the input, the rank's latents, and the gathered latents.
+    Other kinds of attention save their input, which has ``tokens`` bytes. Instead of this input, latent attention saves
+    the rank's shard of the input, the rank's latents, and the gathered latents.
     """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens / layout.y

@@ -22,11 +22,11 @@ class Kind:
     tokens: bool
     """Whether each part holds some tokens of all sequences. Attention then waits for all parts."""
     recompute: int
-    """Index into ``workload.RECOMPUTE``."""
+    """Index into ``workload.RECOMPUTE`` (none, selective, full)."""
     parts_cross_blocks: bool
     """Whether a part can enter a block while another part is still in the previous block."""
     split_backward: bool
-    """Whether weight gradients are deferred. The events of the backward pass then exclude them."""
+    """Whether weight gradients are computed later, in a separate pass. They are then not among the events."""
     overlap: bool
     """Whether the sums of input gradients overlap with the computation of weight gradients."""
     gate: bool
@@ -40,7 +40,8 @@ class Kind:
     norms_after: bool
     """Whether norms apply to the outputs of attention and MLP."""
     whole_keys: bool
-    """Whether the y ranks share the queries, so that each of them gathers all keys and values."""
+    """Whether the y ranks divide the queries of a sequence among themselves. Each of them then gathers all keys and
+    values."""
     attention_again: bool
     """Whether selective recompute repeats the attention core."""
     activation_again: bool

@@ -110,7 +110,7 @@ class Gradients(NamedTuple):
 
     - size: bytes per entry of the block's gradients, until the block's backward pass ends.
     - before: bytes of the buffer with the previous unit's gradients.
-    - of_block, of_experts: bytes per entry of this buffer, if the previous unit is a block, or the experts of a block.
+    - of_block, of_experts: bytes per weight entry of this buffer, for a block and for the experts of a block.
     - copied, experts_copied: bytes per entry of a block, or of its experts, while their gradients are summed. They
       include the gradients and the copies, minus the weights that FSDP2 has just freed.
     """
@@ -141,9 +141,9 @@ class BlockBytes(ArrayFields):
     - entries: number of weight entries of the block, without experts.
     - attention_grads: number of these entries whose gradients exist at the peak ``attention_backward``.
     - at_end: activations at the end of the block's backward pass, while the gradient of the first norm is computed.
-    - summed_experts: what a block has in memory while the gradients of its experts' weights are summed, not counting
-      these gradients. By then, the tensors that the experts saved are freed, but ``whole`` or ``selective`` still
-      counts them. So they are subtracted here, and the number can be negative.
+    - summed_experts: bytes that a block has in memory while the gradients of its experts' weights are summed, not
+      counting these gradients. By then, the tensors that the experts saved are freed, but ``whole`` or ``selective``
+      still counts them. So they are subtracted here, and the number can be negative.
     - shared_grads: number of weight entries of the shared expert.
     - linear_core: tensors that the core of linear attention saves. A block with full recompute holds them in its entire
       backward pass. Other blocks hold them only at the peak ``attention_backward``, which includes them.
@@ -172,7 +172,7 @@ class BlockBytes(ArrayFields):
     linear: BlockBytes | None = None
 
     def in_unit(self, work: Workload) -> Number:
-        """Return the number of weight entries in the block's FSDP2 unit. Experts can be a separate unit."""
+        """Return the number of weight entries in the block's unit (``Gradients``). Experts can be a separate unit."""
         if not has_experts(work):
             return self.entries
         return self.entries + np.where(has_own_shards(work), 0, _entries_of_experts(work))

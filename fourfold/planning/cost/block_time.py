@@ -40,8 +40,8 @@ class BlockTime(ArrayFields):
     - launch_forward, launch_backward: host time to launch kernels, without the kernels of experts.
     - head, head_x, head_y: computation, communication over x, and communication over y of head and loss, in both
       passes.
-    - embedding: the embedding in forward and backward.
-    - linear_forward, linear_launch: computation and launches of linear attention's core, which is always recomputed.
+    - embedding: computation and communication of the embedding, in both passes.
+    - linear_forward, linear_launch: computation and host time of linear attention's core, which is always recomputed.
     - experts: times of the experts. The fields above include them, except the exchanges over ep and the launches.
     """
 
@@ -171,8 +171,8 @@ def _time_with_experts(
 
 
 def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
-    """Return the seconds that the host needs to launch the kernels of the forward and of the backward pass, without the
-    experts."""
+    """Return the seconds that the host needs to launch a block's kernels in the forward and in the backward pass,
+    without the kernels of experts."""
     collectives = 4 * (work.layout.x > 1) + 5 * (work.layout.y > 1)
     plain = np.where(softmax_is_plain(work), attention_core.PLAIN_KERNELS, 0.0)
     fused, third = work.program.fused, work.program.host_operations / 3
@@ -245,8 +245,8 @@ def _copied(work: Workload) -> tuple[Number, Number]:
     """Return the bytes that fourfold copies in forward and backward, because collectives need another memory layout.
 
     - With x > 1 and several sequences, the tokens of a sequence are not contiguous on a rank, so the inputs and outputs
-      of attention are copied. If the y ranks share sequences or queries, the residual stream is copied before and after
-      attention instead.
+      of attention are copied. If the y ranks divide sequences or queries among themselves, the residual stream is
+      copied before and after attention instead.
     - With y > 1, features are copied into one buffer for one collective.
     - The outputs of batch parts are joined. If each part holds tokens of all sequences, the parts are also joined
       before attention and split after it.
@@ -272,8 +272,8 @@ def _activation(work: Workload, rates: Rates) -> Number:
 
 
 def _over_x(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
-    """Return the seconds of communication over x in the forward pass, and in the backward pass. Also return how many of
-    the backward pass's seconds can overlap with weight gradients."""
+    """Return three numbers of seconds for communication over x: in the forward pass, in the backward pass, and the part
+    of the backward pass that can overlap with the computation of weight gradients."""
     residual = work.step.item_bytes * work.tokens * work.model.hidden_size / work.layout.y
     one = gather_seconds(residual, 1, group)
     gathers = _gathers(work.model) * one
@@ -291,8 +291,8 @@ def _gathers(model: ModelShape) -> Number:
 
 
 def _over_y(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
-    """Return the seconds of communication over y in the forward pass, and in the backward pass. Also return how many of
-    the backward pass's seconds can overlap with weight gradients."""
+    """Return three numbers of seconds for communication over y: in the forward pass, in the backward pass, and the part
+    of the backward pass that can overlap with the computation of weight gradients."""
     model, layout = work.model, work.layout
     item = work.step.item_bytes * work.tokens / layout.x
     qkv, queries = model.projected + model.latents, model.values
@@ -315,8 +315,8 @@ def norms_before(model: ModelShape) -> Number:
 
 
 def whole_keys_seconds(work: Workload, group: RankGroup) -> Number:
-    """Return the seconds to gather keys and values over y, or to sum their gradients, if the y ranks share the queries.
-    Return 0 otherwise."""
+    """Return the seconds to gather keys and values over y, or to sum their gradients, if the y ranks divide the queries
+    of a sequence. Return 0 otherwise."""
     split = np.asarray(work.program.is_fourfold, bool) & (attention_over_y(work) == "sequence")
     size = 2 * work.step.item_bytes * work.tokens * work.model.keys / work.layout.x
     return np.where(split, gather_seconds(size, 1, group), 0.0)
@@ -332,8 +332,8 @@ def _gate_sum(work: Workload, group: RankGroup) -> Number:
 def _head(
     work: Workload, rates: Rates, x_group: RankGroup, y_group: RankGroup
 ) -> tuple[Number, Number, Number, Number]:
-    """Return the seconds of head and loss (computation, communication over x, communication over y), and the seconds of
-    the embedding. All of them include the forward and the backward pass."""
+    """Return four numbers of seconds: computation, communication over x, and communication over y of head and loss, and
+    the total time of the embedding. All of them include the forward and the backward pass."""
     model, layout, step = work.model, work.layout, work.step
     tokens, columns, hidden = work.tokens, model.padded_vocab_size / layout.x, model.hidden_size / layout.y
     matmuls = sum(linear_seconds(tokens, hidden, columns, step.item_bytes, rates, rates.head))

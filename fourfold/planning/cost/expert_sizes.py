@@ -83,7 +83,7 @@ def rows_of(work: Workload) -> Rows:
 
 def states_of_experts(work: Workload) -> Workload:
     """Return a workload whose weights are only the experts' weights. If a formula for dense weights gets this workload,
-    it returns the sizes of the experts.
+    the formula returns the sizes of the experts.
 
     These formulas split weights over x · y, shard them over z, and replicate them over dp · cp. So the workload's y is
     y · ep, its z is the number of ranks that shard the same experts, and its dp is the number of replicas of each
@@ -112,7 +112,7 @@ def _shards_and_copies(work: Workload) -> tuple[Number, Number]:
 
 def kept_by_experts(work: Workload, selective: bool) -> Number:
     """Return the bytes that router, dispatch, and experts save for the backward pass of a micro-batch, as a mean over
-    all blocks.
+    all blocks. The dispatch sends rows to the experts and back.
 
     In fourfold, the router saves its input and its scores in fp32. The experts save their input rows, gate, up,
     silu(gate), and silu(gate) · up. The dispatch saves the rows that return from the experts, for the gradients of the

@@ -1,5 +1,6 @@
 """Compute how long router, dispatch, and experts take for one micro-batch, as a mean over all blocks. The tensor axes y
-and usually x (``experts_over_x``) split each expert, and ep splits the experts."""
+and usually x (``experts_over_x``) split each expert. ep divides the experts among its ranks. The dispatch sends tokens
+to the ranks of their experts and back."""
 
 from dataclasses import dataclass
 

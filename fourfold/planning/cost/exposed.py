@@ -1,4 +1,4 @@
-"""Compute, for each axis, the seconds of communication that computation does not hide."""
+"""Compute, for each axis, the seconds of communication that computation does not hide. Such seconds are *exposed*."""
 
 import numpy as np
 

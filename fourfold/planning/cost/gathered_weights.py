@@ -98,8 +98,9 @@ class GatheredWeights(NamedTuple):
 
     - in_block: bytes in the backward pass of most blocks.
     - in_second, in_first: bytes in the backward pass of the rank's second block, and of the rank's first block.
-    - in_head, in_later_heads: bytes in the head, for the first micro-batch and for later micro-batches. If weights are
-      gathered once per step, the buffer of the last all-gather is still in memory during the first micro-batch.
+    - in_head, in_later_heads: bytes while the head runs, for the first micro-batch and for later micro-batches. If
+      weights are gathered once per step, the buffer of the last all-gather is still in memory during the first
+      micro-batch.
     - after_head: bytes while the gradients of the head are summed.
     - at_end: bytes after the backward pass of the rank's first block.
     """

@@ -31,7 +31,7 @@ def kinds_of_attention(work: Workload) -> tuple[Workload, Workload]:
     attention.
 
     In the second workload, the field ``queries`` is the width of the values, because the output gate of linear
-    attention is as wide as its values. The number of heads stays the same, because the y ranks share both kinds of
+    attention is as wide as its values. The number of heads stays the same, because the y ranks divide both kinds of
     attention in the same way.
     """
     model = work.model

@@ -297,7 +297,7 @@ def _sums(work: Workload, layers: Number, block: BlockBytes, tables: Tables, is_
     """Return whether gradients are summed over ranks only in the step's last backward pass, and the bytes of weight
     gradients during the backward pass of the rank's last block.
 
-    ``is_first`` says whether no gradients exist before this backward pass.
+    ``is_first`` says whether this is the step's first backward pass, before which no gradients exist.
     """
     layout, item, reduced = work.layout, work.step.item_bytes, work.step.reduce_bytes
     several = np.asarray(work.micro_batches > 1)

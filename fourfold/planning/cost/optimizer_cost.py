@@ -64,7 +64,7 @@ def entries_without_second_moment(work: Workload, blocks: Number, rest: Number) 
     every entry.)
 
     Args:
-        work: The workload.
+        work: Model and optimizer of the step.
         blocks: Number of blocks. The weights of their experts are not counted.
         rest: Number of weight entries outside the blocks, such as embeddings.
     """

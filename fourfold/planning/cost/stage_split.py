@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
 
 
 class StageSplit(NamedTuple):
-    """Block counts of some pipeline ranks.
+    """Numbers of blocks on the pipeline ranks that may need the most time or memory.
 
     - first, last: blocks of the first and of the last rank.
     - most: number of blocks on the rank with the most blocks.
@@ -144,7 +144,7 @@ def blocks_of_ranks(
         v_shaped: Whether the first and the last stage are both on the first rank.
         ends: How many blocks the embedding counts as when blocks are divided into stages. The head counts as the same
             number of blocks.
-        counts: Number of blocks in each stage (default: divide the blocks evenly).
+        counts: Number of blocks in each stage. Default: divide the blocks evenly, as ``ends`` says.
     """
     stages = pp * stages_per_rank
     if stages > layers:

@@ -1,4 +1,4 @@
-"""Compute the bytes of one block's tensors on a rank, and determine how the ranks of the tensor axis y share
+"""Compute the bytes of one block's tensors on a rank, and determine how the ranks of the tensor axis y divide
 attention."""
 
 from typing import NamedTuple
