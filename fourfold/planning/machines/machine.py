@@ -172,8 +172,8 @@ def check_positive(value: Any, what: str) -> None:
     """Check that a value from a file is a number from ``LEAST`` to ``MOST``.
 
     Args:
-        value: The value.
-        what: Name of the value, for the message.
+        value: The value to check.
+        what: Name of the value, for the error message.
 
     Raises:
         UserError: The value is not a number, or is out of range.

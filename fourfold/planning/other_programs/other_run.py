@@ -19,7 +19,7 @@ from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import Prediction, make_plan
 
 SOURCE = "--measured"
-"""Source name of the row with the user's measured step, for the fit of the constants."""
+"""Name of the source of the user's measured step among the rows that the constants are fitted to."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class OtherRun:
     own: Row
     """The row, converted to a workload with the run's own layout."""
     machine: Machine
-    """The machine. If there is a measured step, the machine's constants are fitted to this step and to the published
-    rows."""
+    """The machine that the run uses. If there is a measured step, the machine's constants are fitted to this step and
+    to the published measured rows."""
     predicted: float
     """Predicted seconds of a step. This prediction does not use the measured step."""
     interval: tuple[float, float] | None
@@ -53,7 +53,7 @@ def read_other_run(path: Path, given: Mapping[str, str], model: ModelConfig | No
     """Read and predict a run of another program.
 
     Args:
-        path: The configuration of the other program.
+        path: Path of the other program's configuration.
         given: Values by column of a measured row. They replace the values from the file. The column ``step_seconds`` is
             the user's measured step time.
         model: The model. Default: the sizes in the file, or the preset with the model's name.
@@ -81,9 +81,9 @@ def best_in_program(
     """Return the fastest layout that the run's program supports for this model and batch, or None if no layout fits.
 
     Args:
-        run: The run.
+        run: The run, as ``read_other_run`` returns it.
         limits: Limits of the search, in the format of ``limits.parse_limits``.
-        watch: Called with the number of evaluated layouts and the number of legal layouts.
+        watch: Called during the search with two numbers: evaluated layouts, and all legal layouts.
     """
     found, row = list[Prediction](), run.row.model_copy(update={"step_seconds": 1.0})
     for search in TABLES["search"][row.program]:

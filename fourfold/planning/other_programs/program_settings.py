@@ -32,7 +32,7 @@ def read_program(
     """Read the configuration of another training program.
 
     Args:
-        path: The file.
+        path: Path of the configuration.
         given: Values by column of a measured row. They replace the values from the file.
         model: The model. Default: the preset with the name of the file's model, or the sizes in the file.
 

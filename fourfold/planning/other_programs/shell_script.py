@@ -1,14 +1,15 @@
 """Find the options that a shell script passes to a training program, without running the script.
 
-This module follows variables and arrays. It does no arithmetic, and it does not check conditions. It reads every branch
-and every loop once, in the order of the script. If an option occurs several times, its last value counts.
+This module replaces variables and arrays by their values. It does no arithmetic, and it does not check conditions. It
+reads every branch and every loop once, in the order of the script. If an option occurs several times, its last value
+counts.
 """
 
 import re
 import shlex
 
 LONGEST = 1 << 13
-"""Largest number of characters of a variable. Longer values are cut off."""
+"""Largest number of characters of a variable's value. Longer values are cut off."""
 WITHOUT_QUOTES = str.maketrans("\"'\n", "   ")
 ARRAY = re.compile(r"(\w\+?=)\(((?:[^()]|\$\([^()]*\)|\$\(\([^()]*\)\))*)\)")
 ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
