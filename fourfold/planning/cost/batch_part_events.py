@@ -14,7 +14,7 @@ class Kind:
     """The properties of a block that determine the order of its events."""
 
     batch_parts: int
-    """Number of batch parts."""
+    """Number of batch parts of a micro-batch."""
     x: bool
     """Whether the axis x has more than one rank."""
     y: bool

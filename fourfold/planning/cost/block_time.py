@@ -146,8 +146,8 @@ def _time_with_experts(
 ) -> BlockTime:
     """Return the time of a block with experts, either in addition to an MLP (shared expert) or instead of an MLP.
 
-    Full recompute also repeats the experts' last matmuls and sums over x, because the router's gradients read the
-    results.
+    Full recompute also repeats the experts' last matmuls and sums over x, because the gradients of the routing weights
+    read the results.
     """
     model, more = work.model, expert_time(work, machine, constants, rates)
     last = 1 - model.sparse

@@ -1,5 +1,6 @@
 """Compute the sizes of an MoE layer's experts on one rank: the number of rows, the number of weights, and the bytes of
-activations. A token has one *row* for each expert that it is routed to."""
+activations. A token has one *row* for each expert that it is routed to. The token's output is the sum of its experts'
+outputs, each multiplied by a *routing weight*."""
 
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.workload import Workload
 
 BYTES_OF_A_CHOICE = 44.0
-"""Bytes that are saved per token and chosen expert: three 64-bit indices, and 20 bytes for the router's weights. The
+"""Bytes that are saved per token and chosen expert: three 64-bit indices, and 20 bytes for the routing weight. The
 indices are the expert, an entry of the permutation that sorts the rows, and an entry of the inverse permutation."""
 BYTES_OF_AN_ORDER = 32.0
 """Bytes that are saved per received row to sort rows by expert. The forward and the backward pass each save a
@@ -116,7 +117,7 @@ def kept_by_experts(work: Workload, selective: bool) -> Number:
 
     In fourfold, the router saves its input and its scores in fp32. The experts save their input rows, gate, up,
     silu(gate), and silu(gate) · up. The dispatch saves the rows that return from the experts, for the gradients of the
-    router's weights. Other frameworks save the router's input in the step's dtype. They apply the router's weights
+    routing weights. Other frameworks save the router's input in the step's dtype. They multiply by the routing weights
     inside the experts, so they do not save the returned rows.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program

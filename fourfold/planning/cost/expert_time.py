@@ -116,8 +116,8 @@ def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
 def _over_y(work: Workload, rows: Rows, group: RankGroup) -> tuple[Number, Number]:
     """Return the seconds of the sums over y in the forward and in the backward pass.
 
-    The forward pass sums the router's scores, gate, and up. The backward pass sums the gradients of the router's
-    weights and of the down projection's input.
+    The forward pass sums the router's scores, gate, and up. The backward pass sums the gradients of the routing weights
+    (the factors of the experts' outputs) and the gradients of the down projection's input.
     """
     model, layout, item = work.model, work.layout, work.step.item_bytes
     inner = item * rows.on_rank * rows.inner

@@ -120,7 +120,7 @@ def _of_kinds(work: Workload, parts_cross_blocks: Flag, machine: Machine, consta
 
 
 def _kinds_of(work: Workload, parts_cross_blocks: Flag) -> Iterator[tuple[Kind, np.ndarray]]:
-    """Yield every kind of block and the indices of the cases that have it."""
+    """Yield every kind of block, each with the indices of the cases that have blocks of this kind."""
     model, layout, program = work.model, work.layout, work.program
     columns = {
         "batch_parts": work.active_parts,

@@ -52,7 +52,7 @@ def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Numb
 
 def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
     """Return the smallest device memory, in bytes, that a step still fits into, if ``peak_memory`` has predicted
-    ``predicted`` bytes. If the prediction includes cached memory (``Program.count_cached``), the returned size is
+    ``predicted`` bytes. If the prediction includes the runtime and cached memory (``Program``), the returned size is
     smaller than the prediction, because PyTorch frees cached memory before it runs out of memory."""
     runtime = runtime_bytes(work, machine)
     allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + cached_share(work))
