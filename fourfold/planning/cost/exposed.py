@@ -38,7 +38,8 @@ def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, bloc
     x = block.x_forward + again * x_whole + gathers * block.x_again + block.x_backward
     norms = np.where((layout.recompute == 1) & program.recomputes_norms, layout.recomputing, 0.0)
     y = block.y_forward * (1 + again) + gathers * block.y_again + norms * block.norms_again + block.y_backward
-    # If weight gradients are deferred, they are computed after the collectives of their block, and cannot hide them.
+    # If weight gradients are deferred, they are computed after the collectives of their block, so they cannot hide
+    # these collectives.
     overlap = np.asarray(program.overlap_x, bool) & ~layout.split_backward
     hideable_x, hideable_y = block.hideable_x + gathers * block.x_again, block.hideable_y + gathers * block.y_again
     hidden_x = np.where(overlap, hidden(hideable_x, block.weight_gradients / 2, exposed), 0.0)
@@ -92,8 +93,8 @@ def _cp_of_softmax(work: Workload, machine: Machine, constants: Constants, block
     sending = gather_seconds((forwards + home) * pair, forwards + 1, group)
     passed = sending - hidden(sending, block.attention_forward * 2, constants.exposed)
     one = step.item_bytes * token / layout.cp
-    # If only the attention core is recomputed, its output is not exchanged again. The backward pass does not read the
-    # exchanged output.
+    # If only the attention core is recomputed, its output is not exchanged again, because the backward pass does not
+    # read the exchanged output.
     returns = 2 + np.where(layout.recompute == 2, layout.recomputing, 0.0)
     heads = forwards * (model.queries + 2 * model.keys) + returns * model.queries
     exchanged = gather_seconds(one * heads, forwards + returns, group)

@@ -187,7 +187,7 @@ def _in_head(memory: RankMemory, weights: GatheredWeights) -> list[Moment]:
     is_before = work.layout.forwards_first & (memory.flying >= work.micro_batches)
     saved = np.where(is_before, memory.fixed + memory.flying * memory.kept, begun)
     in_backward = weights.after_head + np.where(is_freed_after_use(work), item * tables.own_head, 0)
-    # The gradient of this micro-batch, unless the matmul adds it directly to the summed gradients.
+    # The head's gradient for this micro-batch, unless the matmul adds it directly to the summed gradients.
     gradient = np.where(work.program.fuses_accumulation, 0, item * tables.head)
     backward = block.head_kept + block.full + gradient
     return [

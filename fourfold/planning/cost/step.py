@@ -241,7 +241,7 @@ def _ends(work: Workload, machine: Machine, constants: Constants, block: BlockTi
     table = work.model.padded_vocab_size * work.model.hidden_size * _seconds_for_a_weight(work, machine, constants)
     z_head = exposed_z(work, constants, traffic.table, block.head)
     shared = np.asarray(work.model.tie_word_embeddings, bool) & (work.layout.pp == 1)
-    # No computation hides the embedding's gather.
+    # No computation hides the gather of the embedding's weight.
     z_embedding = np.where(shared, 0.0, traffic.table)
     head = block.head + table + block.head_x + block.head_y + z_head
     return _Ends(head, block.embedding + table + z_embedding, table, z_head, z_embedding)

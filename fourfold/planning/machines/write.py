@@ -66,7 +66,7 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
         "achieved": best,
         "achieved_fp8": max(best, base.achieved_fp8 if measured["device"] != "cpu" else best),
         # On a CPU, all matmuls were measured in float32. On a GPU, only NN matmuls (no transposed operand) were
-        # measured in float32, so scale their rate to the best memory layout.
+        # measured in float32, so scale the measured rate to the best memory layout.
         "achieved_fp32": best if measured["device"] == "cpu" else measured["fp32_matmul"] * best / reached["NN"],
         **{kind.lower(): rate / best for kind, rate in reached.items()},
         "attention": measured["attention"],
