@@ -62,8 +62,7 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
     is_copied = exchanged | copies_heads(work)
     is_apart = (gathers | is_copied) & ~model.has_latents
-    # With an output gate, the kernel's output counts. If this output was copied or exchanged, the new tensor counts
-    # too.
+    # With an output gate, the kernel's output counts. If that output was copied or exchanged, the copy counts too.
     outputs = np.where(model.output_gate, 1 + is_copied, is_apart)
     core = core + np.where(model.linear == 1, 0, outputs) * p.queries
     # With a parallel residual, the norms of attention and MLP read the same tensor, so it counts once.
