@@ -59,7 +59,7 @@ def stack(cases: Sequence[SomeArrayFields]) -> SomeArrayFields:
     All other fields come from the first case.
     """
     columns: dict[str, Any] = {}
-    types = get_type_hints(type(cases[0]))  # A field's own ``type`` may be a string.
+    types = get_type_hints(type(cases[0]))  # ``field.type`` may be a string, so use the resolved type hints.
     for field in fields(cases[0]):
         values = [getattr(case, field.name) for case in cases]
         if isinstance(values[0], ArrayFields):

@@ -1,4 +1,4 @@
-"""Convert a run file to a workload."""
+"""Convert a run file to a workload (``workload.Workload``), the planner's description of one training step."""
 
 from fourfold.config.layout import CHUNK_LOGITS, context_method
 from fourfold.config.model import ModelConfig

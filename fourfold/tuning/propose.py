@@ -103,8 +103,8 @@ def posterior_of(candidates: Candidates, timed: Sequence[Trial]) -> Posterior:
 
 
 def noise_between_runs(timed: Sequence[Trial]) -> float:
-    """Return the standard deviation of the logarithm of the step time between equal runs, estimated from repeated
-    trials with ``NOISE`` as prior."""
+    """Estimate the standard deviation of the logarithm of the step time between equal runs, from repeated trials and
+    from the prior ``NOISE``."""
     logs: dict[int, list[float]] = {}
     for trial in timed:
         assert trial.result.seconds is not None
@@ -115,8 +115,8 @@ def noise_between_runs(timed: Sequence[Trial]) -> float:
 
 
 def incumbent(belief: Posterior, timed: Sequence[Trial]) -> int:
-    """Return the index of the layout with the lowest expected step time among the layouts with a finished trial. If no
-    trial has finished, consider all layouts in ``timed``."""
+    """Return the index of the layout with the lowest expected step time among the layouts with a finished trial (with
+    the outcome "done"). If no trial has finished, consider all layouts in ``timed``."""
     done = [trial for trial in timed if trial.result.outcome == "done"] or timed
     indices = sorted({trial.index for trial in done})
     return indices[int(np.argmin(belief.mean[indices]))]
@@ -161,7 +161,7 @@ def chance_of_better(belief: Posterior, bound: np.ndarray, best: int, seed: int 
     Args:
         belief: The joint distribution of the step times of all layouts.
         bound: The lower bound on each layout's step time [n]. Only the ``DRAWN`` layouts with the lowest bounds are
-            considered, and no layout with an infinite bound.
+            considered. Layouts with an infinite bound are ignored.
         best: Index of the best layout.
         seed: Seed of the random draws.
     """

@@ -72,11 +72,11 @@ class Subject:
         return self.candidates.machine
 
     def prediction(self, index: int) -> Prediction:
-        """Return the planner's prediction for a candidate."""
+        """Return the planner's prediction for the candidate at ``index``."""
         return predict(self.candidates.point(index), self.machine, self.constants)
 
     def run(self, index: int) -> RunConfig:
-        """Return the run with a candidate's layout."""
+        """Return the run file's run with the layout of the candidate at ``index``."""
         return planned_run(self.request, self.prediction(index))
 
     def fingerprint(self) -> dict[str, str]:
@@ -208,7 +208,7 @@ class Search:
 
 
 def best_of(candidates: Candidates, trials: Sequence[Trial]) -> int | None:
-    """Return the index of the layout with the lowest expected step time among the layouts with a finished trial, or
-    None if there is none."""
+    """Return the index of the layout with the lowest expected step time among the layouts with a finished trial. Return
+    None if no trial has finished."""
     done = [trial for trial in trials if trial.result.outcome == "done"]
     return incumbent(posterior_of(candidates, done), done) if done else None

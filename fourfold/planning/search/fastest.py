@@ -52,8 +52,8 @@ RANKED = 400
 """The search is certain to find this many of the fastest layouts. Layouts below this rank may be missing, if they need
 several batch parts to be fast."""
 LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "ep", "launch")
-"""Parts of a step that can get shorter if batch parts hide communication over x and y. (The bubble can get shorter
-too.)"""
+"""Parts of a step that make up the time of the layers. Batch parts can save at most the fraction of this time that x
+and y take. (They can shorten the pipeline's bubble by the same fraction.)"""
 COPIES = 0.95
 """If each batch part has one sequence, tokens need not be copied before and after collectives. Without these copies, a
 step still takes at least this fraction of its time."""
