@@ -111,7 +111,8 @@ def begin_of_line(begin: float) -> str:
 
 
 def chosen(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[str, Part]:
-    """Return the parts that the user has named with --only, in this order. Without --only, return all parts."""
+    """Return the parts that the user has named with --only, in the order of these names. Without --only, return all
+    parts."""
     every = parts(arguments, environment)
     unknown = [name for name in arguments.only or [] if name not in every]
     if unknown:

@@ -28,8 +28,9 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class AllReduceTimes:
-    """The result of the test. ``seconds`` is the shortest time of a large all-reduce of ``size`` bytes. ``latency`` is
-    the shortest time of an all-reduce of one element, in seconds. ``wrong`` has the ranks with wrong sums."""
+    """The result of the all-reduce test. ``seconds`` is the shortest time of a large all-reduce of ``size`` bytes.
+    ``latency`` is the shortest time of an all-reduce of one element, in seconds. ``wrong`` has the ranks with wrong
+    sums."""
 
     backend: str
     world_size: int

@@ -17,7 +17,7 @@ CHECKPOINT_BANDWIDTH = 1e9
 @dataclass(frozen=True)
 class Costs:
     """The cost of training on a number of tokens. If ``goodput`` is known, days and GPU-hours include the time that
-    failures and checkpoints take. A field is None if the machine file lacks the value that it is computed from."""
+    failures and checkpoints take. A field is None if the machine file lacks a value that the field is computed from."""
 
     tokens: float
     days: float

@@ -68,7 +68,7 @@ class Program(ArrayFields):
     """Number of all-gathers that collect a block's weights. It is above 1 if a framework gathers the weights of each
     module separately (DeepSpeed)."""
     prefetch: Number = 1
-    """Number of blocks whose weights are all-gathered before they are needed."""
+    """Number of blocks whose weights are all-gathered in advance, while an earlier block computes."""
     shards_per_node: Number = 1
     """Number of ranks per node in a shard group (ranks that shard the same weights). If this is above 1, the group's
     collectives run in two levels: inside each node and across nodes."""
@@ -110,7 +110,7 @@ class Program(ArrayFields):
     """Whether PyTorch's allocator uses expandable segments. Without them, the allocator cannot release segments that
     are partly in use."""
     count_runtime: Flag = True
-    """Whether predicted memory includes the driver and the communication library."""
+    """Whether predicted memory includes the memory of the driver and of the communication library."""
     count_cached: Flag = True
     """Whether predicted memory includes unused memory that the allocator holds."""
 

@@ -104,6 +104,11 @@ def search_candidates(
     """Return at most ``MOST`` legal layouts within the limits that may fit into memory, fastest prediction first.
 
     Args:
+        base: The model and its step.
+        machine: The machine that the trials run on.
+        constants: The planner's constants for the machine.
+        gpus: Number of devices of a trial.
+        limits: Limits on the layouts.
         on_gpu: Whether trials run on GPUs. If they run on a CPU, layouts that might not fit are returned too, process
             groups are assumed to take no memory, and ``Candidates.doubt`` is larger.
 

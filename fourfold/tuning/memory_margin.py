@@ -21,8 +21,8 @@ RARELY, FAR_OFF = 0.02, 8
 """With the probability ``RARELY``, the planner's memory prediction is far off, and the standard deviation of its error
 is ``FAR_OFF`` times as large."""
 NEVER = 1e-9
-"""Lower bound on the probability of a trial's outcome. This bound limits what the model learns from a trial that seems
-to have run out of memory, but failed for another reason."""
+"""Lower bound on the probability of a trial's outcome. This bound limits the effect of a single outcome, for example of
+a trial that seems to have run out of memory but failed for another reason."""
 
 MORE_IS_MORE = ("micro_batch_size", "recompute_every")
 """Knobs for which a larger value needs more memory."""

@@ -31,7 +31,7 @@ class MeasuredRates:
     gpus_per_node: int
     nodes: int
     memory: float
-    """Bytes of the GPU's memory. On a CPU, bytes of the host's memory divided by the number of its processes."""
+    """Bytes of the GPU's memory. On a CPU, bytes of the host's memory divided by the job's processes on this host."""
     units: int
     """Number of the GPU's multiprocessors. 1 on a CPU."""
     matmuls: dict[str, dict[str, float]] = field(default_factory=dict)

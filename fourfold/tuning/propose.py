@@ -1,5 +1,5 @@
-"""Propose the next trial of a search. Of the layouts that probably fit into memory, try the one with the lowest lower
-bound on its step time.
+"""Propose the next trial of a search. Of the layouts that probably fit into memory, try the layout with the lowest
+lower bound on its step time.
 
 The first trial follows the planner's predictions. After each trial, ``residual`` corrects the predicted times, and
 ``memory_margin`` corrects the predicted memory. If no new layout is likely to be better, layouts that are within noise
@@ -39,7 +39,8 @@ with the lowest lower bounds."""
 
 @dataclass(frozen=True)
 class Proposal:
-    """The layout to try next. If ``index`` is None, the search ends. ``why`` gives the reason in words."""
+    """The layout to try next, or the end of the search. ``index`` is the layout's index among the candidates, or None
+    if the search ends. ``why`` gives the reason in words."""
 
     index: int | None
     why: str
@@ -129,7 +130,7 @@ def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
 
     - It probably fits into memory.
     - No trial has run out of memory with a layout that is certain to need at most as much memory.
-    - None of its trials has failed, and it has had fewer than ``MOST_TRIALS_OF_ONE`` trials.
+    - All of its trials had the outcome "done", and it has had fewer than ``MOST_TRIALS_OF_ONE`` trials.
     - None of its knob values is known to crash.
     """
     may = p_out(candidates, trials) <= MOST_LIKELY_OUT

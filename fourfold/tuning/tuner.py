@@ -139,8 +139,8 @@ class Search:
         )
 
     def _take_up(self) -> None:
-        """Record the results of trials that finished while no search was running. All other unfinished trials will
-        start again."""
+        """Take over the trials without a result that a killed search has left. Record the results of those that have
+        finished in the meantime. All other trials will start again."""
         for number, index in self.ledger.unfinished():
             folder = self._folder_of(number)
             run = trial_run(self.subject.run(index), folder, self.settings.steps)
@@ -153,8 +153,8 @@ class Search:
                 self._interrupted.append((number, index))
 
     def _fill(self) -> Proposal | None:
-        """Start trials until all slots are taken, and return None. If nothing is left to start, return the reason as a
-        proposal without a layout."""
+        """Start trials until all slots are taken, and return None. If no further trial should start, return the reason
+        as a proposal without a layout."""
         while len(self._running) < self.settings.at_once:
             trials = self.ledger.trials()
             if len(trials) + len(self._running) >= self.settings.trials:

@@ -1,5 +1,5 @@
 """Define the columns of a table of measured training runs. Each line of the CSV file is one configuration with its
-measured step time or memory."""
+measured step time or memory. The *exchange* of a mixture-of-experts model sends tokens to their experts and back."""
 
 import difflib
 from collections.abc import Mapping

@@ -21,7 +21,7 @@ MIN_SWEEP, MIN_RANKED = 3, 8
 least ``MIN_RANKED`` rows."""
 
 KEYS: dict[str, Callable[[Row], str]] = {"source": lambda row: row.source, "machine": lambda row: row.machine.name}
-"""Functions that group rows by source or by machine, for ``predict_left_out``."""
+"""For each way to group rows, a function that returns the name of a row's group, for ``predict_left_out``."""
 
 Statistics = dict[str, float | int | None]
 """Counts, errors, and correlations, by name. An error or a correlation is None if there are no rows to compute it
@@ -73,7 +73,9 @@ def predict_rows(rows: Sequence[Row], calibration: Calibration, prefer_own: bool
     """Predict the step time and memory of every row.
 
     Args:
-        prefer_own: Whether constants in a machine's file take precedence over the calibration.
+        rows: Measured rows.
+        calibration: The constants to predict with.
+        prefer_own: Whether the constants in a machine's file, if it has any, replace the constants in ``calibration``.
     """
     if not rows:
         return []
@@ -155,7 +157,7 @@ def _errors_by_source(scored: Sequence[Scored]) -> dict[str, Any]:
 
 
 def errors_of(scored: Sequence[Scored]) -> Statistics:
-    """Return the errors of the rows' step times, by name. Every row must have a step time.
+    """Return statistics of the errors of predicted step times, by name. Every row must have a measured step time.
 
     The entries are the number of rows, three statistics of the absolute relative errors (median, mean, and maximum),
     the mean signed error (bias), and the fraction of rows inside the 90 % interval.
@@ -177,7 +179,7 @@ def errors_of(scored: Sequence[Scored]) -> Statistics:
 
 
 def sweeps_in(scored: Sequence[Scored]) -> list[list[Scored]]:
-    """Group rows into sweeps. The rows of a sweep differ only in layout."""
+    """Group rows into sweeps. The rows of one sweep differ only in layout."""
     sweeps: dict[tuple[str, ...], list[Scored]] = {}
     for s in scored:
         sweeps.setdefault(s.row.sweep, []).append(s)

@@ -15,8 +15,9 @@ from fourfold.planning.workload import RECOMPUTE, SCHEDULES
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A layout that differs from the best layout by one ``change``. ``slower`` says how much longer its step takes, as
-    a fraction of the best layout's step. If the layout is refused, ``slower`` is None and ``reason`` says why."""
+    """A layout that differs from the best layout by one ``change``. ``slower`` says how much longer its step takes than
+    the best layout's step, as a fraction of the best layout's step. If the neighbor is refused, ``slower`` is None and
+    ``reason`` says why."""
 
     change: str
     slower: float | None

@@ -125,6 +125,11 @@ def search(
     """Evaluate all layouts of ``base`` on ``gpus`` GPUs.
 
     Args:
+        base: The model and its step.
+        machine: The machine.
+        constants: The planner's constants for the machine.
+        gpus: Number of GPUs.
+        limits: Limits of the search.
         watch: Called during the first round, with the number of evaluated layouts and the number of legal layouts.
 
     Raises:
@@ -176,7 +181,7 @@ def score(
     Args:
         work: The points.
         machine: The machine.
-        constants: The machine's constants.
+        constants: The planner's constants for the machine.
         reason: Why each point is illegal (``space.rejections``), [n]. 0 if it is legal.
         watch: Called with the number of evaluated points and the number of legal points.
     """
@@ -226,7 +231,7 @@ def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np
 def _candidates(work: Workload, scores: SearchScores) -> np.ndarray:
     """Return the indices of points that could be among the ``RANKED`` fastest if they had more batch parts.
 
-    They include points that do not fit, because more batch parts can reduce memory.
+    The result includes points that do not fit, because more batch parts can reduce memory.
     """
     may_fit = (scores.reason == 0) | ((scores.reason == OUT_OF_MEMORY) & (scores.p_oom < HOPELESS))
     limit = np.inf

@@ -114,7 +114,7 @@ def choices_of(base: Workload, grids: dict[str, np.ndarray], limits: SearchLimit
 
 
 def with_recomputes(choices: Workload, limits: SearchLimits) -> Workload:
-    """Return each layout with each recompute choice of the limits."""
+    """Return all combinations of a layout in ``choices`` and a recompute choice of the limits."""
     columns = {name: column for name, column in vars(choices.layout).items() if isinstance(column, np.ndarray)}
     modes, everies, offloads = zip(*limits.recomputes, strict=True)
     columns = _crossed(columns, {"recompute": modes, "recompute_every": everies, "offload": offloads})
