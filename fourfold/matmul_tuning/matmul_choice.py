@@ -80,8 +80,8 @@ def tune_matmuls(run: RunConfig, again: bool) -> dict[str, Any]:
     """Return a record of the tuned layouts of all matmuls of one rank. First measure the matmuls that are not in this
     machine's table.
 
-    On a CPU, a rank uses the number of threads that ``fourfold train`` gives it on this machine: OMP_NUM_THREADS, or
-    its share of the cores.
+    On a CPU, the rank uses as many threads as ``fourfold train`` gives a rank on this machine: OMP_NUM_THREADS, or the
+    number of cores divided by the number of ranks.
 
     Args:
         run: The run.
@@ -102,7 +102,7 @@ def tune_matmuls(run: RunConfig, again: bool) -> dict[str, Any]:
 
 
 def layer_records(names: Mapping[str, MatmulSizes], layers: Mapping[MatmulSizes, TunedLayer]) -> list[dict[str, Any]]:
-    """Return one record per matmul size, with the names of the layers that have this size."""
+    """Return one record per matmul size, with its layouts and gains, and with the names of the layers of this size."""
     records: list[dict[str, Any]] = []
     for sizes, tuned in layers.items():
         record = {"layers": [name for name, own in names.items() if own == sizes], **sizes._asdict()}

@@ -103,8 +103,8 @@ def table_file(machine: str) -> Path:
 
 
 def read_table(machine: str) -> MatmulTable:
-    """Return a machine's table. It is empty if there is no file. Raise ``UserError`` if the file is damaged, cannot be
-    read, or belongs to another machine."""
+    """Return a machine's table. The table is empty if there is no file. Raise ``UserError`` if the file is damaged,
+    cannot be read, or belongs to another machine."""
     file = table_file(machine)
     try:
         text = file.read_bytes()
@@ -124,7 +124,8 @@ def read_table(machine: str) -> MatmulTable:
 
 
 def write_table(table: MatmulTable) -> Path:
-    """Write a table to its machine's file, and return the path. Raise ``UserError`` if it cannot be written."""
+    """Write a table to its machine's file, and return the file's path. Raise ``UserError`` if the file cannot be
+    written."""
     file = table_file(table.machine)
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,7 @@ COPIES_TO_TRY = {
         Copies(right="turned and padded"), Copies(left="padded", right="padded"),
     ),
 }  # fmt: skip
-"""For each matmul, the ways to copy its operands that are tried. The first way copies nothing."""
+"""For each matmul, the ways to copy its operands that ``tune_layer`` tries. The first way copies nothing."""
 
 K = TypeVar("K", bound=Hashable)
 

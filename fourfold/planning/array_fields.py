@@ -19,8 +19,8 @@ class ArrayFields:
     names, are the same for all cases."""
 
     def map_arrays(self, change: Callable[[np.ndarray], np.ndarray]) -> Self:
-        """Return a copy with ``change`` applied to every array, also in nested ``ArrayFields``. All other values stay
-        the same."""
+        """Return a copy with ``change`` applied to every array, also in nested ``ArrayFields``. All other values are
+        copied without a change."""
         changed: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, ArrayFields):
@@ -35,7 +35,7 @@ class ArrayFields:
 
     def followed_by(self, more: Self) -> Self:
         """Return a copy in which the cases of ``more`` follow the cases of ``self``. Values that are not arrays come
-        from ``self``, so they must be the same in both."""
+        from ``self``, so these values must be equal in ``self`` and ``more``."""
         joined: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, ArrayFields):

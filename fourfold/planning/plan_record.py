@@ -40,7 +40,7 @@ class PlanRecord:
     theirs: Prediction | None
     """The best layout in the other program. None if the request has no run of another program, or if no layout fits."""
     own_refused: str
-    """Reason why the run file's layout is illegal. Empty if it is legal, or without a run file."""
+    """Reason why the run file's layout is illegal. Empty if this layout is legal, or if there is no run file."""
     explanation: dict[str, Any] | None
     costs: Costs | None
     extrapolation: list[str]

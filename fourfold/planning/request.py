@@ -39,8 +39,7 @@ class Request:
     """The model and its step, on a grid of one process."""
     gpus: int
     own: Workload | None
-    """The workload of the run file's layout, or of the other program's run. None without a run file and without
-    ``other``."""
+    """The workload with the user's own layout, from the run file or from ``other``. None if both are None."""
     run: RunConfig | None
     """The run file. None if the request names a model or the run of another program instead."""
     precision: str | None

@@ -80,8 +80,8 @@ def scaling_curve(
         machine: The machine to plan for.
         constants: The planner's constants for the machine.
         sizes: GPU counts to plan for.
-        weak: Whether the batch grows with the number of GPUs (weak scaling). Otherwise it stays the same (strong
-            scaling).
+        weak: Whether the batch grows with the number of GPUs (weak scaling). Otherwise all numbers of GPUs have the
+            same batch (strong scaling).
         limits: Limits of the search.
         watch: Called before each plan with the number of finished plans and the number of all plans.
 

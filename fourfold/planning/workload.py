@@ -73,8 +73,8 @@ class Layout(ArrayFields):
 
     @property
     def shards(self) -> Number:
-        """Return the number of shards of a tile, which is the part of a weight for one position of x and y. The number
-        is z, or z · dp · cp if ``zero`` also shards weights or optimizer states."""
+        """Return the number of shards that a tile is divided into. A tile is the part of a weight for one position of x
+        and y. The number is z, or z · dp · cp if ``zero`` also shards weights or optimizer states."""
         return self.z * np.where(self.zero > 0, self.dp * self.cp, 1)
 
     @property

@@ -1,4 +1,4 @@
-"""List the layouts that the tuner may try. For each of them, the planner predicts the step time and the memory."""
+"""List the layouts that the tuner may try. For each layout, the planner predicts the step time and the memory."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -3,7 +3,7 @@ lower bound on its step time.
 
 The first trial follows the planner's predictions. After each trial, ``residual`` corrects the predicted times, and
 ``memory_margin`` corrects the predicted memory. If no new layout is likely to be better, layouts that are within noise
-of the best one are tried again.
+of the best layout are tried again.
 """
 
 import math

@@ -139,8 +139,8 @@ class Search:
         )
 
     def _take_up(self) -> None:
-        """Take over the trials without a result that a killed search has left. Record the results of those that have
-        finished in the meantime. All other trials will start again."""
+        """Take over the trials without a result that a killed search has left. If such a trial has finished in the
+        meantime, record its result. Otherwise the trial will start again."""
         for number, index in self.ledger.unfinished():
             folder = self._folder_of(number)
             run = trial_run(self.subject.run(index), folder, self.settings.steps)

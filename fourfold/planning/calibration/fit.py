@@ -28,8 +28,8 @@ the prior is 0."""
 NOISE_BETWEEN = 0.1
 """Noise of the first fit: standard deviation of log(measured / predicted) for step times of all sources."""
 NOISE_WITHIN = 0.03
-"""Noise of the second fit: standard deviation of log(measured / predicted) for step times of one source. It covers the
-variation between runs, and effects that the cost model omits."""
+"""Noise of the second fit: standard deviation of log(measured / predicted) for step times of one source. This noise
+covers the variation between runs, and effects that the cost model omits."""
 HUBER = 1.5
 """Residuals above this number of standard deviations of the noise are penalized linearly instead of quadratically."""
 ITERATIONS = 25

@@ -38,7 +38,7 @@ def kind_of_extrapolation(machine: Machine) -> str | None:
     """Return "known machine" if the calibration that comes with fourfold is fitted to rows of this machine, and "new
     machine" otherwise.
 
-    Return None if the machine's file has its own fitted constants, because they replace this calibration.
+    Return None if the machine's file has its own fitted constants, because these replace fourfold's calibration.
     """
     if is_calibrated(machine):
         return None
@@ -116,8 +116,8 @@ def range_features(work: Workload) -> dict[str, float]:
 
 
 def outside_calibrated_range(machine: Machine, work: Workload) -> list[str]:
-    """Return a text for each feature of ``work`` that is outside the calibrated range of the machine's constants. The
-    text names the feature, its value, and the range."""
+    """Return one text for each feature of ``work`` that is outside the calibrated range of the machine's constants.
+    Each text names the feature, its value, and the range."""
     values = range_features(work)
     return [
         f"{name} {values[name]:,.0f} (calibrated from {low:,.0f} to {high:,.0f})"

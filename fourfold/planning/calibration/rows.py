@@ -255,7 +255,7 @@ def _shares_optimizer(measured: MeasuredRow) -> bool:
 
 
 def _program(measured: MeasuredRow) -> dict[str, Any]:
-    """Return the framework's flags. The row's columns override some of them."""
+    """Return the framework's flags. The row's columns override some of the flags."""
     traits = PROGRAMS[measured.program]
     fsdp = measured.sharding in ("fsdp", "hsdp")
     parallel_sequence = traits.seq_parallel if measured.seq_parallel is None else measured.seq_parallel

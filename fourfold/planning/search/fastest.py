@@ -2,7 +2,7 @@
 
 The number of batch parts (``overlap.batch_parts``, the parts of a micro-batch that take turns) is the exception. Batch
 parts only hide communication over the tensor axes x and y, so the step time without this communication is a lower bound
-for any number of parts. The search tries several parts only for layouts whose bound could make them one of the fastest.
+for any number of parts. The search tries several parts only for layouts that could be among the fastest by this bound.
 """
 
 from __future__ import annotations
