@@ -1,5 +1,5 @@
-"""Read tables of measured runs, and turn each row (one run) into a workload for the planner. ``columns`` defines the
-columns of the tables.
+"""Read tables of measured runs, and turn each row into a workload for the planner. A row is one run. ``columns``
+defines the columns of the tables.
 
 A row with a mistake raises an error. If the planner cannot predict a correct row, the row is skipped, and the reason is
 reported.
