@@ -28,7 +28,7 @@ class Costs:
     checkpoint_seconds: float
     """Seconds to write one checkpoint."""
     checkpoint_interval_seconds: float | None
-    """Seconds between checkpoints that lose the least time."""
+    """The interval between checkpoints that loses the least time, in seconds."""
     mtbf_hours: float | None
     """Mean time between failures of the job, in hours."""
     goodput: float | None
