@@ -19,14 +19,15 @@ Other = TypeVar("Other")
 
 @dataclass(frozen=True)
 class MicroBatch(Generic[Array]):
-    """The input of one forward pass. Fields are int64 [B, S] unless their own description says otherwise.
+    """The input of one forward pass: B sequences of S tokens. Fields are int64 [B, S] unless they say otherwise.
 
     The loader fills the fields with NumPy arrays. The training loop turns them into tensors.
     """
 
     tokens: Array
     labels: Array | None = None
-    """Targets: the next token, or IGNORE_INDEX if the loss leaves it out. Without labels the model returns logits."""
+    """Targets: the next token, or IGNORE_INDEX if the loss skips it. If this field is None, the model returns logits
+    instead of the loss."""
     positions: Array | None = None
     """Position of each token in its document. None means that positions are relative to the start of the sequence."""
     document_ends: Array | None = None
@@ -45,7 +46,7 @@ class MicroBatch(Generic[Array]):
     """The label of each token in `next_tokens` [B, S, D], or IGNORE_INDEX if there is no such token."""
 
     def map(self, function: Callable[[Array], Other]) -> "MicroBatch[Other]":
-        """Apply `function` to every field that is not None."""
+        """Return a micro-batch whose fields are the results of `function`. Fields that are None stay None."""
         given: dict[str, Array] = {name: field for name, field in vars(self).items() if field is not None}
         return MicroBatch(**{name: function(field) for name, field in given.items()})
 
@@ -138,7 +139,7 @@ def shifted(values: NDArray[np.int64], documents: NDArray[np.int64], depths: int
         depths: Number of tokens to look ahead.
 
     Returns:
-        The values [B, S, depths], with IGNORE_INDEX after the end of the token's document.
+        The values [B, S, depths], with IGNORE_INDEX after the end of the token's document or sequence.
     """
     found = np.full((*values.shape, depths), IGNORE_INDEX)
     for depth in range(1, depths + 1):
@@ -148,7 +149,11 @@ def shifted(values: NDArray[np.int64], documents: NDArray[np.int64], depths: int
 
 
 def document_ends(documents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return `MicroBatch.document_ends` [B, E] from the index of each token's document [B, S]."""
+    """Return the index after each document's last token, as `MicroBatch.document_ends` describes [B, E].
+
+    Args:
+        documents: Index of each token's document [B, S].
+    """
     rows, length = documents.shape
     is_last = np.ones_like(documents, dtype=bool)
     is_last[:, :-1] = documents[:, 1:] != documents[:, :-1]

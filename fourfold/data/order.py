@@ -20,11 +20,11 @@ def hash64(values: ArrayLike, seed: int) -> NDArray[np.uint64]:
 
 
 def falls_within(numbers: NDArray[np.int64], share: float, seed: int) -> NDArray[np.bool_]:
-    """Return whether each document is in a seeded random share of all documents.
+    """Choose documents at random. Return True for each chosen document.
 
     Args:
         numbers: Indices of the documents.
-        share: The share, in [0, 1).
+        share: Probability that a document is chosen, in [0, 1).
         seed: Seed of the choice.
     """
     return hash64(numbers, seed) < np.uint64(share * 2.0**64)
@@ -59,7 +59,7 @@ def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLik
 
 
 def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
-    """Apply a keyed bijection on [0, 2**bits). It xors each half of the bits in turn with a hash of the other half."""
+    """Apply a keyed bijection on [0, 2**bits): in turn, xor each half of the bits with a hash of the other half."""
     low_bits, high_bits = np.uint64(bits // 2), np.uint64(bits - bits // 2)
     low_mask, high_mask = (np.uint64((1 << int(half)) - 1) for half in (low_bits, high_bits))
     low, high = values & low_mask, values >> low_bits

@@ -1,5 +1,5 @@
-"""Tokenize the input in parallel. Each process turns one shard (a few files, or a part of a large file) into a small
-corpus, and then the small corpora are merged."""
+"""Tokenize the input in parallel. The input is cut into shards: a shard is a few files, or a part of a large file. Each
+process turns one shard after another into small corpora, and then the small corpora are merged."""
 
 import hashlib
 import json
@@ -45,8 +45,8 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of the input that one process tokenizes: file ranges in input order, and the settings that determine their
-    tokens."""
+    """A part of the input that one process tokenizes: file ranges in input order, and the settings that determine how
+    the text becomes tokens."""
 
     pieces: tuple[FileRange, ...]
     text_key: str
@@ -57,12 +57,12 @@ class Shard:
 
     @property
     def bytes(self) -> int:
-        """Return the size of the input on disk, in bytes."""
+        """Return the number of input bytes of the shard."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     @property
     def key(self) -> str:
-        """Return the name under which the result is stored.
+        """Return the file name, without suffix, of the shard's tokenized corpus.
 
         Two shards have the same name only if they have the same tokenizer, the same text key, and the same ranges of
         the same files. Files are the same if path, size, and modification time are equal.
@@ -135,7 +135,7 @@ def tokenize_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
 
     Args:
         shards: The shards.
-        folder: Folder of the results.
+        folder: Folder for the tokenized corpora of the shards.
         workers: Maximum number of processes. With 1, this process does all the work.
 
     Raises:
@@ -176,7 +176,7 @@ def _start_worker() -> None:
 
 
 def is_done(shard: Shard, folder: Path) -> bool:
-    """Return whether `tokenize` has completed this shard in `folder`."""
+    """Return whether `folder` has the complete result of `tokenize` for this shard."""
     return _mark(shard, folder).is_file()
 
 
@@ -188,7 +188,7 @@ def open_result(shard: Shard, folder: Path) -> tuple[IndexedDataset, NDArray[np.
 def merge(
     shards: Sequence[Shard], folder: Path, vocab_size: int, validation_fraction: float, seed: int
 ) -> dict[str, CorpusSplit]:
-    """Merge the completed shards in `folder` into one corpus in the same folder, or into two if documents are held out.
+    """Merge the tokenized shards in `folder` into one corpus in this folder, or into two if documents are held out.
 
     The index of a document in the input and `seed` determine whether it is held out.
 
@@ -221,7 +221,7 @@ def merge(
 
 
 def _runs(values: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Yield the range [begin, end) of each run of equal values."""
+    """Yield the index range [begin, end) of each run of equal values."""
     borders = np.flatnonzero(np.diff(values)) + 1
     edges = [0, *borders.tolist(), len(values)] if len(values) else []
     yield from pairwise(edges)
