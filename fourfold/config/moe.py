@@ -19,5 +19,5 @@ class MoEConfig(Strict):
     z_loss: float = Field(0.0, ge=0)
     """Coefficient of the router's z-loss, logsumexp(logits)², per token. The z-loss keeps router logits small."""
     bias_update_rate: float = Field(0.0, ge=0)
-    """With model.router_bias, each step changes each expert's bias by this amount: up if the expert gets too few
-    tokens, and down if it gets too many."""
+    """With model.router_bias, each step changes each expert's bias by this amount: up if the expert got fewer tokens
+    than the mean of all experts, and down if it got more."""

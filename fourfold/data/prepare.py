@@ -195,7 +195,7 @@ def _check_tokens(tokenizer: str | Path | None, train_vocab: int | None, canarie
 
 
 def collect_notes(inputs: list[str], tokenizer: Tokenizer | None) -> list[str]:
-    """Return notes for the user about skipped files, and about documents that lack the usual beginning-of-text token."""
+    """Return notes for the user about skipped files, and about documents without the usual beginning-of-text token."""
     notes = []
     for why, paths in list_left_out(inputs).items():
         more = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
