@@ -76,9 +76,9 @@ class DPOConfig(Strict):
 
 
 class AuditConfig(Strict):
-    """Audits during training. They measure how well the model reproduces canaries, documents that were planted in the
-    training data ([memorization.md](memorization.md#canaries)). The results are written to memorization.jsonl. To audit
-    a saved checkpoint, use `fourfold audit`."""
+    """Audits during training. They measure how well the model reproduces canaries. Canaries are documents that were
+    planted in the training data ([memorization.md](memorization.md#canaries)). The results are written to
+    memorization.jsonl. To audit a saved checkpoint, use `fourfold audit`."""
 
     interval: int = Field(0, ge=0)
     """Number of steps between audits. If it is above 0, the audit also runs after the last step. 0 disables audits."""

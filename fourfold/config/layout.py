@@ -83,7 +83,7 @@ def check_layout(run: RunConfig) -> None:
 
 
 def _check_predictions(run: RunConfig) -> None:
-    """Raise ``UserError`` if prediction layers do not work with the run's other settings."""
+    """Raise ``UserError`` if layers for multi-token prediction do not work with the run's other settings."""
     is_tied, seq_length = run.model.tie_word_embeddings, run.training.seq_length
     refused = {
         f"lora.rank = {run.lora.rank}": run.lora.rank > 0,

@@ -155,8 +155,8 @@ class Sizes:
 
     @cached_property
     def splits_queries(self) -> Number:
-        """Return whether each y rank computes attention for a part of the queries. This is the fallback if neither the
-        heads nor the sequences can be divided equally."""
+        """Return whether each rank of y computes attention for a part of the queries. The ranks of y do this if they
+        can divide neither the heads nor the sequences equally."""
         return (self.heads % (self.x * self.y) != 0) & (self.sequences_per_part % self.y != 0)
 
     @property

@@ -43,8 +43,8 @@ class GoldfishConfig(Strict):
 
 
 class MasksConfig(Strict):
-    """Masks on the loss. The loss includes a token only if every mask keeps it. The first token of a document is never
-    in the loss, because the model has nothing to predict it from."""
+    """Masks that leave tokens out of the loss. The loss includes a token only if every mask keeps it. The first token
+    of a document is never in the loss, because the model has nothing to predict it from."""
 
     goldfish: GoldfishConfig = GoldfishConfig()
     """The goldfish loss against memorization, described below."""

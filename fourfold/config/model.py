@@ -1,4 +1,4 @@
-"""The section [model] of the run file, which describes a decoder with Hugging Face's key names."""
+"""The section [model] of the run file. It describes a decoder. The keys have the same names as in Hugging Face."""
 
 import math
 from typing import Any, Self
@@ -137,7 +137,7 @@ class ModelConfig(ModelKeys):
 
     @property
     def rotary_dim(self) -> int:
-        """Return how many channels of a head rotary embeddings rotate."""
+        """Return the number of channels that rotary embeddings rotate in each head."""
         return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
 
     @property

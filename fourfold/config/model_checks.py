@@ -52,7 +52,7 @@ def check_latents(keys: ModelKeys) -> None:
 
 
 def check_linear_attention(keys: ModelKeys) -> None:
-    """Check the sizes of linear attention. Without a linear_attention layer, they must be unset."""
+    """Check the sizes of linear attention. Without a linear_attention layer, the sizes must be unset."""
     is_used = "linear_attention" in keys.layer_types
     sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
     for key in (f"linear_{size}" for size in sizes):

@@ -71,7 +71,8 @@ class ModelKeys(Strict):
     rope_scaling: RopeScaling | None = Field(None, examples=[{"rope_type": "linear", "factor": 2.0}])
     """Scale the rotary frequencies for longer contexts (see below). Default: no scaling."""
     sliding_window: int = Field(0, ge=0)
-    """Number of tokens that a query in a sliding_attention layer attends to, including itself. 0 turns windows off."""
+    """Number of tokens that a query in a sliding_attention layer attends to, including its own token. 0 turns windows
+    off."""
     layer_types: list[LayerType] = Field([])
     """Attention type of each layer. If the list has fewer entries than the model has layers, it repeats.
     `sliding_attention` layers use sliding_window. `linear_attention` layers are Gated DeltaNets (Qwen3-Next). If the

@@ -10,9 +10,10 @@ class MoEConfig(Strict):
     themselves."""
 
     capacity_factor: float = Field(0.0, ge=0)
-    """Limit on the tokens of a sequence that an expert takes in training, as a multiple of the expert's equal share
-    (tokens of the sequence · num_experts_per_tok / num_experts). When the limit is reached, all later tokens of
-    the sequence skip the expert. 0 (default) sets no limit. Validation, audits, and exported models have no limit."""
+    """Limit on how many tokens of a sequence an expert takes in training. The limit is this factor times the expert's
+    equal share: tokens of the sequence · num_experts_per_tok / num_experts. When the limit is reached, all later
+    tokens of the sequence skip the expert. 0 (default) sets no limit. Validation, audits, and exported models have no
+    limit."""
     load_balancing_loss: float = Field(0.0, ge=0)
     """Coefficient of the [load-balancing loss](moe.md#load-balancing-loss). This loss is larger if the tokens are
     spread unevenly over the experts. Raise the coefficient if a few experts get most tokens."""

@@ -79,7 +79,7 @@ class ParallelConfig(Strict):
         return self.pp * self.dp * self.cp * self.z * self.y * self.x
 
     def describe(self) -> str:
-        """Return text that describes the grid in one line, without axes of size 1."""
+        """Return one line of text that lists the sizes of the grid's axes, without axes of size 1."""
         sizes = [f"{axis} {size}" for axis in (*AXES, "ep") if (size := getattr(self, axis)) > 1]
         return " × ".join(sizes or ["one process"]) + (f", zero {self.zero}" if self.zero else "")
 
@@ -98,9 +98,9 @@ class OverlapConfig(Strict):
     gate_sum: bool = True
     """Sum the gate's output over y while the up projection is computed."""
     batch_parts: int = Field(1, ge=1)
-    """Number of parts of a micro-batch (default 1). While the collectives of one part run over x and y, another part
-    computes. More parts hide more communication, but each matmul gets smaller. The number must divide micro_batch_size
-    or the number of tokens of a sequence on one rank. Works with the same models as training.float8."""
+    """Split each micro-batch into this many parts (default 1). While the collectives of one part run over x and y,
+    another part computes. More parts hide more communication, but each matmul gets smaller. The number must divide
+    micro_batch_size or the number of tokens of a sequence on one rank. Works with the models that float8 works with."""
     weight_prefetch: int = Field(1, ge=0)
     """Number of layers whose weights are gathered ahead of time (default 1). Higher values hide more communication and
     use more memory. 0 gathers nothing ahead."""

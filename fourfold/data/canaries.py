@@ -66,7 +66,7 @@ class Canaries:
 
 
 def ledger_path(prefix: str | Path) -> Path:
-    """Return the path of a corpus's ledger of canaries."""
+    """Return the path of a corpus's ledger, the file that lists the canaries."""
     return Path(f"{prefix}-canaries.jsonl")
 
 
@@ -98,7 +98,8 @@ def copy_of(
 
 
 class CorpusPieces:
-    """A corpus cut into pieces. Some pieces become canaries, and canaries are planted between pieces.
+    """A corpus cut into pieces. Canaries are planted between pieces. By default, the canaries are pieces that are taken
+    out of the corpus.
 
     If at least `wanted` documents have `length` or more tokens of text, each document is a piece. Otherwise, each
     document is cut into passages, and each passage is a piece. A passage has `length` tokens (more in a huge corpus).
@@ -106,7 +107,7 @@ class CorpusPieces:
     whole.
 
     Args:
-        corpus: The corpus.
+        corpus: The corpus to cut.
         length: Number of tokens per canary.
         wanted: Number of pieces that will become canaries.
     """

@@ -26,7 +26,7 @@ _ALWAYS_USED = ("role", "content")
 
 
 class ChatTemplate:
-    """A transformers tokenizer with its own chat template, or with your template.
+    """Tokenizes conversations with a transformers tokenizer and a chat template: the tokenizer's own, or your file.
 
     The tokens are the same as transformers' `apply_chat_template` returns for the whole conversation.
 
@@ -245,7 +245,7 @@ class ChatTemplate:
         return (self._try_to_render([_user(_PROBE)], add_generation_prompt=True) or "").removeprefix(asked)
 
     def _find_tail(self, options: Mapping[str, Any]) -> str:
-        """Return the text that the template appends to every conversation with these options."""
+        """Return the text that the template, given these options, appends to every conversation."""
         if not options:
             return ""
         plain, full = self._try_to_render([_user(_PROBE)]), self._try_to_render([_user(_PROBE)], options)

@@ -60,7 +60,7 @@ def read_row(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Conv
         - `instruction` and `output`, with an optional `input` (Alpaca)
 
     Args:
-        row: The row.
+        row: The row's keys and values.
         ignored: Keys to drop.
 
     Returns:
@@ -99,7 +99,7 @@ def read_pair(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Con
         - `chosen` and `rejected` as lists of messages, with an optional `prompt` as a list
 
     Args:
-        row: The row.
+        row: The row's keys and values.
         ignored: Keys to drop.
 
     Returns:

@@ -39,8 +39,8 @@ class ConversationCorpus:
     """A prepared corpus of conversations. Subclasses cut it into samples of `seq_length` + 1 tokens.
 
     Args:
-        prefix: Path, without a suffix, of a corpus that `fourfold prepare --format` made. Each conversation is one
-            document. In a corpus of pairs, each answer with its prompt is one document.
+        prefix: Path, without a suffix, of a corpus from `fourfold prepare --format sft` or `--format preferences`. Each
+            conversation is one document. In a corpus of pairs, each answer with its prompt is one document.
         seq_length: Number of tokens of a sample that the model reads. The last token of a sample is only a target.
         seed: Seed of the order of samples.
         look_back: Number of padding tokens before each sample. Only masks read them.
@@ -190,8 +190,8 @@ class PreferencePairs(ConversationCorpus):
 
 
 def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArray[np.int64]]:
-    """Pack items into bins with the best-fit method: take the longest item first, and put each item into the fullest
-    bin that has space for it.
+    """Pack items into bins with the best-fit method: go from the longest item to the shortest, and put each item into
+    the fullest bin that has space for it.
 
     Args:
         lengths: Length of each item, at most `room`.

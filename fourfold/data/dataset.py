@@ -173,7 +173,7 @@ def windows_of(
         document_starts: For each row, the indices in that row at which documents start.
         missing: For each row, the number of positions at its start that lie before the first token of the corpus.
         numbers: Index of each sample [samples].
-        look_back: Number of tokens before each window.
+        look_back: Number of extra tokens before each window. Only masks read these tokens.
     """
     length = stream.shape[1]
     documents = documents_of(document_starts, length)

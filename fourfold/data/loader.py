@@ -46,14 +46,14 @@ class MicroBatch(Generic[Array]):
     """The label of each token in `next_tokens` [B, S, D], or IGNORE_INDEX if there is no such token."""
 
     def map(self, function: Callable[[Array], Other]) -> "MicroBatch[Other]":
-        """Return a micro-batch whose fields are the results of `function`. Fields that are None stay None."""
+        """Apply `function` to each field, and return a micro-batch of the results. Fields that are None stay None."""
         given: dict[str, Array] = {name: field for name, field in vars(self).items() if field is not None}
         return MicroBatch(**{name: function(field) for name, field in given.items()})
 
 
 @dataclass(eq=False)
 class Loader:
-    """This rank's micro-batches for any optimizer step.
+    """Builds this rank's micro-batches for any optimizer step.
 
     With global batch size G, step t consists of samples [t·G, (t+1)·G) on every grid. In this step, micro-batch m of
     rank r takes `micro_batch_size` samples, starting at t·G + (m·size + r)·micro_batch_size. The number of the step is

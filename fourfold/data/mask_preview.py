@@ -111,7 +111,7 @@ def preview(
     """Preview the masks at the beginning of the training data. The goldfish mask applies even before its start step.
 
     Args:
-        dataset: The samples.
+        dataset: The samples of the run, in training order.
         masks: All masks except goldfish.
         goldfish: The goldfish mask, if there is one.
         samples: Number of training sequences to return.

@@ -34,8 +34,8 @@ def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLik
     """Apply a seeded permutation of 0 … size-1 to each of `indices`. Every epoch has its own permutation.
 
     A Feistel network permutes the integers below the next power of two. A result of `size` or more goes through the
-    network again until it is below `size` ("cycle walking"). This gives a permutation of [0, size), and takes at most
-    two passes on average if there are at least two samples.
+    network again until it is below `size` ("cycle walking"). This gives a permutation of [0, size). On average,
+    an index takes at most two passes if there are at least two samples.
 
     Args:
         indices: Integers in [0, size), any shape.

@@ -102,7 +102,7 @@ def prepare(
 
     Args:
         inputs: Files, folders, globs, "python-stdlib", or "hf:NAME[:CONFIG][:SPLIT]" (see `list_inputs`).
-        output_prefix: OUT, without a suffix.
+        output_prefix: OUT, the common beginning of the paths of all files to write.
         tokenizer: "bytes", or the path of a tokenizer.json or its folder. The file is copied to OUT-tokenizer.json.
         train_tokenizer_vocab: Instead of using `tokenizer`, train a tokenizer of this size on the input, and save it as
             OUT-tokenizer.json.
@@ -114,8 +114,8 @@ def prepare(
         validation_fraction: Fraction of the documents that are written to the corpus OUT-validation instead. A seeded
             hash chooses them.
         seed: Seed of the hash.
-        canaries: Documents to plant in the training split. OUT-canaries.jsonl lists them, and also the
-            documents with 0 copies.
+        canaries: Documents to plant in the training split, each a known number of times (0 for the control documents).
+            OUT-canaries.jsonl lists all these documents.
         force: Whether to create the corpus again even if it exists.
 
     Returns:

@@ -45,8 +45,8 @@ def prepare_conversations(
     rejected answer. OUT.json is written last.
 
     Args:
-        inputs: See `list_inputs`.
-        output_prefix: OUT, without a suffix.
+        inputs: Files, folders, globs, or "hf:NAME[:CONFIG][:SPLIT]" (see `list_inputs`).
+        output_prefix: OUT, the common beginning of the paths of all files to write.
         tokenizer: "bytes", or the folder of a model (or its tokenizer.json). The model's chat template renders
             messages.
         chat_template: Jinja file with a chat template to use instead of the model's own.
@@ -56,7 +56,7 @@ def prepare_conversations(
         ignored_keys: Keys of rows and messages to drop. Any other unused key is refused.
         validation_fraction: Fraction of the rows that go to OUT-validation instead, chosen by a seeded hash.
         seed: Seed of the hash.
-        format: "sft" or "preferences".
+        format: Format of the rows: "sft" or "preferences".
 
     Returns:
         The manifests and the files of the corpus, and notes about how the input was read.

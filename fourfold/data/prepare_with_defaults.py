@@ -30,7 +30,7 @@ def prepare_with_defaults(data: str, prefix: Path, tokenizer: Path | None, large
         data: A file, a folder, a glob, "python-stdlib", or "hf:NAME[:CONFIG][:SPLIT]" (see ``list_inputs``).
         prefix: Prefix of the files to write.
         tokenizer: Folder of a model whose tokenizer and chat template are used. None trains a tokenizer on the text.
-        largest_vocabulary: Largest number of tokens of a trained tokenizer. For a small input, it gets fewer tokens.
+        largest_vocabulary: Largest vocabulary size of a trained tokenizer. For a small input, the size is smaller.
 
     Raises:
         UserError: The data cannot be read, or conversations are given without a tokenizer.

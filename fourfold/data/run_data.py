@@ -37,7 +37,7 @@ def build_dataset(
         sources: The path prefix and the weight of each corpus. Only the ratios of the weights matter.
         seq_length: Number of tokens per sample.
         seed: Seed of the order of samples.
-        look_back: Number of tokens before each sample that masks read.
+        look_back: Number of extra tokens before each sample. Only masks read these tokens.
 
     Raises:
         UserError: A corpus is missing, damaged, or too small, a weight is not positive or too small, or the manifests
@@ -57,7 +57,7 @@ def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
 
     Args:
         run: The run file. `data.source` names a dataset of the Hub or a folder.
-        look_back: Number of tokens before each sample that masks read.
+        look_back: Number of extra tokens before each sample. Only masks read these tokens.
 
     Raises:
         UserError: The dataset or the tokenizer cannot be loaded, or the dataset has too few files for `data.streams`.

@@ -84,7 +84,7 @@ def cut_into_shards(files: Sequence[InputFile], text_key: str, name: str, tokeni
     Args:
         files: The input.
         text_key: Key or column of the text.
-        name: Name or path that other processes pass to `load_tokenizer`.
+        name: "bytes" or the path of the tokenizer. The tokenizing processes open it with `load_tokenizer`.
         tokenizer: The opened tokenizer.
     """
     shard_bytes = SMALLEST_SHARD
@@ -104,8 +104,8 @@ def cut_into_shards(files: Sequence[InputFile], text_key: str, name: str, tokeni
 
 
 def tokenize(shard: Shard, folder: Path) -> None:
-    """Write the corpus of one shard to `folder`. Then write the number of text bytes of each document to a file, which
-    marks the shard as complete.
+    """Write the corpus of one shard to `folder`. Then write a file with the number of text bytes of each document. This
+    file marks the shard as complete.
 
     Raises:
         UserError: A file cannot be read, or a document is too long or does not fit in memory.
@@ -181,7 +181,7 @@ def is_done(shard: Shard, folder: Path) -> bool:
 
 
 def open_result(shard: Shard, folder: Path) -> tuple[IndexedDataset, NDArray[np.int64]]:
-    """Return the corpus of a completed shard, and the number of bytes of text in each of its documents."""
+    """Return the corpus of a completed shard, and then the number of bytes of text in each document of the corpus."""
     return IndexedDataset(folder / shard.key), np.load(_mark(shard, folder), allow_pickle=False)
 
 

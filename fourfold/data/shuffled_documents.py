@@ -45,8 +45,8 @@ class ShuffledDocuments:
             number, first = number + 1, 0
 
     def _blocks(self, begin: Any) -> Iterator[list[tuple[Any, str]]]:
-        """Yield the documents of each block, starting with the block that begins at `begin`. Each block is freed before
-        the next block is read."""
+        """Yield each block as a list of places and texts. The first block begins at the place `begin`. Each block is
+        freed before the next block is read."""
         block: list[tuple[Any, str]] = []
         for place, text in self._documents.read(begin):
             if block and place["epoch"] != block[0][0]["epoch"]:

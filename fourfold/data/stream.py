@@ -1,5 +1,5 @@
-"""Turn a stream of documents into samples. Documents are tokenized in the background, and a run can resume at the exact
-position.
+"""Turn a stream of documents into samples. Documents are tokenized in the background. A run can resume at the exact
+position where it stopped.
 
 The dataset is divided into V streams. Sample n is window n // V of stream n mod V, so it depends only on n and not on
 the number of processes. A process opens only the streams of its own samples.
@@ -76,7 +76,7 @@ def cut_into_windows(
         tokenizer: The tokenizer.
         position: Start of the first window.
         seq_length: Number of tokens of a window without its last token, which is only a target.
-        look_back: Number of tokens before each window that masks read.
+        look_back: Number of extra tokens before each window. Only masks read these tokens.
     """
     tokens = np.empty(0, dtype=np.int64)
     starts: list[tuple[int, Any]] = []  # Starts of documents in `tokens`, and their places in the stream.
@@ -123,7 +123,7 @@ class StreamedWindows:
         tokenizer: The tokenizer.
         seq_length: Number of tokens per sample.
         global_batch_size: Number of samples per step, a multiple of the number of streams.
-        look_back: Number of tokens before each window that masks read.
+        look_back: Number of extra tokens before each window. Only masks read these tokens.
         ahead: Maximum number of windows of one stream to hold in memory.
         timeout: If a stream yields no document for this many seconds, `read` raises UserError.
         order: Function that reorders the documents of a stream. It may read many documents before it yields one.

@@ -142,8 +142,8 @@ class HFTokenizer:
         return self
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, without special tokens. Uses all cores unless TOKENIZERS_PARALLELISM=false is
-        set."""
+        """Return the ids of each text, without special tokens. This uses all cores, unless the environment variable
+        TOKENIZERS_PARALLELISM is false."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:

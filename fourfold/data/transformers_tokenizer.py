@@ -119,7 +119,7 @@ NO_CORPORA = (
 
 
 def load_any_tokenizer(name: str | None) -> AnyTokenizer:
-    """Open a tokenizer: of a model's folder, of a Hub id, or "bytes".
+    """Open the tokenizer "bytes", or the tokenizer of a model's folder or Hub id.
 
     Raises:
         UserError: `name` is None, or the tokenizer cannot be opened.
@@ -150,8 +150,8 @@ def open_tokenizer(name: str) -> Any:
 
 
 def needs_its_code(error: Exception) -> str | None:
-    """Return a sentence if transformers raised this error because the model needs its own code. Otherwise return
-    None."""
+    """If transformers raised this error because the model needs its own code, return a sentence that says so.
+    Otherwise return None."""
     if REMOTE_CODE not in str(error):
         return None
     return "it needs its own Python code, but fourfold never runs such code; use a model that transformers has built in"
