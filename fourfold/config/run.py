@@ -29,7 +29,7 @@ from fourfold.config.optimizer_rules import OptimizerConfig
 from fourfold.config.strict import PathText, Size, Strict
 
 AXES = ("pp", "dp", "cp", "z", "y", "x")
-"""The axes of the grid, outermost first. x is innermost, so the ranks of x have consecutive numbers."""
+"""The axes of the grid, outermost first. x is innermost, so the ranks of x are consecutive, in one node if they fit."""
 
 AxisSize = Annotated[int, Field(ge=1, le=2**20)]
 

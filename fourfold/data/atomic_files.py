@@ -186,7 +186,7 @@ def _lock(descriptor: int, wait: bool, refusal: str) -> None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether the open file is still at `path`. Another process may have removed or replaced it."""
+    """Return whether the open file is still at `path`. Another process may have removed or replaced the file."""
     try:
         return path.stat().st_ino == os.fstat(descriptor).st_ino
     except FileNotFoundError:

@@ -98,8 +98,8 @@ def copy_of(
 
 
 class CorpusPieces:
-    """A corpus cut into pieces. Canaries are planted between pieces. By default, the canaries are pieces that are taken
-    out of the corpus.
+    """A corpus cut into pieces. Canaries are planted between pieces. By default, the canaries are the beginnings of
+    some pieces, and these pieces are taken out of the corpus.
 
     If at least `wanted` documents have `length` or more tokens of text, each document is a piece. Otherwise, each
     document is cut into passages, and each passage is a piece. A passage has `length` tokens (more in a huge corpus).

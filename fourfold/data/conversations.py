@@ -43,7 +43,7 @@ class ConversationCorpus:
             conversation is one document. In a corpus of pairs, each answer with its prompt is one document.
         seq_length: Number of tokens of a sample that the model reads. The last token of a sample is only a target.
         seed: Seed of the order of samples.
-        look_back: Number of padding tokens before each sample. Only masks read them.
+        look_back: Number of padding tokens before each sample. Only masks read these tokens.
 
     Attributes:
         corpus: Tokens of the conversations.

@@ -101,8 +101,8 @@ class TokenWindows:
         document_starts, missing = [], []
         for row, window in enumerate(windows.tolist()):
             start = window * self.seq_length - self.look_back
-            # The look-back of the first windows reaches back beyond the first token of the corpus, so this many
-            # positions are missing.
+            # The look-back of the first windows begins before the first token of the corpus. `absent` is the number of
+            # positions that have no token.
             absent = max(0, -start)
             tokens[row, absent:] = self.corpus.read(start + absent, length - absent)
             document_starts.append(absent + self.corpus.document_starts(start + absent, length - absent))

@@ -98,7 +98,7 @@ def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]
     first h tokens of each window are kept too.
 
     Args:
-        windows: The windows.
+        windows: The samples, with the tokens before each sample (the look-back).
         k: About one target in k is dropped.
         h: Number of tokens to hash.
         seed: Seed of the hash.

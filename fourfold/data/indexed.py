@@ -230,7 +230,7 @@ class IndexedWriter:
 
         Args:
             tokens: Tokens of all documents, concatenated.
-            lengths: Length of each document.
+            lengths: Number of tokens of each document.
         """
         assert int(lengths.sum()) == len(tokens), (int(lengths.sum()), len(tokens))
         if tokens.dtype != self.dtype:

@@ -60,7 +60,7 @@ class Loader:
     the only state. To resume a run on any grid, call `step` with the next number.
 
     Args:
-        dataset: The samples.
+        dataset: The samples of all ranks and steps.
         seq_length: Number of tokens per sample.
         global_batch_size: Number of samples per step, over all ranks. A multiple of `micro_batch_size` times `size`.
         micro_batch_size: Number of samples per micro-batch.

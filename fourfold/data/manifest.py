@@ -58,7 +58,7 @@ _MANIFEST = TypeAdapter(Manifest)
 
 @dataclass
 class CorpusSplit:
-    """A corpus that is being created: the prefix of its files, and its numbers of documents, tokens, and bytes so far."""
+    """A corpus that is being created: its prefix, and its numbers of documents, tokens, and bytes so far."""
 
     prefix: Path
     documents: int = 0

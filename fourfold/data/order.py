@@ -20,7 +20,7 @@ def hash64(values: ArrayLike, seed: int) -> NDArray[np.uint64]:
 
 
 def falls_within(numbers: NDArray[np.int64], share: float, seed: int) -> NDArray[np.bool_]:
-    """Choose documents at random. Return True for each chosen document.
+    """Choose documents at random, given their indices and a seed. Return True for each chosen document.
 
     Args:
         numbers: Indices of the documents.
@@ -39,9 +39,9 @@ def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLik
 
     Args:
         indices: Integers in [0, size), any shape.
-        size: Number of samples.
+        size: Number of integers to permute, which is the number of samples in an epoch.
         seed: Seed of the permutation.
-        epoch: One epoch, or one per index.
+        epoch: The epoch of all indices, or an array with the epoch of each index.
 
     Returns:
         The permuted indices, int64 in the shape of `indices`.
@@ -70,7 +70,7 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) ->
 
 
 def _round(half: NDArray[np.uint64], keys: NDArray[np.uint64], number: int) -> NDArray[np.uint64]:
-    # ``half`` has at most 32 bits, so the higher bits are free for the number of the round.
+    # ``half`` has at most 32 bits, so the higher bits are free for the number of the Feistel round.
     return _mix((half + np.uint64(number << 40)) * _GOLDEN + keys)
 
 

@@ -82,7 +82,7 @@ def cut_into_shards(files: Sequence[InputFile], text_key: str, name: str, tokeni
     processes, so a restart finds the same shards.
 
     Args:
-        files: The input.
+        files: The input files.
         text_key: Key or column of the text.
         name: "bytes" or the path of the tokenizer. The tokenizing processes open it with `load_tokenizer`.
         tokenizer: The opened tokenizer.
@@ -134,7 +134,7 @@ def tokenize_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
     Shards that were completed before an error are kept.
 
     Args:
-        shards: The shards.
+        shards: All shards of the input.
         folder: Folder for the tokenized corpora of the shards.
         workers: Maximum number of processes. With 1, this process does all the work.
 
@@ -195,7 +195,7 @@ def merge(
     Args:
         shards: The shards in input order.
         folder: Folder of the shards and of the result.
-        vocab_size: Size of the vocabulary.
+        vocab_size: Size of the tokenizer's vocabulary.
         validation_fraction: Approximate fraction of the documents to hold out.
         seed: Seed of the choice.
 

@@ -88,7 +88,7 @@ def read_documents(path: str | Path, text_key: str = "text", start: int = 0, sto
     In all other types of files, every row is a document.
 
     Args:
-        path: The file.
+        path: The file to read.
         text_key: Key or column of the text. You can give several keys, separated by commas. Each row uses the first of
             these keys that it has.
         start: First byte of the part of a .jsonl file to read. Only lines that begin at bytes [start, stop) are read,

@@ -72,8 +72,8 @@ def cut_into_windows(
     The windows equal the windows of the corpus that `fourfold prepare` would make from the same documents.
 
     Args:
-        documents: The stream.
-        tokenizer: The tokenizer.
+        documents: The stream of documents to cut.
+        tokenizer: Tokenizer that turns each document into tokens.
         position: Start of the first window.
         seq_length: Number of tokens of a window without its last token, which is only a target.
         look_back: Number of extra tokens before each window. Only masks read these tokens.
@@ -120,7 +120,7 @@ class StreamedWindows:
     Args:
         name: Name of the dataset, for messages.
         streams: The document streams that the dataset is divided into.
-        tokenizer: The tokenizer.
+        tokenizer: Tokenizer that turns each document into tokens.
         seq_length: Number of tokens per sample.
         global_batch_size: Number of samples per step, a multiple of the number of streams.
         look_back: Number of extra tokens before each window. Only masks read these tokens.
