@@ -1,4 +1,4 @@
-"""Check whether a run's grid fits its model. Also determine how the ranks of the axes y and cp share attention."""
+"""Check whether a run's grid fits its model, and determine how the ranks of the axes y and cp share attention."""
 
 from typing import Literal, NamedTuple
 

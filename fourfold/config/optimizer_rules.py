@@ -1,4 +1,4 @@
-"""The section [optimizer] of the run file. Also decide which update rule each parameter gets."""
+"""The section [optimizer] of the run file, and the choice of the update rule for each parameter."""
 
 from typing import Literal, Self
 
