@@ -130,8 +130,9 @@ class TrainingConfig(Strict):
     """Run the blocks' matmuls in float8 with this torchao recipe. Needs precision = 'bf16' and a GPU with float8.
     Not for MoE models, multi-token prediction, or latent, linear, or gated attention."""
     tuned_products: Literal["off", "cached", "measured"] = "off"
-    """Memory layouts of the blocks' matmuls. `cached` uses the fastest layouts that `fourfold machine tune-matmul`
-    found on this machine. When the run starts, `measured` also measures matmul sizes that have no result yet."""
+    """Memory layouts of the blocks' matmuls. `off` uses the default layouts. `cached` uses the fastest layouts that
+    `fourfold machine tune-matmul` found on this machine. `measured` does the same, but first measures the
+    run's matmul sizes that have no result yet."""
     compile: bool = False
     """Compile each block with torch.compile. Not for MoE models, linear attention, or multi-token prediction."""
     mtp_loss_weight: float = Field(0.1, gt=0)
@@ -166,11 +167,11 @@ class SchedulerConfig(Strict):
     warmup_steps: int = Field(0, ge=0)
     """Number of steps during which the learning rate rises linearly to optimizer.lr."""
     decay_style: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up. `wsd` lowers it only at the end (`decay_ratio`)."""
+    """How the learning rate falls after the warm-up. With `wsd`, it falls only at the end. With `constant`, never."""
     decay_ratio: float = Field(0.2, gt=0, le=1)
     """wsd: the learning rate falls during this fraction of the run's steps, at the end of the run."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """Learning rate at the end of the run, as a fraction of optimizer.lr."""
+    """Learning rate at the end of the run, as a fraction of optimizer.lr. Not used if decay_style is 'constant'."""
 
 
 class CheckpointConfig(Strict):
@@ -250,7 +251,7 @@ class RunConfig(Strict):
 
 
 def _conflicts(run: RunConfig) -> Iterator[str]:
-    """Yield an error message for each key that does not fit another section. The message names a value that works."""
+    """Yield an error message for each key that does not fit another section. The message says what would work."""
     training = run.training
     if run.optimizer.stochastic_rounding and training.master_weights != "bf16":
         yield (
