@@ -167,7 +167,7 @@ class SchedulerConfig(Strict):
     warmup_steps: int = Field(0, ge=0)
     """Number of steps during which the learning rate rises linearly to optimizer.lr."""
     decay_style: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up. With `wsd`, it falls only at the end. With `constant`, never."""
+    """How the learning rate falls after the warm-up. `wsd` lowers it only at the end. `constant` does not lower it."""
     decay_ratio: float = Field(0.2, gt=0, le=1)
     """wsd: the learning rate falls during this fraction of the run's steps, at the end of the run."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
