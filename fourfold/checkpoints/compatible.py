@@ -15,9 +15,9 @@ def changed(path: Path, was: str, now: str) -> UserError:
     """Return the error for a run file that does not fit its checkpoint.
 
     Args:
-        path: The checkpoint.
-        was: What the checkpoint has.
-        now: What the run file has.
+        path: The checkpoint's folder.
+        was: What the checkpoint has, as the end of a sentence that begins with "the checkpoint".
+        now: What the run file has, as the end of a sentence that begins with "the run file has".
     """
     return UserError(
         f"the checkpoint {path} {was}, but the run file has {now}; restore the old value, or set checkpoint.resume = "
@@ -43,7 +43,7 @@ def check_can_resume(path: Path, state: CheckpointState, run: RunConfig) -> None
     Model, adapters, optimizer, and the order of samples must be the same.
 
     Raises:
-        UserError: A key of the run file differs. The message names it.
+        UserError: A key of the run file differs. The message names the key.
     """
     check_same_model(path, state, run.model)
     _check_same_adapters(path, state, run)

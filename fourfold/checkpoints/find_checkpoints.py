@@ -69,7 +69,7 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
         folder: Folder of the run's own checkpoints.
 
     Raises:
-        UserError: The path has no checkpoint.
+        UserError: `resume` is a path without a checkpoint.
     """
     if resume == "never":
         return None

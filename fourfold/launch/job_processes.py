@@ -56,7 +56,7 @@ def run_on_grid(
         The result of the call on this process. If this process has started local workers, the result of rank 0.
 
     Raises:
-        UserError: The launcher does not fit the run, or a worker raised this error.
+        UserError: A launcher did not start `world_size` processes, or a process of the job raised this error.
         WorkerFailed: A worker crashed.
         KeyboardInterrupt, SystemExit: See `run_workers`.
     """

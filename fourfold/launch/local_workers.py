@@ -79,7 +79,7 @@ def run_workers(
     write to standard error.
 
     Args:
-        target: The function.
+        target: The function to call in each worker.
         args: Arguments of the function after `place`.
         world_size: Number of processes.
         heeds_stop_signals: Whether the target handles stop signals with `stop_request`. Until it does, the workers hold

@@ -1,9 +1,9 @@
 """Start a watchdog for each process of a job. A watchdog ends a job that hangs, and names the rank that went silent.
 
-A watchdog is a separate process (`watchdog_process`). It reads the heartbeats of its training process, and the signals
-that the training process receives. The training process cannot watch itself: it may be stopped, or it may wait forever
-inside a collective. Python runs signal handlers only between two bytecode instructions. Waiting for a collective is one
-instruction, so no handler runs during the wait.
+A watchdog is a separate process (`watchdog_process`). It reads the heartbeats of its training process, which are
+signs of life in shared memory. It also reads which signals the training process receives. The training process cannot
+watch itself: it may be stopped, or it may wait forever inside a collective. Python runs signal handlers only between
+two bytecode instructions. Waiting for a collective is one instruction, so no handler runs during the wait.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def _start_watching(
     """Start the watchdog process.
 
     Returns:
-        The watchdog process, and the pipe through which this process tells it about received signals.
+        The watchdog process, and the pipe through which this process tells the watchdog about received signals.
     """
     alive, signals = os.pipe()
     ended, told = os.pipe()

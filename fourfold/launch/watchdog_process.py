@@ -43,19 +43,23 @@ FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class Watch(NamedTuple):
-    """The watchdog's settings for its rank: file descriptors, the rank's number, and time limits in seconds."""
+    """The watchdog's settings: file descriptors, facts about the watched rank, and time limits in seconds."""
 
     heartbeat: int
+    """Memory to which the rank writes its heartbeats."""
     stacks: int
+    """File to which the rank writes its stack traces."""
     signals: int
     """Pipe from which the watchdog reads the numbers of the signals that the rank receives. The pipe closes when the
     rank ends."""
     tell: int
     """Pipe through which the watchdog tells the rank to exit with a given code."""
     process: int
+    """Process id of the rank."""
     rank: int
     world_size: int
     folder: str
+    """Folder of the reports about a hang."""
     timeout: float
     startup_timeout: float
     grace: float
@@ -74,7 +78,9 @@ class HangingRank(NamedTuple):
     step: int
     doing: str
     last_sign: float
+    """Unix time of the newest heartbeat, in seconds."""
     silent_seconds: float
+    """Number of seconds without a new heartbeat, as the watchdog has measured them."""
     stacks: list[str]
     steps_begun: int = 0
     signs_of_step: int = 0
