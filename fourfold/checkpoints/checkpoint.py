@@ -7,12 +7,12 @@ A checkpoint stores parts of global tensors (the full tensors, before the grid c
         …
         layout.json                 which file has which part of which tensor
         state.json                  step, model sizes, random state
-        manifest-<checksum>.json    size and checksum of every file
+        manifest-<checksum>.json    size and checksum of every other file
 
 Tensors are named `model.<name>`, `optimizer.<moment>.<name>`, and `average.<name>`. A checkpoint is written under a
-temporary name, and renamed when every process has written its file. So it exists completely or not at all. While
-saving, the processes send no tensors to each other. They exchange only the layout, and the sizes and checksums of their
-files.
+temporary name. When every process has written its file, rank 0 *publishes* the checkpoint: it renames the folder. So a
+checkpoint is complete, or it does not exist. While saving, the processes send no tensors to each other. They exchange
+only the layout, and the sizes and checksums of their files.
 """
 
 import shutil
@@ -65,7 +65,7 @@ class Checkpointer:
 
     Args:
         folder: Folder of the run's checkpoints.
-        job: The job to save.
+        job: The job to save: the model on the grid, with its optimizer.
         config: The section [checkpoint] of the run file.
         stream_position: Function that returns the position in a streamed dataset after a given number of steps. Every
             process calls it.

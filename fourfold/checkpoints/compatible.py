@@ -16,8 +16,8 @@ def changed(path: Path, was: str, now: str) -> UserError:
 
     Args:
         path: The checkpoint's folder.
-        was: What the checkpoint has, as the end of a sentence that begins with "the checkpoint".
-        now: What the run file has, as the end of a sentence that begins with "the run file has".
+        was: What the message says about the checkpoint, such as "was trained with lora.rank = 8".
+        now: The value in the run file, such as "16".
     """
     return UserError(
         f"the checkpoint {path} {was}, but the run file has {now}; restore the old value, or set checkpoint.resume = "

@@ -1,9 +1,9 @@
 """Read and write `layout.json`. It maps each part of a tensor to the checkpoint file that holds the part.
 
 Each process writes at most one file. The axes ep, x, and y cut a tensor into tiles, and data parallelism can cut each
-tile into shards. A part of a tensor is a tile or a shard. `layout.json` does not list all parts. It has the sizes of
-the grid, and for each tensor the axes that cut it. From these sizes and axes, a process computes which files have the
-parts that it needs.
+tile into shards. A part of a tensor is a whole tile or a shard of a tile. `layout.json` does not list all parts. It has
+the sizes of the grid, and for each tensor the axes that cut the tensor. From these sizes and axes, a process computes
+which files have the parts that it needs.
 """
 
 import itertools
@@ -69,8 +69,8 @@ class CheckpointTensors(Strict):
     sharded_over: tuple[str, ...] = Field(strict=False)
     """The axes that cut tiles into shards. The shards of a tile have the sizes that torch.chunk gives."""
     shards_per_node: int = Field(1, ge=1)
-    """Number of ranks per node in a shard group. If it is above 1, the order of the shards differs from the order of
-    the ranks (see `parallel.tensor.sharding.shard_number`)."""
+    """Number of ranks per node among the ranks that hold the shards of one tile. If this number is above 1, the order
+    of the shards differs from the order of the ranks (see `parallel.tensor.sharding.shard_number`)."""
     ep: int = Field(1, ge=1)
     """Number of ranks that together hold one copy of the experts."""
     tensors: dict[str, SavedTensor]

@@ -126,7 +126,8 @@ def layout_of(parts: PartsByName, grid: Grid, shards_per_node: int = 1) -> Check
     Args:
         parts: This process's parts of the tensors, by tensor name.
         grid: The grid of processes.
-        shards_per_node: Number of ranks per node in a shard group (`overlap.shards_per_node`).
+        shards_per_node: Number of ranks per node among the ranks that hold the shards of one tile
+            (`overlap.shards_per_node`).
     """
     layout = own_layout(parts, grid, shards_per_node)
     if grid.pp.size > 1:

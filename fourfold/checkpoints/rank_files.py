@@ -56,7 +56,7 @@ def write_file(
         folder: The checkpoint's folder.
         layout: The content of the checkpoint's `layout.json`.
         entries: The tensors to write, from `entries_of`.
-        copies: If given, first wait until its copies to host memory are complete.
+        copies: The copies to host memory that `entries_of` has started, if any. This function waits for them first.
 
     Returns:
         Size and checksum of the file, or None if there is nothing to write.

@@ -60,7 +60,7 @@ class WorkerEnd:
 
 
 class JobHung(WorkerFailed):
-    """The watchdog has ended the job, and has already printed why."""
+    """The job hung. Its watchdog has ended the job, and has already printed which rank went silent."""
 
 
 def run_workers(
@@ -85,7 +85,7 @@ def run_workers(
         heeds_stop_signals: Whether the target handles stop signals with `stop_request`. Until it does, the workers hold
             back stop signals.
         restarts: How many times the workers have been restarted.
-        modules: Modules that the target imports. They are imported only once for all workers.
+        modules: Modules that the target imports. On Linux, they are imported only once for all workers.
         started: `Place.started` of the workers (default: now).
 
     Returns:

@@ -37,7 +37,7 @@ def watchdog(folder: Path, place: Place, limits: FaultToleranceConfig) -> Iterat
         folder: Folder for the reports about a hang. It must be the same on all ranks, and new for each start of the
             job.
         place: The rank of this process, and the size of the job.
-        limits: The section [fault_tolerance]. If its timeout is 0, no watchdog is started.
+        limits: The section [fault_tolerance] of the run file. If `timeout` is 0 there, no watchdog is started.
     """
     if not limits.timeout:
         yield

@@ -46,9 +46,9 @@ class Watch(NamedTuple):
     """The watchdog's settings: file descriptors, facts about the watched rank, and time limits in seconds."""
 
     heartbeat: int
-    """Memory to which the rank writes its heartbeats."""
+    """File descriptor of the memory to which the rank writes its heartbeats."""
     stacks: int
-    """File to which the rank writes its stack traces."""
+    """File descriptor of the file to which the rank writes its stack traces."""
     signals: int
     """Pipe from which the watchdog reads the numbers of the signals that the rank receives. The pipe closes when the
     rank ends."""

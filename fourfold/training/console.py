@@ -86,7 +86,7 @@ class Progress:
             f"grad_norm: {metrics.grad_norm:8.4f}",
             f"memory: {format_bytes(metrics.peak_memory_bytes)}",
             f"tokens/s: {metrics.tokens_per_second:,.0f}",
-            f"tflops: {tflops:,.2f}" if tflops >= 1 else f"gflops: {tflops * 1000:.3g}",  # CPUs reach GFLOP/s.
+            f"tflops: {tflops:,.2f}" if tflops >= 1 else f"gflops: {tflops * 1000:.3g}",  # CPUs are below 1 TFLOP/s.
         ]
         if metrics.mfu is not None:
             fields.append(f"mfu: {metrics.mfu:.2%}")

@@ -144,8 +144,8 @@ def steps_taken(run_dir: Path) -> int:
 
 
 def peak_memory_bytes(device: "torch.device") -> int:
-    """Return the peak memory of this process so far. On a GPU, this is the memory that PyTorch allocated. On the CPU,
-    it is the resident size."""
+    """Return the peak memory of this process so far, in bytes. On a GPU, this is the memory that PyTorch allocated. On
+    the CPU, this is the resident size."""
     if device.type == "cuda":
         import torch
 

@@ -150,7 +150,7 @@ class ShardedOptimizer:
             parameter.grad = shard.parameter.grad = None
 
     def _of_rule(self, rule: UpdateRule) -> Iterator[int]:
-        """Yield the index of each shard that a rule updates and that has a gradient."""
+        """Yield the index of each shard that has a gradient and that ``rule`` updates."""
         for index, shard in enumerate(self.shards):
             if self.rules[index] == rule and shard.grad is not None:
                 yield index

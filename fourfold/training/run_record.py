@@ -127,8 +127,8 @@ class RunRecord:
     def _shows_experts(self, metrics: StepMetrics) -> bool:
         """Return whether to record the load of every expert in this step.
 
-        The load is recorded in the first step, the last step, and about ``EXPERT_RECORDS`` steps in between, if the
-        loss is finite.
+        The load is recorded in the first step, the last step, and about ``EXPERT_RECORDS`` steps in between. Steps
+        whose loss is not finite are left out.
         """
         last, interval = self.run.training.train_steps, self.run.metrics.log_interval
         is_due = metrics.step % max(interval, last // EXPERT_RECORDS) == 0 or metrics.step in (1, last)
