@@ -183,8 +183,8 @@ class CheckpointTensors(Strict):
         return self.shards_per_node if self._experts(tensor) == 1 and tensor.sharded else 1
 
     def _held_of(self, tensor: SavedTensor, place: Mapping[str, int]) -> tuple[int, int, int]:
-        """Return which part of a tensor a process holds, as three numbers: the ep rank, the index of the shard, and the
-        index of the copy."""
+        """Return which part of a tensor a process holds, as three numbers: the rank on the axis ep, the index of the
+        shard, and the index of the copy."""
         number, pieces = self._number(place, TOKEN_AXES), self._pieces_of(tensor)
         replica, ep = divmod(number, self._experts(tensor))
         token_copy, rank = divmod(replica, pieces)

@@ -207,8 +207,8 @@ def _make_failure(report: WorkerEnd, world_size: int, received: Sequence[int]) -
 def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[int]]:
     """Relay stop signals to the workers, so that they can save. Yield the list of received signals.
 
-    A signal may arrive before all workers exist. With `heeded`, this function records the signal, and the caller sends
-    it to the workers later. Without `heeded`, the signal ends the job immediately.
+    A signal may arrive before all workers exist. If the workers handle stop signals (`heeded`), this function records
+    the signal, and the caller sends it to the workers later. Otherwise the signal ends the job immediately.
 
     Raises:
         KeyboardInterrupt: A Ctrl-C ends the job immediately, or follows another stop signal. The caller must end the

@@ -130,8 +130,8 @@ def _read_signals(descriptor: int, seconds: float) -> set[int] | None:
 def _must_end(stops: list[float], now: float, watch: Watch) -> bool:
     """Return whether the watchdog must end the rank after a stop signal.
 
-    The watchdog must end the rank after the grace period, which begins with the first stop signal. With `forces`, it
-    must also end the rank `UNWIND_SECONDS` after a second stop signal.
+    The watchdog must end the rank after the grace period, which begins with the first stop signal. With `watch.forces`,
+    it must also end the rank `UNWIND_SECONDS` after a second stop signal.
     """
     if not stops:
         return False

@@ -246,7 +246,7 @@ class ShardedOptimizer:
 
     def moments(self, index: int) -> dict[str, Tensor]:
         """Return the optimizer states of the shard with this index, by name. They have the shape of the shard's
-        ``local``, and are 0 before the first step."""
+        local tensor, and are 0 before the first step."""
         parameter, names = self.parameters[index], STATES[self.rules[index]]
         if self.rules[index] != "adamw":
             return {name: self._mean(index) for name in names}
@@ -258,7 +258,8 @@ class ShardedOptimizer:
         return {name: self.shards[index].tile.as_tile(state[name]) for name in names}
 
     def _mean(self, index: int) -> Tensor:
-        """Return the running mean of the gradient of a shard that Lion or Muon updates, in the shape of its tile."""
+        """Return the running mean of the gradient of a shard that Lion or Muon updates, in the shape of the shard's
+        tile (see ``Tile.as_tile``)."""
         if index not in self._momentum:
             self._momentum[index] = self._zeros(self.parameters[index])
         return self.shards[index].tile.as_tile(self._momentum[index])

@@ -45,7 +45,7 @@ class RunRecord:
         """Print the main facts of the run, and open its files and trackers."""
         self.run, self.run_dir, self.job, self.first_step = run, run_dir, job, first_step
         training = run.training
-        # Masked tokens count too.
+        # This number includes masked tokens.
         self.tokens_per_step = training.global_batch_size * training.seq_length
         self.losses_per_step = training.global_batch_size // 2 if run.dpo.beta else self.tokens_per_step
         """Number of losses that a step averages over if no token is masked: one per token, or in preference training

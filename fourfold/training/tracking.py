@@ -43,7 +43,7 @@ class TensorBoard:
 
         # An interrupted run may have written events of later steps. purge_step hides these old events.
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
-        # In Markdown, indented lines are a code block.
+        # TensorBoard shows text as Markdown, and in Markdown, indented lines are a code block.
         indented = "".join(f"    {line}\n" for line in to_toml(run).splitlines())
         self._writer.add_text("run file", indented, first_step + 1)
         self._writer.flush()

@@ -220,7 +220,7 @@ class Trainer:
             result = StepResult.none(job.device)
         else:
             batches = micro_batches(self.corpora.train.step(step), run, job.grid.cp, job.device)
-            # Count the tokens of all ranks, because the loss is a mean over them.
+            # The loss is a mean over the tokens of all ranks, so count these tokens first.
             kept = job.count_kept(batches)
             loss = self.replay.forward_backward(step, batches, kept)
             # Leave the time of the replay check out of the step's time.

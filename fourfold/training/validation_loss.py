@@ -53,7 +53,8 @@ def note_validation(best: BestValidation, config: ValidationConfig, step: int, l
 
 
 def is_exhausted(best: BestValidation, config: ValidationConfig) -> bool:
-    """Return True if none of the last ``validation.patience`` validations had a new lowest loss."""
+    """Return True if none of the last ``validation.patience`` validations had a new lowest loss. With
+    ``patience`` = 0, return False."""
     return bool(config.patience) and best.since >= config.patience
 
 

@@ -21,7 +21,7 @@ class WeightAverage:
     def __init__(self, shards: Sequence[LocalShard], decay: float) -> None:
         self.shards, self.decay = list(shards), decay
         self.averages: list[Tensor] = [torch.zeros_like(shard.local, dtype=torch.float32) for shard in shards]
-        """The average of each shard, with the shape of its ``local``."""
+        """The average of each shard's weights, in the shape of the shard's local tensor."""
         self.has_begun = False
 
     @torch.no_grad()
