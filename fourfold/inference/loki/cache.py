@@ -1,4 +1,5 @@
-"""Define Loki's cache layers. In addition to keys and values, they store what is needed to rank the keys.
+"""Define Loki's cache layers. ``GrowingLayer`` stores keys and values. ``LokiLayer`` also stores the codes of the keys
+and the sum of the values.
 
 ``replace_cache`` replaces the layers of a transformers cache with these layers, and copies the contents.
 """
@@ -39,7 +40,7 @@ class GrowingLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values, and return views of all of them."""
+        """Append keys and values, and return views of all cached keys and of all cached values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.key_buffer.append(key_states)
@@ -97,7 +98,7 @@ class LokiLayer(GrowingLayer):
         self.code_buffer, self.value_sum = GrowingTensor(capacity), ValueSum()
         self.code_BKSC: Tensor | None = None
         """The codes during an attention pass, on the device of the keys that ``update`` returned. The attention reads
-        this attribute instead of the buffer, because the buffers of an offloaded cache are back on the CPU by then."""
+        this attribute instead of the buffer, because an offloaded cache moves its buffers to the CPU before that."""
 
     @property
     def buffers(self) -> tuple[GrowingTensor | ValueSum, ...]:

@@ -39,11 +39,11 @@ class LayerState:
     """The attention implementation that the model used before."""
     hooks: tuple[RemovableHandle, ...] = ()
     layer: GrowingLayer | None = None
-    """The layer of the cache during a pass."""
+    """The layer of the cache that belongs to this module, while a pass runs. None if it is not one of Loki's layers."""
     is_exact: bool = False
-    """Whether a simulation ranks keys by their exact scores."""
+    """Whether a simulation ranks keys by their exact scores instead of their codes."""
     probe: Probe | None = None
-    """Records the quality of the chosen keys, if quality is measured."""
+    """Records the quality of the chosen keys. None if the quality is not measured."""
 
     def release(self) -> None:
         """Drop the references to the cache layer and its codes, so that the model does not keep them in memory after a
@@ -66,8 +66,8 @@ def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: di
     hidden_states = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
     recipe = state.recipe
     if recipe.encoder is not None and recipe.encoder.keys_KDd.device != hidden_states.device:
-        # The first pass may run in inference mode. A tensor from inference mode cannot be used outside of this mode, so
-        # leave the mode.
+        # If this pass runs in inference mode, leave the mode. Otherwise a later pass with gradients could not use the
+        # new encoder.
         with torch.inference_mode(False):
             recipe.encoder = recipe.encoder.to(hidden_states.device)
     state.release()
@@ -96,7 +96,8 @@ def loki_attention(
     dropout: float = 0.0,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as a transformers attention function.
+    """Attend with Loki if it applies to this call, and otherwise to all keys. This is an attention function for
+    transformers.
 
     Args:
         module: The attention module.
@@ -159,7 +160,7 @@ def _decode(
     visible_B1S: Tensor | None,
     sinks_N: Tensor | None,
 ) -> Tensor:
-    """Run a decoding step on a layer of the cache, and return its output, [B, N, D]."""
+    """Run a decoding step on a layer of the cache, and return the step's output, [B, N, D]."""
     assert layer.code_BKSC is not None
     if config.bits != BITS:
         raise UserError(f"loki: bits = {config.bits} works only in `fourfold loki evaluate --text`; use {BITS}")

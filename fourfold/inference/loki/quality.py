@@ -38,7 +38,8 @@ TokenLists = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Predictions:
-    """The predictions of a model in windows of text. Each list has one tensor per window, [S - 1]."""
+    """The predictions of a model in windows of text. Each list has one tensor per window, [S - 1], where S is the
+    number of tokens in the window."""
 
     losses: list[Tensor]
     """The loss of each token except the first token of the window."""
@@ -52,8 +53,8 @@ def measure_quality(
 ) -> dict[str, Any]:
     """Measure Loki, the oracle, and the control on windows of text.
 
-    Every token of a window chooses its keys, as in the paper's protocol (``prefill = "simulate"``). The means skip
-    layers that stay dense. Loki is disabled afterwards, even if it was enabled before.
+    Every token of a window chooses its keys, as in the Loki paper (``prefill = "simulate"``). Means over layers leave
+    out the layers that stay dense. Loki is disabled afterwards, even if it was enabled before.
 
     Args:
         model: A transformers model.

@@ -1,4 +1,4 @@
-"""The settings of Loki."""
+"""Define and check the settings of Loki."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from fourfold.config.expected_values import mistake
 from fourfold.errors import UserError
 
 MOST_SINKS, MOST_RECENT = 4, 64
-"""Largest number of first and last keys that are always chosen by default (but at most a quarter of a step's keys)."""
+"""By default, a step always chooses this many of the first keys and this many of the last keys. Each of the two numbers
+is at most a quarter of the keys that the step attends to."""
 
 NUMBA_DTYPES = (torch.float32, torch.bfloat16)
 """Cache dtypes that the Numba kernels read."""
@@ -31,7 +32,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 LayerNumbers = Annotated[
     tuple[int, ...], BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
 ]
-"""Indices of layers, also as text, such as "0,1"."""
+"""Indices of layers. They can also be given as text, such as "0,1"."""
 
 
 class LokiConfig(BaseModel):
@@ -55,7 +56,7 @@ class LokiConfig(BaseModel):
     k_f: Share = 0.03
     """The number of keys as a fraction of the context (default 0.03)."""
     min_k: int = Field(256, ge=1)
-    """Smallest number of keys if ``k`` is not set."""
+    """Smallest number of keys that a step attends to, if ``k`` is not set."""
     sink: Annotated[int, Field(ge=0)] | None = None
     """Number of keys at the start that are always chosen (default 4, but at most a quarter of a step's keys)."""
     recent: Annotated[int, Field(ge=0)] | None = None
@@ -64,7 +65,7 @@ class LokiConfig(BaseModel):
     """Bits of a component in a key's code. With 16, a simulation ranks keys by the components themselves, as in the
     paper. Decoding steps support only 2."""
     skip_layers: LayerNumbers = ()
-    """Layers that stay dense."""
+    """Indices of the layers that keep dense attention, counted from 0."""
     min_seq: int = Field(512, ge=0)
     """Use dense attention for contexts with fewer tokens than this."""
     prefill: Literal["dense", "simulate"] = "dense"
@@ -138,7 +139,7 @@ class LokiConfig(BaseModel):
         return self.d
 
     def ends(self, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how many of the first keys and of the last keys are always chosen.
+        """Return how many of the first keys are always chosen, and then how many of the last keys.
 
         Args:
             k: Number of keys that each sequence attends to.
@@ -161,7 +162,7 @@ class LokiConfig(BaseModel):
         return length < self.min_seq or self.key_count(length) >= length
 
     def kernels_for(self, device: torch.device, *dtypes: torch.dtype) -> Literal["torch", "triton", "numba"]:
-        """Return which kernels to run.
+        """Return the kind of kernels that runs a decoding step.
 
         Args:
             device: Device of the caches.
