@@ -1,4 +1,4 @@
-"""Generate text, and measure the speed and the size of the cache."""
+"""Generate text, and measure the speed of the generation and the size of the key-value cache."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ class Sampling:
     temperature: float = 0.0
     """Temperature of the softmax. 0 always takes the most likely token."""
     top_k: int | None = None
-    """Draw only from this many of the most likely tokens."""
+    """Draw only from this many of the most likely tokens. None means all tokens."""
     top_p: float | None = None
-    """Draw only from the smallest set of most likely tokens whose probabilities add up to at least this number."""
+    """Draw only from the smallest set of most likely tokens whose probabilities add up to at least this number. None
+    means all tokens."""
     seed: int = 0
     """Seed of the random draws."""
 
@@ -210,7 +211,7 @@ def _continued(
 def _stops(stream: _Streamer, texts: str | Sequence[str], ids: Tensor, scores: Any, **more: Any) -> Tensor:
     """Return whether the new text contains one of ``texts``. This function is a stopping criterion for transformers.
 
-    transformers' own criterion works only with transformers' tokenizers, so it cannot read the bytes tokenizer.
+    transformers' own criterion needs a transformers tokenizer, but ``stream`` may have one of fourfold's tokenizers.
     """
     new = stream.tokenizer.decode(stream.ids)
     done = any(text in new for text in ([texts] if isinstance(texts, str) else texts))
@@ -248,8 +249,8 @@ def _check_length(model: Any, prompt: int, new: int) -> None:
 
 
 def _ends(model: Any, tokenizer: AnyTokenizer) -> list[int] | None:
-    """Return the ids that end a text. They come from the model, or from the tokenizer if the model names none. Skip ids
-    outside the model's vocabulary. Return None if no id is left."""
+    """Return the ids that end a text: the model's ids, or the tokenizer's id if the model names none. Skip ids outside
+    the model's vocabulary. Return None if no id is left."""
     own = model.generation_config.eos_token_id
     own = tokenizer.eod_id if own is None else own
     ids = own if isinstance(own, list) else [own]

@@ -24,7 +24,7 @@ def import_lm_eval(purpose: str = "--tasks needs") -> ModuleType:
 
 
 def task_names(names: str) -> tuple[str, ...]:
-    """Split task names at commas. Raise ``UserError`` if lm-eval is not installed."""
+    """Split task names at commas. Raise ``UserError`` if there is a name and lm-eval is not installed."""
     tasks = tuple(name.strip() for name in names.split(",") if name.strip())
     if tasks:
         import_lm_eval()
@@ -39,7 +39,7 @@ def checked_tokenizer(tokenizer: AnyTokenizer) -> TransformersTokenizer:
 
 
 def wrap_model(model: PreTrainedModel, tokenizer: TransformersTokenizer) -> LM:
-    """Wrap a transformers model for lm-eval."""
+    """Return a transformers model and its tokenizer, wrapped as a model of lm-eval."""
     import_lm_eval()
     from lm_eval.models.huggingface import HFLM
 
@@ -69,7 +69,8 @@ def _tasks_in(folder: Path | None) -> TaskManager:
 
 
 def rehearse(tasks: Sequence[str], folder: Path | None = None, num_fewshot: int | None = None) -> None:
-    """Try each task on two documents with random answers. This finds errors in datasets and templates early.
+    """Run each lm-eval task on two documents, with random answers and no model. This finds errors in datasets and
+    templates early.
 
     Raises:
         UserError: lm-eval is not installed, or a task is unknown or fails.

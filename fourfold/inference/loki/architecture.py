@@ -48,7 +48,7 @@ class AttentionModule(nn.Module):
 
 
 def attentions_of(model: PreTrainedModel) -> list[AttentionModule]:
-    """Return every layer's attention module, in order.
+    """Return the attention module of every layer, in the order of the layers.
 
     Raises:
         UserError: Loki does not support the model.

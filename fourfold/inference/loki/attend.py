@@ -47,8 +47,8 @@ def decode(
         encoder: The layer's encoder, which has computed the codes.
         k: Number of keys to attend to, without the rest.
         config: Loki's settings.
-        scaling: Factor on the scores.
-        visible_B1S: True for keys that a sequence may see. None if it may see all keys.
+        scaling: Factor that the products of queries and keys are multiplied by.
+        visible_B1S: True for keys that a sequence may see. None if every sequence may see all keys.
         k_B: Number of keys that each sequence attends to, at most k. None if all sequences attend to k keys.
         sinks_N: The sink of each query head, if the model has sinks (GPT-OSS). A sink is one more score in the softmax,
             without a value.
@@ -93,7 +93,7 @@ def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor, coded_BKGS: Tensor) -
     Args:
         step: The queries, the cache, and the settings of the step.
         chosen_BKk: Positions of the chosen keys.
-        coded_BKGS: The scores of all keys by their codes.
+        coded_BKGS: The scores of all keys, computed from the keys' codes.
     """
     dtype, exact = step.query_BKGD.dtype, step.value_sum_BKD.dtype
     is_chosen_BKk = torch.ones_like(chosen_BKk, dtype=torch.bool)

@@ -37,7 +37,7 @@ KINDS = tuple(PARTS)
 
 @dataclass(frozen=True)
 class Components:
-    """The components of one kind, for every layer and KV head."""
+    """The components of one of the ``KINDS``, for every layer and KV head."""
 
     vectors_LKDD: Tensor
     """For each layer and KV head, a matrix that projects keys. Its columns are sorted by variance, largest first."""
@@ -77,7 +77,7 @@ class LokiBasis:
     seq_length: int
     """Number of tokens in the longest calibration window."""
     tokens: int
-    """Number of calibration tokens."""
+    """Number of tokens that the components were computed from."""
     recall: dict[str, list[float]] = field(default_factory=dict)
     """The recall of each layer, by kind of components: of the keys with the largest exact scores, the fraction that
     Loki chooses. It was measured on held-out windows, with Loki's default fractions of components and keys. Empty for a
@@ -110,7 +110,7 @@ class LokiBasis:
         return config.model_copy(update=defaults | self.missing(config))
 
     def of_layer(self, layer: int, config: LokiConfig) -> Encoder:
-        """Return the encoder of one layer. The settings select the kind of components and their number d.
+        """Return the encoder of one layer. ``config`` selects the kind of components and their number d.
 
         Args:
             layer: Index of the layer.
@@ -231,7 +231,7 @@ def _not_given(config: LokiConfig, values: dict[str, float]) -> dict[str, float]
 
 
 def _parsed_gate(text: str) -> dict[str, Any] | None:
-    """Return a basis file's ``gate``. Raise an error if its chosen settings are impossible."""
+    """Parse ``gate`` from a basis file. Raise an error if the settings in ``gate["chosen"]`` are impossible."""
     gate: dict[str, Any] | None = parse_json(text)
     if gate is not None:
         checked = LokiConfig(**gate["chosen"])

@@ -39,8 +39,8 @@ class Encoder:
         """Return an encoder for the given directions of one layer.
 
         Args:
-            queries_KDd: Columns that project the queries.
-            keys_KDd: Columns that project the keys.
+            queries_KDd: For each KV head, a matrix whose columns are the directions of the queries.
+            keys_KDd: For each KV head, a matrix whose columns are the directions of the keys.
             mean_KD: Mean of the keys after their rotary embedding.
             covariance_KDD: Covariance of the keys after their rotary embedding.
         """
@@ -86,6 +86,6 @@ def scores_of_codes(query_BKGd: Tensor, code_BKSC: Tensor) -> Tensor:
 
 
 def decoded(code_BKSC: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the intervals of codes as numbers from 0 to 3, [B, K, S, d]."""
+    """Split each byte into its codes, and return them as numbers from 0 to 3, [B, K, S, d]."""
     shift_41 = torch.arange(0, 8, BITS, dtype=torch.uint8, device=code_BKSC.device)[:, None]
     return ((code_BKSC[..., None, :] >> shift_41) & (INTERVALS - 1)).flatten(-2).to(dtype)

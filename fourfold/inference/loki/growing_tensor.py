@@ -1,4 +1,4 @@
-"""A tensor that grows along the sequence without a copy at every token."""
+"""Define a tensor that grows along its sequence dim. A new token does not copy the tokens before it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class GrowingTensor:
             self.storage = self.storage.to(device, non_blocking=True)
 
     def _grown(self, new: Tensor, needed: int) -> Tensor:
-        """Return larger storage that holds the same tokens."""
+        """Return larger storage that begins with the current tokens."""
         allocated = 0 if self.storage is None else self.storage.shape[SEQUENCE_DIM]
         shape = list(new.shape)
         shape[SEQUENCE_DIM] = max(needed, 2 * allocated, self.capacity, MIN_CAPACITY)

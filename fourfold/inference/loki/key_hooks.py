@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "loki_observer"
-"""The name under which transformers registers this attention function and its mask."""
+"""The name under which transformers registers ``_observed_attention`` and its mask function."""
 
 KeyObserver = Callable[[int, Tensor, dict[str, Tensor], float], None]
 """A function with four arguments: a layer's index, the layer's queries [B, N, S, D] after their rotary embedding, its

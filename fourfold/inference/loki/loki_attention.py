@@ -27,7 +27,7 @@ from fourfold.inference.loki.settings import LokiConfig
 from fourfold.inference.loki.simulate import Probe, simulate
 
 NAME = "loki"
-"""The name under which transformers registers this attention function and its mask."""
+"""The name under which transformers registers ``loki_attention`` and its mask function."""
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class LayerState:
 
     recipe: LayerRecipe
     before: str
-    """The attention implementation that the model used before."""
+    """Name of the attention implementation that the model used before Loki was enabled."""
     hooks: tuple[RemovableHandle, ...] = ()
     layer: GrowingLayer | None = None
     """The layer of the cache that belongs to this module, while a pass runs. None if it is not one of Loki's layers."""
@@ -105,8 +105,8 @@ def loki_attention(
         key: Keys [B, K, S, D].
         value: Values [B, K, S, D].
         attention_mask: Mask [B, 1, Q, S], True if a query sees a key. None for causal attention without padding.
-        scaling: Factor on the scores.
-        dropout: Probability of dropping a weight, in training only.
+        scaling: Factor that the products of queries and keys are multiplied by. None means 1 / √D.
+        dropout: Probability of dropping an attention weight. If it is not 0, attention is dense.
 
     Returns:
         The output [B, Q, N, D], and None in place of the weights.

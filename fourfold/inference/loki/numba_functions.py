@@ -1,5 +1,5 @@
-"""Small functions that the Numba kernels inline: conversion, the exponential function, the logarithm, and
-prefetching."""
+"""Define small functions that the Numba kernels inline: the exponential function, the logarithm, prefetching, and the
+conversion to float32."""
 
 from __future__ import annotations
 

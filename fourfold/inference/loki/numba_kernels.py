@@ -86,7 +86,7 @@ def decode(step: DecodeStep) -> tuple[Tensor, Tensor]:
 
 
 def compile_for(dtype: torch.dtype) -> None:
-    """Compile the step for caches of this dtype now, or load it from disk, so that the first token does not wait."""
+    """Compile the decoding step for caches of this dtype, or load it from disk. Then the first token does not wait."""
     query, keys = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 2, 4, dtype=dtype)
     codes = torch.zeros(1, 1, 2, 1, dtype=torch.uint8)
     decode(DecodeStep(query, query, keys, keys, query[:, :, 0], codes, 1, LokiConfig(k=1), 1.0))

@@ -163,8 +163,8 @@ def _compare(
     basis: LokiBasis,
     held: Sequence[Sequence[int]],
 ) -> dict[str, list[float]]:
-    """Return the recall of each layer on held-out windows, for each kind of components. Loki chooses its default
-    fraction of the keys, by its default number of components. No keys are always chosen."""
+    """Return the recall of each layer on held-out windows, for each kind of components. Loki uses its default fractions
+    of components and keys. It chooses all keys by their scores, also the first and the last keys."""
     configs = {kind: LokiConfig(min_k=1, min_seq=0, sink=0, recent=0, basis=kind) for kind in KINDS}
     encoders = {kind: [basis.of_layer(layer, configs[kind]) for layer in range(len(attentions))] for kind in KINDS}
     probes = {kind: [Probe() for _ in attentions] for kind in KINDS}

@@ -67,7 +67,7 @@ def measure_quality(
         the fraction of the exact softmax that is on the chosen keys.
 
     Raises:
-        UserError: ``enable_loki`` refuses the model, or the longest window has no more than k keys.
+        UserError: ``enable_loki`` refuses the model, or the settings choose all keys of the longest window.
     """
     length = max(map(len, windows))
     config = basis.filled(config).model_copy(update={"prefill": "simulate", "min_seq": 0})
@@ -146,7 +146,7 @@ def compare_tasks(
 
 @contextmanager
 def _probed(model: PreTrainedModel, basis: LokiBasis, config: LokiConfig, *, is_exact: bool) -> Iterator[list[Probe]]:
-    """Enable Loki, or the oracle, inside the ``with`` statement, and yield each layer's probe."""
+    """Enable Loki inside the ``with`` statement, or the oracle if ``is_exact``. Yield each layer's probe."""
     enable_loki(model, basis, config)
     probes: list[Probe] = []
     for attention in attentions_of(model):

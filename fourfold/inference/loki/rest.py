@@ -28,9 +28,9 @@ def share_of_chosen(
 
     Args:
         exact_k: Exact scores of the chosen keys, in float32 or wider.
-        coded_k: Scores of the chosen keys by their codes.
+        coded_k: Scores of the chosen keys, computed from the keys' codes.
         is_chosen_k: False for keys in ``exact_k`` to ignore, because they are not chosen or not visible.
-        coded_S: The scores of all keys by their codes.
+        coded_S: Scores of all keys, computed from the keys' codes.
         is_rest_S: True for visible keys that are not chosen.
     """
     lowest = torch.finfo(exact_k.dtype).min  # With −inf instead, gradients would be NaN if all keys were chosen.
@@ -70,7 +70,7 @@ class ValueSum:
 
         Args:
             value_BKSD: All cached values.
-            visible_B1S: True for keys that a sequence sees. None if it sees all keys.
+            visible_B1S: True for keys that a sequence sees. None if every sequence sees all keys.
         """
         if self.sum_BKD is None or not self._has_summed(visible_B1S):
             self.clear()

@@ -77,7 +77,8 @@ def combine_heads(scores_BKG_S: Tensor, visible_B1_S: Tensor | None = None) -> T
 
 
 def keys_per_sequence(counts_B: Tensor, config: LokiConfig) -> Tensor:
-    """Return the number of keys that each sequence attends to, [B], based on its visible tokens, without padding."""
+    """Return the number of keys that each sequence attends to, [B]. ``counts_B`` has the number of visible tokens in
+    each sequence, without padding."""
     if config.k is None:
         k_B = (config.k_f * counts_B.double()).ceil().long().clamp(min=config.min_k)
     else:

@@ -50,26 +50,29 @@ class LokiConfig(BaseModel):
     d: Annotated[int, Field(ge=1)] | None = None
     """Number of leading components that rank the keys. Set at most one of ``d`` and ``d_f``."""
     d_f: Share = 0.25
-    """The number of ranking components as a fraction of head_dim (default 0.25)."""
+    """If ``d`` is not set, the number of components that rank the keys, as a fraction of head_dim (default 0.25)."""
     k: Annotated[int, Field(ge=1)] | None = None
     """Number of keys that a step attends to. Set at most one of ``k`` and ``k_f``."""
     k_f: Share = 0.03
-    """The number of keys as a fraction of the context (default 0.03)."""
+    """If ``k`` is not set, the number of keys that a step attends to, as a fraction of the context (default 0.03)."""
     min_k: int = Field(256, ge=1)
-    """Smallest number of keys that a step attends to, if ``k`` is not set."""
+    """If ``k`` is not set, the smallest number of keys that a step attends to (default 256)."""
     sink: Annotated[int, Field(ge=0)] | None = None
-    """Number of keys at the start that are always chosen (default 4, but at most a quarter of a step's keys)."""
+    """Number of keys at the start of the context that are always chosen (default 4, but at most a quarter of a step's
+    keys)."""
     recent: Annotated[int, Field(ge=0)] | None = None
-    """Number of keys at the end that are always chosen (default 64, but at most a quarter of a step's keys)."""
+    """Number of keys at the end of the context that are always chosen (default 64, but at most a quarter of a step's
+    keys)."""
     bits: Literal[2, 16] = 2
     """Bits of a component in a key's code. With 16, a simulation ranks keys by the components themselves, as in the
-    paper. Decoding steps support only 2."""
+    Loki paper. Decoding steps support only 2."""
     skip_layers: LayerNumbers = ()
     """Indices of the layers that keep dense attention, counted from 0."""
     min_seq: int = Field(512, ge=0)
     """Use dense attention for contexts with fewer tokens than this."""
     prefill: Literal["dense", "simulate"] = "dense"
-    """With "simulate", every token of a prompt sees only its best keys, as in the paper's perplexities."""
+    """How the tokens of a prompt attend: to all keys ("dense"), or each token only to its best keys ("simulate"). The
+    Loki paper measures perplexity with the second way."""
     basis: Literal["best", "pre", "post", "scores"] = "best"
     """Use components of the keys before ("pre") or after ("post") their rotary embedding, or components of the scores
     ("scores"). "best" uses, for each layer, the kind that ranked held-out keys best."""
@@ -127,7 +130,7 @@ class LokiConfig(BaseModel):
         """Return the number of leading components that rank keys.
 
         Args:
-            head_dim: Size of a head.
+            head_dim: Number of dims of an attention head.
 
         Raises:
             UserError: ``d`` is more than ``head_dim``.
@@ -188,7 +191,7 @@ class LokiConfig(BaseModel):
 
 @functools.cache
 def why_unavailable(package: str) -> str | None:
-    """Return why kernels of this package cannot run, or None if they can."""
+    """Return the reason why kernels of this package cannot run, or None if they can run."""
     if importlib.util.find_spec(package) is None:
         return f"is not installed: pip install {PACKAGES[package]}"
     if package == "numba":

@@ -91,7 +91,7 @@ def choices(
     mask_B1QS: Tensor | None = None,
     probe: Probe | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Choose the keys of each token of a prompt. The arguments are the same as for ``simulate``.
+    """Choose the keys that each token of a prompt attends to. The arguments have the same meaning as for ``simulate``.
 
     Yield four tensors for some rows at a time: a mask of the keys that each row sees, the scores that rank the keys,
     the exact scores, and a mask of the keys that each row chooses.

@@ -66,8 +66,8 @@ def attend(
 
 
 def block_of(width: int, keys: Tensor, most: int) -> int:
-    """Return the number of keys to process per iteration, at most ``most``. ``width`` is the number of dims of a key,
-    rounded up to a power of two."""
+    """Return the number of keys to process per iteration, from 16 to ``most``. ``width`` is the number of dims of a
+    key, rounded up to a power of two."""
     return max(16, min(most, TILE_BYTES // (width * keys.element_size())))
 
 

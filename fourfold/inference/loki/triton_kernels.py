@@ -94,7 +94,8 @@ def _score(
     G: tl.constexpr, GP: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, MASKED: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the scores of a split's keys for each query head, and their maximum and Σ exp(score − maximum)."""
+    """Compute the scores of a split's keys for each query head. Also compute the maximum of these scores, and
+    Σ exp(score − maximum)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, c = tl.arange(0, GP), tl.arange(0, CP)
     queries = query + (row * G + g[:, None]) * PER_BYTE * C + c[None, :]
