@@ -89,14 +89,14 @@ def export_huggingface(
         return _export_adapter(checkpoint, saved, out)
     weights = Merged(saved, open_base(saved)) if merge else saved
     source = source_of(checkpoint)
-    model = saved.model.model_copy(update={"num_nextn_predict_layers": 0})  # transformers lacks these layers.
+    model = saved.model.model_copy(update={"num_nextn_predict_layers": 0})  # transformers has no such layers.
     config = _config(model, source, kind)
     types = dict(weights.dtypes)
     wanted = DTYPES.get(dtype)
     if wanted is None and source is not None and not saved.state.weights_only:
         wanted = _TYPE_NAMES.get(str(config.get("dtype", config.get("torch_dtype"))))
     if wanted is not None:
-        # Keep the stored type of a router's bias, because transformers also keeps the bias in float32.
+        # Keep the stored dtype of a router's bias, because transformers also keeps this bias in float32.
         types = {name: each if is_router_bias(name) else wanted for name, each in types.items()}
     if source is None or wanted is not None or not saved.state.weights_only:
         key = "dtype" if "dtype" in config else "torch_dtype"

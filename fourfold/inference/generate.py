@@ -59,7 +59,7 @@ class Sampling:
         check_sampling(self.temperature or 1.0, self.top_k, self.top_p)
 
     def settings(self, model: Any) -> dict[str, Any]:
-        """Return the settings in effect as a dict of keyword arguments for transformers.
+        """Return the settings in effect as a dict, with transformers' names.
 
         The texts that stop generation come from the model's generation_config.json. If the temperature is above 0, the
         settings that change probabilities (``SCORE_KEYS``) come from this file too. Temperature 0 takes the most likely

@@ -64,7 +64,7 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
 
 def _scaling(rope: dict[str, Any], kind: str, given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
     """Return the factors of a type of rotary scaling, from the table ``rope`` of config.json."""
-    # transformers reads null as false, and a missing key as true.
+    # transformers reads truncate = null as false, and a missing truncate as true.
     if "truncate" in rope and rope["truncate"] is None:
         rope["truncate"] = False
     rope = {key: value for key, value in rope.items() if value is not None and (key != "truncate" or kind == "yarn")}

@@ -122,8 +122,8 @@ def loki_attention(
     def dense() -> tuple[Tensor, None]:
         return dense_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **keywords)
 
-    # The layer may be one that stays dense. Or Loki is not enabled in this model, but the model has the same
-    # configuration object as a model with Loki.
+    # Either this layer stays dense, or Loki is not enabled in this model. transformers calls this function for such a
+    # model too, if the model shares its configuration object with a model that has Loki.
     if state is None or encoder is None:
         return dense()
     if keywords.get("softcap") is not None:

@@ -69,7 +69,7 @@ def simulate(
     for visible_B1QS, ranking_BKGQS, scores_BKGQS, chosen_BKQS in rows:
         weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~chosen_BKQS[:, :, None], NEVER), -1)
         weights_BKGQS = weights_BKGQS.masked_fill(~visible_B1QS.any(-1, keepdim=True)[:, :, None], 0.0)
-        # Without codes (16 bits), keys that are not chosen have no effect on the output, as in the paper.
+        # Without codes (16 bits), keys that are not chosen have no effect on the output, as in the Loki paper.
         is_rest_BK1QS = (visible_B1QS & ~chosen_BKQS & (config.bits == BITS))[:, :, None]
         share_BKGQ1, lse_BKGQ1 = share_of_chosen(
             scores_BKGQS, ranking_BKGQS, chosen_BKQS[:, :, None], ranking_BKGQS, is_rest_BK1QS
