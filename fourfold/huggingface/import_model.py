@@ -26,7 +26,7 @@ from fourfold.parallel.state import initialize_shards
 
 
 def import_huggingface(name: str, out: Path) -> Transferred:
-    """Write the weights of a Hugging Face model as a checkpoint. They keep the dtypes that they have in the model's
+    """Write the weights of a Hugging Face model as a checkpoint, in the dtypes that the weights have in the model's
     files.
 
     One parameter is in memory at a time.

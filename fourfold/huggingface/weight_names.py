@@ -28,7 +28,8 @@ class TensorPiece:
     groups: int
     stride: int
     expert: int | None = None
-    """The index of the expert, if the decoder's parameter stacks experts along the first dim."""
+    """The index of the expert whose rows these are. None if the decoder's parameter does not stack experts, or if the
+    Hugging Face tensor stacks them too."""
     paired_rows: int = 0
     """Number of rows at the beginning of each group whose order differs. The decoder's parameter first has the rows 0,
     2, 4, … of the Hugging Face tensor's group, and then the rows 1, 3, 5, …."""

@@ -132,9 +132,9 @@ def generate(
 ) -> Generation:
     """Continue a prompt.
 
-    The end tokens, the texts that stop generation, and the settings in ``SCORE_KEYS`` come from the model's
-    generation_config.json. This function ignores all other settings in this file, such as settings for several
-    sequences at a time, because it streams a single sequence.
+    The end tokens and the texts that stop generation come from the model's generation_config.json. If the temperature
+    is above 0, the settings that change the probabilities of tokens (``SCORE_KEYS``) come from this file too. This
+    function ignores all other settings in the file, because it streams a single sequence.
 
     Args:
         model: A transformers model, or a fourfold model with the same interface.

@@ -47,8 +47,8 @@ def wrap_model(model: PreTrainedModel, tokenizer: TransformersTokenizer) -> LM:
 
 
 def find_tasks(tasks: Sequence[str], folder: Path | None = None) -> TaskManager:
-    """Return a manager of lm-eval's tasks and the tasks in ``folder``. Raise ``UserError`` if it lacks one of
-    ``tasks``."""
+    """Return a manager of lm-eval's tasks and the tasks in ``folder``. Raise ``UserError`` if one of ``tasks`` is
+    unknown."""
     manager = _tasks_in(folder)
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:

@@ -26,7 +26,7 @@ class AttentionCore(nn.Module):
     k_norm: nn.Module | None
     sinks: nn.Parameter | None
     """One learned logit per query head. The softmax over the head's scores includes this logit, but the logit has no
-    value vector."""
+    value vector. None if the model has no sinks."""
     is_for_gpu = False
     """If True, any device runs the operations that a GPU would run. ``fourfold trace`` sets this for GPU runs."""
 

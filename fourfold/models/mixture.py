@@ -25,8 +25,8 @@ class Mixture(nn.Module):
     """Computes Σ_k w_tk · expert_tk(x_t), plus the output of the shared expert if there is one."""
 
     capacity_factor = 0.0
-    """In training, an expert processes at most capacity_factor · R / E rows of a sequence that has R rows. 0 means no
-    limit."""
+    """In training, an expert processes at most capacity_factor · R / E rows (rounded up) of a sequence that has R rows.
+    0 means no limit."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -243,7 +243,7 @@ def _check_head_dim(keys: Mapping[str, Any], family: Family, size: Any, where: s
 
 
 def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
-    """Return a model's folder: ``name`` itself, or the local copy of that id on the Hub, downloaded if needed.
+    """Return a model's folder: ``name`` itself, or the local copy of the Hub's model, downloaded if needed.
 
     Args:
         name: A folder, or an id on the Hub.

@@ -59,9 +59,10 @@ class Family:
     names, the value under the alternative name counts."""
     dense_layers: Literal["mlp_only_layers", "mlp_layer_types"] | None = None
     """Name of the key that lists the layers without experts, or the kinds of all layers ("dense" and "sparse"). The
-    decoder requires that the layers without experts come first."""
+    decoder requires that the layers without experts come first. None if the family has no such key."""
     shared_experts: str | None = None
-    """Name of the key that gives the shared expert's width as a multiple of an expert's width."""
+    """Name of the key that gives the shared expert's width as a multiple of an expert's width. None if the family has
+    no such key."""
     slides: Callable[[int, Mapping[str, Any]], bool] | None = None
     """Function that returns whether a layer uses the config's sliding_window. None if the family has no sliding
     window."""

@@ -14,7 +14,8 @@ MOST_LAYERS = 10_000
 
 def rotating_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
     """Return the key no_rope_layers of [model] if config.json says which layers have rotary embeddings. The key's value
-    is a list with 1 for each of these layers, and 0 for each layer without rotary embeddings.
+    is a list with 1 for each of these layers, and 0 for each layer without rotary embeddings. If config.json lists a
+    rotary base for each layer, also return rope_theta.
 
     Args:
         given: The config.json, with the family's defaults for missing keys.
@@ -128,7 +129,7 @@ def expert_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[st
 
 
 def _first_dense_layers(given: Mapping[str, Any], family: Family, name: str, where: str) -> int:
-    """Return the number of layers with a dense MLP. These must be the first layers."""
+    """Return the number of layers with a dense MLP. Raise ``UserError`` if other layers come before these layers."""
     layers = listed = given[name]
     if name == "mlp_layer_types" and isinstance(listed, list):
         layers = [layer for layer, kind in enumerate(listed) if kind != "sparse"]

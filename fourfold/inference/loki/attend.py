@@ -1,6 +1,6 @@
 """Run one decoding step: rank the cached keys by their codes, gather the best keys, and attend to them exactly. All
-other keys (the rest) together count as one key, whose value is the mean of their values. A key's code holds its leading
-components in 2 bits each (``codes.py``).
+other keys (the rest) together count as one key, whose value is the mean of the values of the rest. The code of a key
+holds the key's leading components in 2 bits each (``codes.py``).
 
 Shape letters: B sequences, N query heads, K KV heads, G = N / K, S keys, D head_dim, d leading components, C bytes of
 codes, k chosen keys.

@@ -48,7 +48,8 @@ class Components:
 
     def ranks_at(self, share: float) -> Tensor:
         """Return, for each layer and KV head, the smallest number of components that together explain at least the
-        fraction ``share`` of the variance, [L, K]. The paper calls this number Rank@v (arXiv 2406.02542, eq. 2)."""
+        fraction ``share`` of the variance, [L, K]. The Loki paper calls this number Rank@v (arXiv 2406.02542, eq. 2).
+        """
         variances_LKD = self.variances_LKD.double().clamp(min=0)
         explained_LKD = variances_LKD.cumsum(-1) / variances_LKD.sum(-1, keepdim=True).clamp(min=1e-300)
         # Clamp the number, because rounding errors could give more components than exist.
@@ -224,8 +225,8 @@ class LokiBasis:
 
 
 def _not_given(config: LokiConfig, values: dict[str, float]) -> dict[str, float]:
-    """Return the entries of ``values`` that ``config`` does not set. ``config`` sets ``d_f`` if it has ``d_f`` or
-    ``d``, and it sets ``k_f`` if it has ``k_f`` or ``k``."""
+    """Return the entries of ``values`` that ``config`` does not set. A ``config`` with ``d`` counts as setting ``d_f``,
+    and a ``config`` with ``k`` counts as setting ``k_f``."""
     given = config.model_fields_set
     return {name: value for name, value in values.items() if not given & {name, name.removesuffix("_f")}}
 

@@ -30,7 +30,7 @@ class Encoder:
     """For each KV head, a matrix that projects queries. Columns of zeros at the end make d a multiple of four, so that
     the codes fill whole bytes."""
     keys_KDd: Tensor
-    """For each KV head, a matrix that projects keys. It has as many columns of zeros."""
+    """For each KV head, a matrix that projects keys. Its last columns are zeros too, as in ``queries_KDd``."""
     shift_K1d: Tensor
     """A constant to add to projected keys. It moves the mean of the keys to the middle of the intervals."""
 

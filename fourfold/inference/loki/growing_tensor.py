@@ -1,4 +1,4 @@
-"""Define a tensor that grows along its sequence dim. A new token does not copy the tokens before it."""
+"""Define a tensor that grows along its sequence dim without copying all tokens for each new token."""
 
 from __future__ import annotations
 

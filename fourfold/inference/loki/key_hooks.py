@@ -26,8 +26,8 @@ NAME = "loki_observer"
 """The name under which transformers registers ``_observed_attention`` and its mask function."""
 
 KeyObserver = Callable[[int, Tensor, dict[str, Tensor], float], None]
-"""A function with four arguments: a layer's index, the layer's queries [B, N, S, D] after their rotary embedding, its
-keys [B, K, S, D] before ("pre") and after ("post") their rotary embedding, and the factor on the scores."""
+"""A function with four arguments: the index of a layer, the layer's queries [B, N, S, D] after the rotary embedding,
+the layer's keys [B, K, S, D] before ("pre") and after ("post") the rotary embedding, and the factor on the scores."""
 
 
 @contextmanager

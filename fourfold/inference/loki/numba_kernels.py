@@ -261,8 +261,8 @@ def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD, exact_H3, sum_D):
 
 @compiled
 def _add_rest(coded_GS, chosen_k, exact_H3, mean_D, out_HD):
-    """Add the rest (all keys that are not chosen) to the output of each query head, with the mean of their values. Also
-    add their weights to the head's Σ exp(score − largest) in ``exact_H3``. See ``rest.py``.
+    """Add the rest (all keys that are not chosen) to the output of each query head. ``mean_D`` is the mean value of the
+    rest. Also add the rest's weights to the head's Σ exp(score − largest) in ``exact_H3``. See ``rest.py``.
 
     ``coded_GS`` has exp(score − largest) for the scores of the codes. This function changes it.
     """

@@ -21,8 +21,8 @@ from fourfold.inference.loki.codes import BITS, INTERVALS, PER_BYTE
 from fourfold.inference.loki.numba_functions import compiled
 
 TABLES = 8
-"""Number of bytes of a key that are looked up together. Each byte has its own table, and so many tables fit into the
-processor's first-level cache."""
+"""Number of bytes of a key that are looked up together. Each byte has its own table. The tables of this many bytes fit
+into the processor's first-level cache."""
 
 
 @compiled

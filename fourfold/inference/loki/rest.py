@@ -1,4 +1,4 @@
-"""Replace all keys that are not chosen (the rest) by one key, whose value is the mean of their values.
+"""Replace all keys that are not chosen (the rest) by one key, whose value is the mean of the replaced keys' values.
 
 If the rest were left out, attention that spreads over many keys would lose most of these keys. SparQ (arXiv
 2312.04985, section 3) also adds a mean value.

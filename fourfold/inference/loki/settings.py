@@ -48,11 +48,12 @@ class LokiConfig(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     d: Annotated[int, Field(ge=1)] | None = None
-    """Number of leading components that rank the keys. Set at most one of ``d`` and ``d_f``."""
+    """Number of leading components that rank the keys. Set at most one of ``d`` and ``d_f``. None means that ``d_f``
+    applies."""
     d_f: Share = 0.25
     """If ``d`` is not set, the number of components that rank the keys, as a fraction of head_dim (default 0.25)."""
     k: Annotated[int, Field(ge=1)] | None = None
-    """Number of keys that a step attends to. Set at most one of ``k`` and ``k_f``."""
+    """Number of keys that a step attends to. Set at most one of ``k`` and ``k_f``. None means that ``k_f`` applies."""
     k_f: Share = 0.03
     """If ``k`` is not set, the number of keys that a step attends to, as a fraction of the context (default 0.03)."""
     min_k: int = Field(256, ge=1)
