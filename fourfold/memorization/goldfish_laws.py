@@ -35,8 +35,8 @@ def near_duplicate_law(noise: float, h: int, k: int) -> float:
 
 def expected_extraction(config: GoldfishConfig) -> dict[str, Any] | None:
     """Return the predictions of both laws for common sizes: first the fraction of suffixes without a dropped token, and
-    then the fraction of dropped tokens that a near-duplicate trains. The strategy "static" has no prediction for
-    near-duplicates, because its mask does not depend on tokens.
+    then the fraction of dropped tokens that the mask of a near-duplicate keeps. The strategy "static" has no prediction
+    for near-duplicates, because its mask does not depend on tokens.
 
     Return None if there is no mask, or if its strategy is "random", because copies of a document then have different
     masks.
