@@ -36,21 +36,21 @@ class EvaluationRequest(ScoringRequest):
     texts: tuple[Path, ...] = ()
     """Text files whose perplexity is measured."""
     overlap: int = 1
-    """Number of tokens that each window repeats from the previous window."""
+    """A text is scored in windows. This is the number of tokens that each window repeats from the previous window."""
     context: int | None = None
     """Maximum number of input tokens per forward pass. The default is the model's context length. For a Hugging Face
     model, the default is at most ``LONGEST_UNKNOWN``."""
     tasks: tuple[str, ...] = ()
     """Names of lm-eval tasks."""
     include_path: Path | None = None
-    """A folder with your own tasks."""
+    """A folder with the user's own lm-eval tasks. None if there are none."""
     num_fewshot: int | None = None
     """Number of solved examples in each prompt of a task. None uses each task's own number."""
     limit: int | None = None
     """Maximum number of documents per task. None uses all."""
 
     def check(self) -> None:
-        """Raise ``UserError`` if there is nothing to do, or if a file is missing."""
+        """Raise ``UserError`` if the request has no text and no task, or if a text file is missing."""
         if not self.texts and not self.tasks:
             raise UserError("there is nothing to evaluate on; give --text FILE, or --tasks NAMES")
         for text in self.texts:

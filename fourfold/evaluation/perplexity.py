@@ -14,7 +14,7 @@ class ScoredWindow:
 
     tokens: NDArray[np.int64]
     first: int
-    """Index of the first token whose loss is measured. Earlier tokens only give context."""
+    """Index in ``tokens`` of the first token whose loss is measured. Earlier tokens only give context."""
 
 
 def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overlap: int) -> list[ScoredWindow]:

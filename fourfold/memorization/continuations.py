@@ -20,12 +20,11 @@ TOLERANCES = (0.0, 0.05, 0.1, 0.2)
 on the share of extractable documents."""
 
 EXTRACTABLE = 0.001
-"""A suffix counts as extractable if a sample has at least this probability of being near-verbatim (arXiv
-2505.12546)."""
+"""A suffix counts as extractable if a text that an attacker samples is close to the suffix with at least this
+probability (arXiv 2505.12546)."""
 
 SHOWN = 20
-"""Largest number of passages in the record. The record shows the members' continuations that are closest to the true
-text."""
+"""Largest number of passages in the record. They are the continuations that are closest to the true text."""
 
 
 def continuations(
@@ -36,8 +35,10 @@ def continuations(
     tokenizer: AnyTokenizer | None,
     request: AuditRequest,
 ) -> dict[str, Any]:
-    """Remove the suffixes of the first members and of the first controls, and let the model continue the remaining
-    texts by greedy decoding. If ``request.beams`` is set, also search for near-verbatim continuations.
+    """Remove the suffixes (the last ``request.suffix`` tokens) of some documents, and let the model continue the
+    remaining texts by greedy decoding. If ``request.beams`` is set, also search for near-verbatim continuations.
+
+    The documents are the first members (the model was trained on them) and the first controls (unseen documents).
 
     Every process of the model's grid must call this.
 

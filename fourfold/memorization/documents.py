@@ -158,5 +158,5 @@ def _origin(row: dict[str, Any]) -> tuple[int | None, Canaries | None]:
 
 
 def _is_whole(value: Any) -> bool:
-    """Return whether this is an integer that fits into an array."""
+    """Return whether ``value`` is an integer that fits into an int64 array."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63

@@ -14,7 +14,7 @@ from fourfold.memorization.scores import TokenScores
 
 @dataclass(frozen=True)
 class Extraction:
-    """The measures of one document. They concern the whole document, or its suffix: its last tokens."""
+    """The measures of one document and of its suffix, which is a given number of tokens at its end."""
 
     exact_match: bool
     """Whether greedy decoding after all tokens before the suffix produces the suffix (Carlini et al. 2023, arXiv

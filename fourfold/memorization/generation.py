@@ -101,7 +101,7 @@ def common_subsequence(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     """Return the length of the longest common subsequence of two lists of token ids."""
     row = np.zeros(len(b) + 1, dtype=np.int64)
     for token in a:
-        # best[j] = max(row[j], row[j-1] + match, best[j-1]). The running maximum below adds the last of these terms.
+        # best[j] = max(row[j], row[j-1] + match, best[j-1]). The running maximum below adds the term best[j-1].
         best = row.copy()
         best[1:] = np.maximum(row[1:], row[:-1] + (b == token))
         row = np.maximum.accumulate(best)
@@ -114,7 +114,8 @@ def common_span(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
 
 
 def edit_distance(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
-    """Return the Levenshtein distance: the smallest number of insertions, deletions, and substitutions."""
+    """Return the Levenshtein distance: the smallest number of insertions, deletions, and substitutions of tokens that
+    turn ``a`` into ``b``."""
     places = np.arange(len(b) + 1)
     row = places.copy()
     for number, token in enumerate(a, start=1):

@@ -110,7 +110,7 @@ def goldfish_check(
         documents: The members.
         scores: The scores of each member.
         suffix: Number of tokens at the end of a document that count as its suffix.
-        tokenizer: The model's tokenizer, for the noise of canaries. None if unknown.
+        tokenizer: The model's tokenizer, to draw the noise of canaries again. None if unknown.
 
     Raises:
         UserError: The mask cannot be replayed.
@@ -150,8 +150,8 @@ def goldfish_check(
 def near_duplicates(
     config: GoldfishConfig, exempt: tuple[int, ...], documents: Sequence[AuditDocument], tokenizer: AnyTokenizer | None
 ) -> dict[str, Any] | None:
-    """Measure how often the mask of a noisy copy keeps a token in the loss that the mask of the original document
-    drops. Also return the rate that ``near_duplicate_law`` predicts.
+    """Look at the tokens that the mask of a document drops. Measure how often the mask of a noisy copy of the document
+    keeps such a token in the loss. Also return the rate that ``near_duplicate_law`` predicts.
 
     Only tokens that the noise left unchanged count. To find these tokens, the function draws the noise of each copy
     again, which needs the tokenizer's vocabulary. Without a tokenizer or without noisy canaries, it returns None.
@@ -159,7 +159,7 @@ def near_duplicates(
     Args:
         config: The goldfish mask.
         exempt: Token ids that the mask never drops.
-        documents: The members.
+        documents: The members (documents that the model was trained on).
         tokenizer: The model's tokenizer, or None.
     """
     if tokenizer is None:

@@ -22,8 +22,8 @@ def exact_match_law(k: int, suffix: int) -> float:
 
 
 def near_duplicate_law(noise: float, h: int, k: int) -> float:
-    """Return (1 - (1 - ε)^h) · (1 - 1/k). This is the probability that the mask of a near-duplicate keeps a token in
-    the loss that the mask of the original document drops.
+    """Return (1 - (1 - ε)^h) · (1 - 1/k). If the mask of a document drops a token, this is the probability that the
+    mask of a near-duplicate of the document keeps the token in the loss.
 
     Args:
         noise: The fraction ε of tokens that differ between the near-duplicate and the original.

@@ -130,8 +130,8 @@ def near_verbatim(
     width: int,
     sampling: AttackSampling,
 ) -> list[NearVerbatim]:
-    """For each document, compute bounds of p_ε. This is the probability that the model continues the document before
-    its suffix with a text that is within ε edits of the suffix.
+    """For each document, compute bounds of p_ε. This is the probability that a text that the model samples in place of
+    the document's suffix is within ε edits of the suffix.
 
     Every process of the model's grid must call this. Each new token takes one forward pass over the whole texts. There
     is no cache, so this works on any grid.

@@ -121,12 +121,12 @@ def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> R
 
 
 def run_on_model_grid(function: str, request: ScoringRequest) -> Any:
-    """Find the model of the request, and call a function on every process of the model's grid.
+    """Find the model that the request names, and call a function on every process of the model's grid.
 
     Args:
         function: Name of the function, as ``"module:name"``. Its arguments are the process's place in the job, the
             request, and the model.
-        request: The request. It names the model.
+        request: The request.
 
     Returns:
         The value that rank 0 returned.

@@ -71,7 +71,8 @@ class GridScorer:
 
     @classmethod
     def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: AttackSampling) -> Self:
-        """Load a checkpoint's weights onto the grid of ``run``, without the optimizer and the averages."""
+        """Load the weights of a checkpoint onto the grid of ``run``, without the states of the optimizer and the
+        weight averages. Return a scorer."""
         # Do not use tuned matmul layouts, because they were tuned for training steps.
         training = run.training.model_copy(update={"tuned_products": "off"})
         run = run.model_copy(update={"training": training, "ema": EMAConfig()})

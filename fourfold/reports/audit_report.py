@@ -79,7 +79,7 @@ def _parts(record: Record) -> Iterator[Part]:
 def _count_rows(record: Record) -> TableRows:
     """Group the documents by how many times the model was trained on them, and return one table row per group. Unless
     there is exactly one group, the first row is for all members (all documents that the model was trained on). If there
-    is a reference model, the last row has its results for all members."""
+    is a reference model, the last row has the reference model's results for all members."""
     groups = {counted(int(count), "time"): group for count, group in record["by_count"].items()}
     if len(groups) != 1:
         groups = {"all members": record, **groups}

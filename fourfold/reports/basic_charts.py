@@ -37,8 +37,8 @@ def line_chart(title: str, lines: Mapping[str, Sequence[tuple[float, float]]], *
 
 
 def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, x_label: str) -> str:
-    """Return an HTML figure with stacked horizontal bars. The first bar is at the top. The sum of a bar's parts stands
-    at its end.
+    """Return an HTML figure with stacked horizontal bars. The first bar is at the top. At the end of each bar is a
+    number, the sum of the bar's parts.
 
     Args:
         title: The caption.

@@ -27,7 +27,7 @@ def figure(
         title: The caption.
         spec: The data that the page's script draws, such as an ECharts option under the key "option".
         height: Height in pixels.
-        zoom: The axes that the reader can zoom by dragging a box. Empty: none.
+        zoom: The axes that the reader can zoom by dragging a box. An empty text means no zoom.
         values: The most important values in words, for readers who do not see the chart.
     """
     label = escape(f"{title}. {values}" if values else title)

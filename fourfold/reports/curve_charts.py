@@ -16,7 +16,7 @@ CONTROLS = asset("curve_controls.html").strip()
 
 
 class StepPositions(NamedTuple):
-    """Position of the end of a step on each x axis."""
+    """Where the end of a step is on each of the three x axes. ``tokens`` and ``seconds`` count from the run's start."""
 
     step: int
     tokens: float
@@ -56,7 +56,7 @@ def curve_chart(
         marks: The positions at which runs were resumed, each with the color of its mark.
         is_loss: Whether the values are losses in nats. The exponential of such a value is a perplexity.
         smooth: Whether the page's smoothing slider applies to the curves.
-        from_zero: Whether the linear axis starts at 0.
+        from_zero: Whether the y axis starts at 0 if it is linear.
         height: Height in pixels.
     """
     shown = [curve for curve in curves if any(value is not None for _, value in curve.points)]

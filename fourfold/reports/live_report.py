@@ -14,14 +14,15 @@ from fourfold.reports.run_report import write_run_report
 from fourfold.training.job import Job
 
 SHORTEST_WAIT = 10.0
-"""Smallest number of seconds after which the report is written again."""
+"""The report is written again after at least this many seconds."""
 WAIT_PER_WRITING = 250
 """The time until the report is written again is at least this many times the time that the last writing took. So
 writing takes about 0.4 % of the run's time at most, even if the run has many steps."""
 
 
 class LiveReport:
-    """A callback that rewrites report.html on rank 0. The page reloads itself in the browser until training ends."""
+    """A training callback that rewrites report.html on rank 0. In the browser, the page reloads itself until training
+    ends."""
 
     def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:
         self._run_dir = run_dir

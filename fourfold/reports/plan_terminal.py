@@ -38,7 +38,7 @@ COLUMNS = {"best": "best", "runner_up": "best on another grid", "yours": "yours"
 """Headers of the columns of an explanation, which shows one layout per column. The keys are the layouts' names in the
 record."""
 WORDS = ("", "recompute", "also")
-"""Headers of the columns whose cells are words. Such cells may have line breaks."""
+"""Headers of the columns in the table of layouts whose cells are words. Such cells may have line breaks."""
 PARTS_NAMED = 7
 """Largest number of parts into which the time of a step is divided. The smallest parts become one part, "other"."""
 FLOP_NOTE = (
@@ -246,8 +246,8 @@ def scaling_table(points: Sequence[ScalingPoint], weak: bool) -> None:
 
 def validation_tables(result: Validation, with_rows: bool) -> None:
     """Print tables that compare predictions with measured rows. The first table has the errors of predicted step times
-    for each source of rows. The next tables say how well the planner ranks layouts that were measured in one sweep, and
-    how far predicted memory is off. With ``with_rows``, the last table has every row."""
+    for each source of rows. The next tables say how well the planner ranks the rows of a sweep (they differ only in
+    layout), and how far predicted memory is off. With ``with_rows``, the last table has every row."""
     console, record = Console(), result.record(with_rows)
     console.print(f"Constants: {record['constants']}.")
     everything = {"all": {**record, "count": record["rows"]}, **record["by_source"], "others": record["others"],

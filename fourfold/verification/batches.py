@@ -20,7 +20,7 @@ class RandomSamples:
     The samples are as uneven as real data can be:
 
     - Sequences and micro-batches have very different numbers of labels in the loss (see ``kept``).
-    - The vocabulary is divided into eighths, and one token in sixteen is the first or the last token of an eighth. The
+    - The vocabulary is divided into eighths, and one token in sixteen has the first or the last id of an eighth. The
       tensor-parallel axis x may split the vocabulary there.
     - Documents have random lengths. In every fourth sequence, several consecutive documents have only one token. In
       another fourth of the sequences, a document starts at each eighth of the sequence. The context-parallel axis cp

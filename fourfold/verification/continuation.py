@@ -72,8 +72,8 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
         # extrapolate from runs with three and with four micro-batches.
         pipelines = [target._replace(micro_batches=m) for m in (3, 4)]
     # Only a few layers differ from their neighbors: the first and last ones, and the layers whose weights are gathered
-    # ahead. With a single micro-batch, trace one more layer, because only a model with several layers has more memory
-    # for gradients than for activations. If the model begins with dense layers, trace these in addition.
+    # ahead. With a single micro-batch, trace one more layer: gradients need more memory than activations only if there
+    # are several layers, as in the full run. If the model begins with dense layers, trace these in addition.
     few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
     few += max(run.model.first_k_dense_replace - target.before, 0)
     # Layers form a repeating pattern, because only every n-th block recomputes, and attention types alternate. So the

@@ -61,7 +61,7 @@ class Flights:
             counter.clear()
 
     def compute(self, duration: int = 0) -> None:
-        """Record that a matmul or an attention operation is issued, which takes ``duration``."""
+        """Record that the step issues a matmul or an attention operation. ``duration`` is the time of the operation."""
         self._matmuls += 1
         self._computed += duration
         self._now += duration

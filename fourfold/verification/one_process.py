@@ -203,8 +203,8 @@ class Reference:
         return (log_probs_BS * batch.kept_BS).sum(1)
 
     def _take_preferences(self) -> dict[str, Tensor]:
-        """Return the mean metrics of all preference pairs since the previous call. The keys are the names in
-        metrics.jsonl.
+        """Return the mean metrics of all preference pairs since the previous call of this method. The keys are the
+        names in metrics.jsonl. Without [dpo], the result is empty.
 
         The additional key ``dpo_ties`` is the share of pairs with a margin near zero. Rounding may change the sign of
         such a margin.
@@ -250,7 +250,7 @@ class PlainLogits:
 
 
 class RouterLosses:
-    """Computes the auxiliary losses of routers, and updates their biases.
+    """Computes the auxiliary losses of routers, and updates the biases of routers.
 
     Padding is not counted. The load-balancing loss uses the experts' load in the previous step.
     """

@@ -101,7 +101,8 @@ def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: 
     Returns:
         On rank 0, a list of deviations. The result on other ranks has no meaning. The list has:
 
-        - the relative errors of gradients and weights, on the grid and on one process
+        - the relative errors of all gradients, of all weights, and of the tensor with the worst gradients, on the
+          grid and on one process
         - with stochastic rounding, the error of the rounding, in standard errors
         - an infinite deviation if the grid sums gradients in a wrong dtype
         - an infinite deviation if the grid computes with stale weights
@@ -210,8 +211,8 @@ def _sums_in_another_dtype(
 
 
 def _is_published(job: Job) -> bool:
-    """Return whether this process's working copies of the weights equal the stored weights, rounded to the dtype of the
-    working copies.
+    """Return whether the working copies of the weights on this process are up to date: each copy must equal the stored
+    weight, rounded to the dtype of the copy.
 
     Sharded weights have no working copies, because they are rounded each time they are gathered.
     """

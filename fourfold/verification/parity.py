@@ -145,7 +145,7 @@ def shortened(run: RunConfig, steps: int) -> RunConfig:
 
 
 def resharded(run: RunConfig) -> RunConfig:
-    """Return the same run on another grid with the same number of processes.
+    """Return the run with another grid that has the same number of processes.
 
     The new grid swaps the sizes of axes, merges all axes into one, or changes ``zero`` or ``ep``. If possible, it has
     another ``ep``, so the experts are split over another number of ranks. If there is only one process or no other

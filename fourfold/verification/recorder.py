@@ -180,8 +180,8 @@ class Recorder(TorchDispatchMode):
         entry[0] += 1
         entry[1] += whole.nbytes
         # The storage of a collective's result identifies the collective, except in FSDP2's gradient sums. FSDP2 waits
-        # for a sum only when it issues the next sum, and the first sum's storage may be freed by then. So ``line``
-        # identifies these sums, and ``issue`` waits for the first sum before it records the next sum.
+        # for a sum only when it issues the next sum, and the storage of the earlier sum may be freed by then. So
+        # ``line`` identifies these sums, and ``issue`` waits for the earlier sum before it records the next sum.
         is_sum_of_fsdp = purpose is None and operation != "all_gather"
         duration = 0
         if self._durations is not None:

@@ -94,7 +94,7 @@ class Timeline:
         return time.time_ns()
 
     def _write(self, path: Path, ended: int, steps: int) -> dict[str, Any]:
-        """Write the trace of this process. Return its mean times and its mean traffic per recorded step."""
+        """Write the trace of this process. Return the mean times and the mean traffic of one recorded step."""
         temporary = temporary_name(path)
         with writing(path):
             path.parent.mkdir(exist_ok=True)

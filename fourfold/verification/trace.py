@@ -48,7 +48,7 @@ class Memory:
     """Number of bytes of the weight shards that the rank stores."""
 
     gradients: int
-    """Number of bytes of the gradients of these shards when the optimizer steps."""
+    """Number of bytes of the weight shards' gradients when the optimizer steps."""
 
     optimizer: int
     """Number of bytes of the optimizer's states and of the weight averages."""
@@ -65,7 +65,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives in a step with the same axis, operation, and purpose."""
+    """All collectives in a step with the same axis, operation, and purpose. ``count`` is the number of collectives."""
 
     axis: str
     op: str
@@ -90,7 +90,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The trace of one pipeline rank."""
+    """What one pipeline rank stores and sends in a step."""
 
     pp_rank: int
 
@@ -103,7 +103,7 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class TraceReport:
-    """The trace of one optimizer step on rank 0."""
+    """What rank 0 stores and sends in one optimizer step."""
 
     world_size: int
     memory: Memory
@@ -160,7 +160,7 @@ def _trace_rank(
     traced: dict[ContinuedRun, Sample],
     expert_load: Sequence[float] | None,
 ) -> RankTrace:
-    """Trace one pipeline rank.
+    """Compute what one pipeline rank stores and sends in a step.
 
     Args:
         traced: The results of the small runs that were traced so far. If another rank has already traced a small run
@@ -214,7 +214,7 @@ def _trace_step(run: RunConfig, pp_rank: int, machine: Machine | None, expert_lo
 
 def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_load: Sequence[float] | None) -> Sample:
     stages = meta_stages(run, grid)
-    # The trace runs on a CPU, so set the chunk size, the loss, and the attention of the device that will run the step.
+    # The trace runs on a CPU. Use the chunk size, the loss, and the attention of the device that will run the real step.
     is_for_gpu = run.training.device != "cpu"
     for module in (module for stage in stages.values() for module in stage.model.modules()):
         if isinstance(module, ParallelHead):

@@ -1,8 +1,8 @@
 """Train the run with the trainer itself on small random corpora, resume it on another grid, and check what it records.
 
-This tests parts that parity's own training steps do not use: the loader, validation, moving averages, resuming, and the
-log-probabilities of the DPO reference model. Parity's reference on one process reads the same corpora step by step,
-without a loader and without resuming.
+This tests the parts of the trainer that a single training step does not use: the loader, validation, moving averages,
+resuming, and the log-probabilities of the DPO reference model. Parity's reference on one process reads the same corpora
+step by step, without a loader and without resuming.
 """
 
 import io
@@ -53,7 +53,8 @@ Record = dict[str, float | None]
 
 
 def trained_run(run: RunConfig, folder: Path, device: torch.device) -> RunConfig:
-    """Return the short run for the trainer: a few steps on corpora in ``folder``, with a validation after each step."""
+    """Return a short version of the run for the trainer: a few steps on the corpora in ``folder``, with a validation
+    after each step."""
     train, validation = ([Corpus(path=str(folder / name))] for name in ("train", "validation"))
     is_split, kind = run.data.mask_documents, run.data.format
     exempt = [*run.masks.goldfish.exempt, ByteTokenizer.eod_id]  # The goldfish mask never drops special tokens.

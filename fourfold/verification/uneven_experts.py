@@ -15,8 +15,8 @@ def skew_router_biases(job: Job) -> None:
     nothing. Every process must call this.
 
     Afterwards, every router has one expert that it never chooses. If each token goes to several experts, every router
-    also has one expert that it always chooses. Neighboring layers have different such experts. With LoRA, the biases
-    stay zero, because checkpoints of LoRA do not save them.
+    also has one expert that it always chooses. In neighboring layers, these are different experts. With LoRA, the
+    biases stay zero, because checkpoints of LoRA do not save them.
     """
     experts = job.run.model.num_experts
     for shard in job.shards if not job.run.lora.rank else ():
