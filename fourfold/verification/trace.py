@@ -214,7 +214,7 @@ def _trace_step(run: RunConfig, pp_rank: int, machine: Machine | None, expert_lo
 
 def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_load: Sequence[float] | None) -> Sample:
     stages = meta_stages(run, grid)
-    # The trace runs on a CPU. Use the chunk size, the loss, and the attention of the device that will run the real step.
+    # The trace runs on a CPU. Use the chunk size, the loss, and the attention of the device that will run the step.
     is_for_gpu = run.training.device != "cpu"
     for module in (module for stage in stages.values() for module in stage.model.modules()):
         if isinstance(module, ParallelHead):
