@@ -89,7 +89,8 @@ def _check_offset(request: AuditRequest, *runs: RunConfig | None) -> None:
 
 def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | None:
     """Return the goldfish mask to replay (compute again). With --run, this is the mask of that run file, which must be
-    replayable. Otherwise, it is the mask that the model was trained with, or None if that mask is not replayable."""
+    replayable. Otherwise, it is the mask that the model was trained with, or None if that mask is unknown or not
+    replayable."""
     if request.run is not None:
         with given_as("--run"):
             config = load_run(request.run).masks.goldfish

@@ -12,8 +12,8 @@ from fourfold.training.console import byte_unit
 
 def profile_tables(path: Path) -> None:
     """Print how the time of a step was spent. The first table has the collectives of each axis, as means over the
-    processes. The second table divides the whole step: the first row has the means over the processes, and the second
-    row is for the process that computes longest."""
+    processes. The second table divides the whole step. Its first row has the means over the processes. With several
+    processes, its second row is for the process that computes longest."""
     if not path.is_file():
         print("No profile: the run ended before the fifth step after its start.")
         return
